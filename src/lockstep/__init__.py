@@ -1,0 +1,62 @@
+"""Lockstep: data-parallel training for PyTorch in which the number of workers is a deployment detail.
+
+Names are resolved on first use, so that `import lockstep` (and `lockstep --help`) does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
+    "DistributedDataParallel": "lockstep.data_parallel",
+    "DistributedSampler": "lockstep.data.sampler",
+    "Loader": "lockstep.data.loader",
+    "Stepper": "lockstep.stepper",
+    "Task": "lockstep.task",
+    "World": "lockstep.world",
+    "init": "lockstep.world",
+    "launch": "lockstep.launcher.spawn",
+    "train": "lockstep.training.train",
+}
+_MODULES = ("collectives", "errors", "testing")
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "Loader",
+    "Stepper",
+    "Task",
+    "World",
+    "collectives",
+    "errors",
+    "init",
+    "launch",
+    "testing",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from lockstep import collectives, errors, testing
+    from lockstep.data.loader import Loader
+    from lockstep.data.sampler import DistributedSampler
+    from lockstep.data_parallel import DistributedDataParallel
+    from lockstep.launcher.spawn import launch
+    from lockstep.stepper import Stepper
+    from lockstep.task import Task
+    from lockstep.training.train import train
+    from lockstep.world import World, init
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"lockstep.{name}")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,50 @@
+"""The command's frame: one line a command, and one place where a user's mistake becomes a sentence and an exit code.
+
+A command's module imports nothing heavy at its top; what it needs of torch it imports when it runs, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import lockstep
+from lockstep.cli import look, run
+from lockstep.errors import ExitCode, UsageError
+
+app = typer.Typer(
+    help="Data-parallel training for PyTorch in which the number of workers is a deployment detail.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("run", context_settings=run.CONTEXT)(run.run)
+app.add_typer(look.app, name="show")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"lockstep {lockstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")] = False,
+) -> None:
+    """Options of `lockstep` itself."""
+
+
+def main() -> None:
+    """The entry point. A user's mistake is one sentence on stderr and exit code 2; never a traceback."""
+    try:
+        app()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(ExitCode.USAGE)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,35 @@
+"""`lockstep run`: any script or module, on N ranks of this host."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lockstep.errors import UsageError
+
+# Everything from the script's name on belongs to the script, also what looks like an option of ours.
+CONTEXT = {"allow_interspersed_args": False}
+
+
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]", show_default=False, help="A Python file and its arguments.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks to start; default: the GPUs, else 1.")
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+) -> None:
+    """Run SCRIPT (or -m MODULE) on several ranks of this host.
+
+    Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds the other ranks.
+    When a rank fails the others are stopped, and its traceback is the last thing printed. The exit code is that rank's own.
+    """
+    if not command:
+        raise UsageError("nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m package.train)")
+    from lockstep.launcher.supervise import Target, supervise
+
+    name, args = command[0], command[1:]
+    target = Target(module=name, args=args) if module else Target(script=name, args=args)
+    raise typer.Exit(supervise(target, workers).exit_code)

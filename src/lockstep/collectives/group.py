@@ -1,0 +1,172 @@
+"""The one door through which collectives leave this library.
+
+A `Group` stands for some ranks and their torch process group. It numbers the collectives it issues (all members issue the
+same ones in the same order, so equal numbers are the same operation) and counts the bytes that this rank sends. At size 1
+every collective is the identity: the same code runs, communication degenerates to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import ClassVar, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import UsageError
+
+Op = Literal["sum", "mean", "max", "min", "prod"]
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+class Work(Protocol):
+    """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> None: ...
+
+
+class Done:
+    """Work that was finished when it was started."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        return None
+
+
+class NativeWork:
+    """A c10d collective, and what is left to do with its result (copy it back, divide it) once it has arrived."""
+
+    def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._work.wait()
+        else:
+            self._work.wait(timeout)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Group:
+    """Some ranks and the collectives among them. Made by a `World`; lives as long as it.
+
+    `ranks` are the members' ranks in the world, `rank` is this process's place among them, `number` that of the last collective issued,
+    `bytes_sent` what this rank has sent so far: a ring's share for native collectives (what they really put on the wire is the backend's
+    affair), counted message by message for hand-written ones.
+    """
+
+    _of_process_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Group]] = WeakKeyDictionary()
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.rank = dist.get_rank(process_group)
+        self.size = len(self.ranks)
+        self.number = 0
+        self.bytes_sent = 0
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> Group:
+        """The Group of a torch process group: always the same one, so that numbers go on."""
+        group = cls._of_process_group.get(process_group)
+        if group is None:
+            group = cls._of_process_group[process_group] = cls(process_group)
+        return group
+
+    @classmethod
+    def default(cls) -> Group:
+        """The Group of torch's default process group."""
+        if not dist.is_initialized():
+            raise UsageError("no process group is open: call lockstep.init() first (it needs no arguments, also for one process)")
+        world = dist.group.WORLD
+        assert world is not None
+        return cls.of(world)
+
+    def __repr__(self) -> str:
+        return f"Group(rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+        """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks.
+
+        Any dtype that the backend reduces, any strides, also empty and 0-d. A mean divides the sum once; means of integers are refused.
+        """
+        check_op(op, tensor)
+        self.sent(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
+        if self.size == 1 or tensor.numel() == 0:
+            return Done()
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        work = dist.all_reduce(flat, op=_REDUCE_OPS[op], group=self.process_group, async_op=True)
+
+        def finish() -> None:
+            if op == "mean":
+                flat.div_(self.size)
+            if flat is not tensor:
+                tensor.copy_(flat)
+
+        return NativeWork(work, finish)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+        """Replace `tensor` on every rank by that of rank `root` (a place in this group)."""
+        self.check_root(root)
+        self.sent(tensor.numel() * tensor.element_size() if self.rank == root and self.size > 1 else 0)
+        if self.size == 1 or tensor.numel() == 0:
+            return Done()
+        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+        work = dist.broadcast(flat, src=self.ranks[root], group=self.process_group, async_op=True)
+
+        def copy_back() -> None:
+            tensor.copy_(flat)
+
+        return NativeWork(work, None if flat is tensor else copy_back)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size * n, ...], 0-d gives [size].
+
+        The shapes must be equal on all ranks.
+        """
+        self.sent((self.size - 1) * tensor.numel() * tensor.element_size())
+        piece = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        if self.size == 1 or tensor.numel() == 0:
+            return piece.repeat(self.size, *[1] * (piece.dim() - 1))
+        joined = piece.new_empty((self.size * piece.shape[0], *piece.shape[1:]))
+        dist.all_gather_into_tensor(joined, piece, group=self.process_group)
+        return joined
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a contiguous tensor to rank `to` of this group and wait until it has left."""
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        dist.send(tensor, dst=self.ranks[to], group=self.process_group)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Receive a contiguous tensor from rank `source` of this group."""
+        dist.recv(tensor, src=self.ranks[source], group=self.process_group)
+
+    def sent(self, size: int) -> None:
+        """Count one more collective, and the bytes that this rank sends for it."""
+        self.number += 1
+        self.bytes_sent += size
+
+    def check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise UsageError(f"root={root} is not a rank of this group: its {self.size} ranks are 0 to {self.size - 1}")
+
+
+def check_op(op: str, tensor: Tensor) -> None:
+    """Raise a UsageError for an unknown operation and for a mean of integers (it would have to round)."""
+    if op not in _REDUCE_OPS:
+        raise UsageError(f"op={op!r} is unknown: choose one of {', '.join(_REDUCE_OPS)}")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UsageError(
+            f"op='mean' of {str(tensor.dtype).removeprefix('torch.')} would have to round: sum it and divide, or make it a float first"
+        )

@@ -1,0 +1,54 @@
+"""Orders: which sample stands at position p of epoch e. A function, not a list, and the same one on every rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from lockstep.data.permutation import Indices, Permutation
+from lockstep.randomness import derive
+
+
+class Order(Protocol):
+    """All epochs of a data set of `samples` samples."""
+
+    samples: int
+
+    def at(self, epoch: int, positions: Indices) -> Indices:
+        """The indices of the samples at `positions` of an epoch; int64, same shape."""
+        ...
+
+    def fingerprint(self) -> str:
+        """What tells this order from others, to be kept with a checkpoint."""
+        ...
+
+
+class Sequential:
+    """Every epoch in the order of the data set."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def at(self, epoch: int, positions: Indices) -> Indices:
+        return positions.astype(np.int64)
+
+    def fingerprint(self) -> str:
+        return f"sequential {self.samples}"
+
+
+class Shuffled:
+    """Another permutation every epoch, a function of (seed, epoch) alone."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+        self._permutation: tuple[int, Permutation] | None = None
+
+    def at(self, epoch: int, positions: Indices) -> Indices:
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, Permutation(self.samples, derive(self.seed, epoch))
+        return self._permutation[1](positions)
+
+    def fingerprint(self) -> str:
+        return f"shuffled {self.samples} seed {self.seed}"

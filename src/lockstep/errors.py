@@ -1,0 +1,71 @@
+"""Everything that Lockstep raises on purpose.
+
+    LockstepError                 something that Lockstep can put into a sentence
+    ├── UsageError                a value that the user gave cannot work; also a ValueError
+    │   └── TaskError             a task's name, its file, or what its task() returned
+    ├── BarrierTimeout            some ranks did not reach a barrier in time; `missing` says which
+    ├── LateGradient              a gradient arrived for a bucket that had already left
+    ├── PeerFailed                this rank is well, another one has failed or gone; the cause is told there
+    ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback` say where
+    └── LaunchTimeout             ranks started by `lockstep.launch` were still running at its timeout; also a TimeoutError
+
+A message names the offending values, the relation that is broken and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the commands exit with; a worker killed by signal n gives 128 + n."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+
+
+class LockstepError(RuntimeError):
+    """Base class: catch this to catch everything that Lockstep raises on purpose."""
+
+
+class UsageError(LockstepError, ValueError):
+    """A value that the user gave cannot work. The commands print it without a traceback and exit with 2."""
+
+
+class TaskError(UsageError):
+    """A task cannot be found, its file has no `task()`, or `task()` returned something else."""
+
+
+class BarrierTimeout(LockstepError):
+    """Some ranks did not reach a barrier in time. Raised on every rank, also on the late ones when they arrive."""
+
+    def __init__(self, message: str, missing: Sequence[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class LateGradient(LockstepError):
+    """A gradient arrived for a bucket whose sum had already left for the other ranks."""
+
+
+class WorkerFailed(LockstepError):
+    """A rank failed. `rank` is the first that did; `traceback` is that rank's own, as text ("" after a signal)."""
+
+    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+
+class PeerFailed(LockstepError):
+    """This rank is well, but another one has failed or gone. Never reported as the cause of a run's end if there is a better one."""
+
+
+class LaunchTimeout(LockstepError, TimeoutError):
+    """Ranks started by `lockstep.launch` were still running when its timeout ended; `running` says which. They were killed."""
+
+    def __init__(self, message: str, running: Sequence[int]) -> None:
+        super().__init__(message)
+        self.running = tuple(running)

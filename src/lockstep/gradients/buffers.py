@@ -1,0 +1,110 @@
+"""Buffers that a forward moves (BatchNorm statistics): one update a step, whatever the number of ranks and micro-batches.
+
+Every micro-batch of a step starts from the same value, the step's; when all are done a buffer moves by the weighted mean of what
+the micro-batches made of it. Without this, statistics would depend on how many micro-batches a rank happened to own, and differ
+between ranks. Integer buffers (`num_batches_tracked`) move by the same mean, rounded: they count steps.
+
+Which buffers move is found out, not declared: after the first step the ranks agree on those that any forward has changed; those of
+BatchNorm's family always belong to them. One that begins to move later is seen by the rank concerned (its version counter changes)
+and announced with the facts of that step; it is taken from rank 0 that once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep.collectives.group import Group
+
+
+class MovingBuffers:
+    """The buffers of one model during training. `begin` opens a step, `open` and `shut` enclose a micro-batch, `finish` is collective."""
+
+    def __init__(self, model: nn.Module, group: Group, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        # By owner and name: a forward may also assign a new tensor to a buffer.
+        self._owners = [(module, name) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+        # Batch norm kernels write their statistics without touching the version counter, so these are never waited for to show up.
+        self._always = {number for number, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
+        self._moving: list[int] = list(range(len(self._owners)))
+        self._agreed = False
+        self._start: list[Tensor] = []
+        self._moved = torch.zeros(0)
+        self._touched = torch.zeros(0)
+        self._seen: list[tuple[int, int]] = []
+
+    def _buffer(self, number: int) -> Tensor:
+        module, name = self._owners[number]
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return buffer
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """What changes when a buffer is written to: the tensor itself, or its version."""
+        return [(id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))]
+
+    def begin(self) -> None:
+        """A new step: keep the values that every micro-batch starts from."""
+        self._start = [self._buffer(number).detach().clone() for number in self._moving]
+        wide = torch.float64 if any(start.dtype == torch.float64 for start in self._start) else torch.float32
+        self._moved = torch.zeros(sum(start.numel() for start in self._start), dtype=wide, device=self._device)
+        self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """A micro-batch begins: it finds the step's starting values."""
+        for number, start in zip(self._moving, self._start, strict=True):
+            self._buffer(number).copy_(start)
+        self._seen = self._marks()
+
+    @torch.no_grad()
+    def shut(self, weight: float | Tensor) -> None:
+        """A micro-batch of that weight is over."""
+        for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
+            movement = (self._buffer(number).to(piece) - start.to(piece)).reshape(-1)
+            piece.add_(movement * weight)
+            if not self._agreed and movement.any():
+                self._touched[number] = 1
+        for number, (before, after) in enumerate(zip(self._seen, self._marks(), strict=True)):
+            if before != after:
+                self._touched[number] = 1
+
+    def _pieces(self) -> Sequence[Tensor]:
+        return self._moved.split([start.numel() for start in self._start]) if self._start else ()
+
+    @property
+    def newly_moving(self) -> bool:
+        """Whether a forward of this rank has written to a buffer that was agreed not to move."""
+        return self._agreed and any(self._touched[number] for number in set(range(len(self._owners))) - set(self._moving))
+
+    @torch.no_grad()
+    def finish(self, weight: float | Tensor, newly_moving: bool) -> None:
+        """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing where that is 0."""
+        if self._moving:
+            self._group.all_reduce(self._moved).wait()
+            share = torch.as_tensor(weight, dtype=self._moved.dtype, device=self._device)
+            self._moved.mul_(torch.where(share > 0, 1 / share, 0))
+        for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
+            moved = piece.view(start.shape)
+            if not start.is_floating_point() and not start.is_complex():
+                moved = moved.round()
+            self._buffer(number).copy_(start + moved.to(start.dtype))
+        self._start = []
+        if newly_moving or not self._agreed:
+            self._agree(take_from_first=newly_moving)
+
+    def _agree(self, take_from_first: bool) -> None:
+        """Settle which buffers move: those that any rank's forward has written to so far."""
+        known = set(self._moving) if self._agreed else set()
+        if self._owners:
+            touched = self._touched.to(self._device)
+            self._group.all_reduce(touched, "max").wait()
+            moving = known | self._always | set(touched.nonzero().flatten().tolist())
+            for number in sorted(moving - known) if take_from_first else ():
+                self._group.broadcast(self._buffer(number)).wait()
+            self._moving = sorted(moving)
+        self._agreed = True

@@ -1,0 +1,99 @@
+"""Which parameter's gradient lies where: a pure plan of flat buckets.
+
+Gradients travel in buckets, because one message a tensor pays the latency once a tensor. A bucket holds gradients of one dtype on
+one device; inside it every gradient starts at a multiple of 64 elements, so that a slice of a bucket never cuts through the
+vector width of an optimizer kernel. The plan depends on the parameters and the order alone, never on the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64  # elements
+FIRST_BUCKET = 2**20  # bytes: small, so that the first message leaves early in the backward
+BUCKET = 25 * 2**20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the plan needs to know of one parameter."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One gradient's place in a bucket: elements [start, stop). `parameter` is its number in the list that was planned."""
+
+    parameter: int
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """A bucket before it has memory: `numel` elements, the gaps between spans included."""
+
+    index: int
+    dtype: torch.dtype
+    device: torch.device
+    numel: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All buckets, in the order in which they leave."""
+
+    order: tuple[int, ...]
+    buckets: tuple[BucketPlan, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
+
+
+def aligned(numel: int) -> int:
+    """`numel` rounded up to the alignment."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def plan(entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET, first_bucket: int = FIRST_BUCKET) -> Layout:
+    """Put the entries into buckets of at most `bucket` bytes (the first: `first_bucket`), in `order`; a larger gradient has its own.
+
+    Buckets are closed per (dtype, device) and numbered in the order in which their last gradient is expected.
+    """
+    assert sorted(order) == list(range(len(entries))), "order is a permutation of the entries"
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    held: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes in the bucket that is being filled
+    closed: list[list[int]] = []
+    for number in order:
+        entry = entries[number]
+        kind = (entry.dtype, entry.device)
+        size = aligned(entry.numel) * entry.dtype.itemsize
+        limit = bucket if closed else first_bucket
+        if kind in filling and held[kind] + size > limit:
+            closed.append(filling.pop(kind))
+        filling.setdefault(kind, []).append(number)
+        held[kind] = size + (held[kind] if len(filling[kind]) > 1 else 0)
+    closed += filling.values()
+    place = {number: index for index, number in enumerate(order)}
+    closed.sort(key=lambda members: place[members[-1]])
+    return Layout(tuple(order), tuple(_bucket(index, members, entries) for index, members in enumerate(closed)))
+
+
+def _bucket(index: int, members: Sequence[int], entries: Sequence[Entry]) -> BucketPlan:
+    spans = []
+    start = 0
+    for number in members:
+        entry = entries[number]
+        spans.append(Span(number, entry.name, start, start + entry.numel))
+        start += aligned(entry.numel)
+    return BucketPlan(index, entries[members[0]].dtype, entries[members[0]].device, start, tuple(spans))

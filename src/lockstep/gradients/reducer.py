@@ -1,0 +1,188 @@
+"""The Reducer: gradients land in buckets, full buckets leave while backward goes on, `finish` makes the sum complete.
+
+Two doors lead here. The drop-in wrapper finishes at the end of each backward and divides by the world size; the Stepper finishes
+once a window and divides by its weight. The Reducer knows neither optimizer nor loss nor window: it only sums.
+
+Correctness is in `finish`: what has not left goes then, a gradient that never came counts as zero. `closing` (may full buckets
+leave during this backward?) is only an optimisation of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.collectives.group import Group, Work
+from lockstep.errors import LateGradient, UsageError
+from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
+from lockstep.gradients.reductions import Reduction
+
+
+class Reducer:
+    """The gradients of one model's trainable parameters, summed over the ranks of a group.
+
+    `finish`, and `reset` or `follow_arrivals` before the next window, are collective: every rank of the group calls them.
+    """
+
+    _owners: ClassVar[MutableMapping[Tensor, ref[Reducer]]] = WeakIdKeyDictionary()
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, reduction: Reduction, *, bucket_bytes: int = BUCKET
+    ) -> None:
+        if not named:
+            raise UsageError("the model has no parameter with requires_grad=True: there is nothing to train")
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.group = group
+        self.reduction = reduction
+        self.closing = False
+        self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
+        self._bucket_bytes = bucket_bytes
+        self._arrivals: list[int] | None = []  # the order of the first closing backward; None once the buckets follow it
+        self._finished = False  # at least one window has been summed
+        self._claim()
+        self._build(list(reversed(range(len(named)))))
+        me = ref(self)  # a hook must not keep a dropped Reducer alive: a parameter outlives its Steppers
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(partial(_hook, me, number)) for number, parameter in enumerate(self.parameters)
+        ]
+
+    def _claim(self) -> None:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            owner = self._owners.get(parameter, lambda: None)()
+            if owner is not None and owner._handles:
+                raise UsageError(
+                    f"parameter {name!r} is already trained by another Stepper or DistributedDataParallel: two would both reduce its gradient; "
+                    "give the Stepper the wrapper itself, or drop the other one first"
+                )
+        for parameter in self.parameters:
+            self._owners[parameter] = ref(self)
+
+    # -- buckets -------------------------------------------------------------------------------------------------------------------
+
+    def _build(self, order: Sequence[int]) -> None:
+        entries = [
+            Entry(name, parameter.numel(), parameter.dtype, parameter.device)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+        ]
+        self.layout: Layout = plan(entries, order, bucket=self._bucket_bytes, first_bucket=min(FIRST_BUCKET, self._bucket_bytes))
+        self.buckets = [Bucket(bucket, self.parameters) for bucket in self.layout.buckets]
+        self._home: list[tuple[Bucket, Tensor]] = [None] * len(entries)  # type: ignore[list-item]  # each is set just below
+        for bucket in self.buckets:
+            for span, view in zip(bucket.spans, bucket.views, strict=True):
+                self._home[span.parameter] = (bucket, view)
+        self._works: list[Work] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._under_way = False
+        self._here = [False] * len(self.parameters)  # landed in this window
+        self._expected = [len(bucket.spans) for bucket in self.buckets]  # still to land in the closing backward
+        self._works.clear()
+
+    def reset(self) -> None:
+        """Forget all gradients: a new window begins."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.follow_arrivals()
+        self._begin()
+
+    def follow_arrivals(self) -> None:
+        """Once, after the first window: lay the buckets in the order in which rank 0's gradients arrived, so that they fill one by one."""
+        if not self._finished or self._arrivals is None:
+            return
+        arrived, self._arrivals = list(dict.fromkeys(self._arrivals)), None
+        order = arrived + [number for number in self.layout.order if number not in set(arrived)]
+        message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
+        self.group.broadcast(message).wait()
+        if (order := message.tolist()) == list(self.layout.order):
+            return
+        kept = [parameter.grad for parameter in self.parameters]
+        self._home.clear()
+        self.buckets.clear()  # what nobody holds any more goes before the new memory comes
+        self._build(order)
+        for (_, view), grad, parameter in zip(self._home, kept, self.parameters, strict=True):
+            if grad is not None:
+                parameter.grad = view.copy_(grad)
+
+    # -- one backward --------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def window(self, *, last: bool) -> Iterator[None]:
+        """Say whether full buckets may leave during the backwards in this block. The only writer of `closing`."""
+        before, self.closing = self.closing, last
+        try:
+            yield
+        finally:
+            self.closing = before
+
+    def _landed(self, number: int, parameter: Tensor) -> None:
+        bucket, view = self._home[number]
+        if bucket.index < len(self._works):
+            raise LateGradient(
+                f"a gradient of {self.names[number]!r} arrived after its sum had left for the other ranks: "
+                "this was a second backward in the last micro-batch; add the losses and call backward once"
+            )
+        self._into(view, parameter)
+        self._here[number] = True
+        if not self.closing:
+            return
+        if not self._under_way:
+            self._under_way = True
+            if self.end_of_backward is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+        if self._arrivals is not None:
+            self._arrivals.append(number)
+        self._expected[bucket.index] -= 1
+        while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
+            self._leave(self.buckets[len(self._works)])
+
+    def _into(self, view: Tensor, parameter: Tensor) -> None:
+        """Make `.grad` the view: what autograd put elsewhere is copied once; later micro-batches it adds in place."""
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+        elif grad is not view:
+            view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        parameter.grad = view
+
+    def _leave(self, bucket: Bucket) -> None:
+        assert bucket.index == len(self._works), "buckets leave in index order"
+        self._works.append(self.reduction.start(bucket))
+
+    # -- the sum -------------------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
+        for bucket in self.buckets[len(self._works) :]:
+            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
+                self._into(view, parameter)
+            self._leave(bucket)
+        for work in self._works:
+            work.wait()
+        self._finished = True
+        self._begin()
+
+    def missing(self) -> Sequence[str]:
+        """The names of the parameters that have got no gradient in this window yet, on this rank."""
+        return [name for name, here in zip(self.names, self._here, strict=True) if not here]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _hook(reducer: ref[Reducer], number: int, parameter: Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive._landed(number, parameter)

@@ -1,0 +1,70 @@
+"""How a bucket becomes the sum over all ranks.
+
+A reduction only sums. What the sum is divided by (the weights of the step, or the world size) is its caller's affair.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+from lockstep.collectives.central import central_all_reduce
+from lockstep.collectives.group import Group, Work
+from lockstep.errors import UsageError
+from lockstep.gradients.bucket import Bucket
+
+
+class Reduction(Protocol):
+    """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the same order."""
+
+    name: str
+
+    def start(self, bucket: Bucket) -> Work: ...
+
+
+class Native:
+    """The backend's own all-reduce of the whole bucket; it goes on while backward does."""
+
+    name = "native"
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def start(self, bucket: Bucket) -> Work:
+        return self._group.all_reduce(bucket.sum)
+
+
+class Central:
+    """Through rank 0, one gradient at a time: the naive reference that every fast reduction is tested against.
+
+    Nothing happens before `wait`: in the middle of a backward no rank may wait for another one's program.
+    """
+
+    name = "central"
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def start(self, bucket: Bucket) -> Work:
+        return _Later(self._group, bucket)
+
+
+class _Later:
+    def __init__(self, group: Group, bucket: Bucket) -> None:
+        self._group, self._bucket = group, bucket
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for view in self._bucket.views:
+            central_all_reduce(self._group, view)
+
+
+REDUCTIONS: dict[str, type[Native] | type[Central]] = {"native": Native, "central": Central}
+
+
+def reduction(name: str, group: Group) -> Reduction:
+    """The reduction of that name; "auto" is native."""
+    if name == "auto":
+        name = "native"
+    if name not in REDUCTIONS:
+        raise UsageError(f"reduce={name!r} is unknown: choose one of auto, {', '.join(REDUCTIONS)}")
+    return REDUCTIONS[name](group)

@@ -1,0 +1,251 @@
+"""One generation of ranks on this host, run by torch's elastic agent.
+
+What is ours: a rendezvous whose store listens on loopback only, ranks' processes that are looked at without being reaped (so that
+a whole process group can be ended safely), a short moment for the true cause to show before the others are stopped, and silence.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from lockstep.launcher.agent_environment import SIGNALS
+
+_LOOK_SECONDS = 0.05
+_SETTLE_SECONDS = 1.0  # how long a rank's complaint about a peer waits for that peer's own record
+_GRACE_SECONDS = 0.5  # between SIGTERM and SIGKILL
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the ranks stood when the generation was over: before anyone was stopped by us."""
+
+    pids: Mapping[int, int]
+    codes: Mapping[int, int | None]
+    """By rank: exit code, minus the signal that killed it, or None if it was still running."""
+
+
+class Stopped(Exception):
+    """The caller asked to stop. Nothing is left running."""
+
+
+def run_generation(
+    command: Sequence[str],
+    workers: int,
+    *,
+    environment: Mapping[str, str],
+    explained: Callable[[Ended], bool],
+    stopping: Callable[[], bool],
+) -> Ended:
+    """Run `command` (arguments for this Python) as ranks 0..workers-1 of this host until all end well or the first does not.
+
+    When a rank fails, `explained` is asked whether what is known tells the cause; if not, it is asked again for a second. Then the
+    others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping` is asked 20 times a second.
+
+    Raises:
+        Stopped: `stopping()` was true.
+    """
+    rendezvous = _Rendezvous()
+    # torchelastic substitutes ${local_rank} and the like in arguments; $$ is its spelling of a plain $.
+    spec = WorkerSpec(
+        role="lockstep",
+        local_world_size=workers,
+        rdzv_handler=rendezvous,
+        entrypoint=sys.executable,
+        args=tuple(argument.replace("$", "$$") for argument in command),
+        max_restarts=0,
+        monitor_interval=_LOOK_SECONDS,
+    )
+    with _silence():
+        agent = _Agent(spec, _Streams(environment), explained, stopping)
+        agent.run()
+    return agent.ended()
+
+
+def gpus() -> int:
+    """GPUs of this host that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+class _Rendezvous(RendezvousHandler):
+    """This host alone. Its store is the one the ranks meet through; the socket is bound here because torch's listens everywhere."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server((_LOOPBACK, 0))
+        self._port: int = listener.getsockname()[1]
+        self._store = TCPStore(_LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "lockstep"
+
+    def get_run_id(self) -> str:
+        return "lockstep"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=RendezvousStoreInfo(_LOOPBACK, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return None
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _Streams(LogsSpecs):
+    """Ranks write where this process writes, and see to their own log files. This is also where variables for ranks can be added."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self._environment = environment
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            env.update(self._environment)
+        here = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=here, stderrs=dict(here), error_files=dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+
+class _Agent(LocalElasticAgent):
+    _pcontext: SubprocessContext | None
+
+    def __init__(self, spec: WorkerSpec, streams: _Streams, explained: Callable[[Ended], bool], stopping: Callable[[], bool]) -> None:
+        super().__init__(spec, streams, exit_barrier_timeout=1)
+        self._explained = explained
+        self._stopping = stopping
+        self._settled_at: float | None = None
+        self._over: Ended | None = None
+
+    def ended(self) -> Ended:
+        assert self._over is not None
+        return self._over
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with _variable(SIGNALS, "none"):
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._stopping():
+            raise Stopped
+        now = self._look()
+        failed = any(code for code in now.codes.values())
+        if not failed and None in now.codes.values():
+            return RunResult(state=WorkerState.HEALTHY)
+        if failed and not self._settled(now):
+            return RunResult(state=WorkerState.HEALTHY)
+        self._over = now
+        if failed:
+            self._end_ranks()
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    def _settled(self, now: Ended) -> bool:
+        if self._settled_at is None:
+            self._settled_at = time.monotonic() + _SETTLE_SECONDS
+        return self._explained(now) or time.monotonic() > self._settled_at
+
+    def _look(self) -> Ended:
+        ranks = self._ranks()
+        return Ended(
+            pids={rank: process.pid for rank, process in ranks.items()}, codes={rank: _peek(process) for rank, process in ranks.items()}
+        )
+
+    def _ranks(self) -> dict[int, subprocess.Popen[bytes]]:
+        handlers = self._pcontext.subprocess_handlers if self._pcontext else {}
+        return {rank: handler.proc for rank, handler in handlers.items()}
+
+    def _end_ranks(self) -> None:
+        """End every rank's process group. A rank that has died is not reaped yet, so its number still means its group."""
+        groups = [process for process in self._ranks().values() if process.returncode is None]
+        for process in groups:
+            _signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and any(_peek(process) is None for process in groups):
+            time.sleep(0.01)
+        for process in groups:
+            _signal_group(process, signal.SIGKILL)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
+        if self._over is None:  # stopped from outside; otherwise all have ended
+            self._end_ranks()
+        super()._shutdown(signal.SIGKILL, timeout)
+
+    def _construct_event(self, state: str, source: EventSource, *details: object, **more: object) -> Event:
+        """Events go nowhere, but torch would look up this host's full name for each, which can take seconds."""
+        return Event(state, source)
+
+
+def _peek(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code if the process has ended, without reaping it where the system can do that."""
+    if process.returncode is not None:
+        return process.returncode
+    if not hasattr(os, "waitid"):
+        return process.poll()
+    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """torchelastic logs every failure of a rank; the launcher says it once, in its own words."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before, handler = logger.propagate, logging.NullHandler()
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)

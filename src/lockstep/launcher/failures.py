@@ -1,0 +1,253 @@
+"""Why a rank ended, written down by the rank itself, and which of several was the cause.
+
+When one rank fails the others follow within milliseconds with errors about lost connections. A record therefore carries its kind
+and the monotonic time of its exception: deaths by signal and usage errors come before exceptions, these before timeouts, and these
+before complaints about a peer; within one class the earliest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from traceback import TracebackException, walk_tb
+from types import TracebackType
+from typing import Literal
+
+from lockstep.errors import ExitCode, PeerFailed, UsageError
+
+DIRECTORY = "LOCKSTEP_FAILURES"
+"""Environment variable: where a rank leaves its record."""
+
+Kind = Literal["exception", "usage", "signal", "exit"]
+Standing = Literal["cause", "timeout", "consequence"]
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PEER_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|socket closed|failed to recv|recvValue failed", re.I
+)
+_TIMED_OUT = re.compile(r"timed out|timeout", re.I)
+_STAMP = "_lockstep_monotonic_ns"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """How one rank ended."""
+
+    rank: int
+    kind: Kind
+    message: str
+    """One exception: its type and text. A usage error or an exit: the text alone."""
+    code: int
+    """The exit code that the whole run takes from it: 1, 2, n of sys.exit(n), 128 + n for signal n."""
+    pid: int
+    host: str
+    monotonic_ns: int
+    """When it happened, on this host's monotonic clock."""
+    traceback: str = ""
+    """The exception with its frames, those of the launcher left out; "" where there is none to show."""
+    where: str = ""
+    """For a usage error: file and line in the user's own code, if it came from there."""
+    standing: Standing = "cause"
+    note: str = ""
+    """What else the launcher knows, as a sentence."""
+
+
+def note_time(error: BaseException) -> int:
+    """The monotonic time at which `error` was first noted. Call it early where unwinding can be slow."""
+    known = getattr(error, _STAMP, None)
+    if isinstance(known, int):
+        return known
+    now = time.monotonic_ns()
+    setattr(error, _STAMP, now)
+    return now
+
+
+def of_exception(error: BaseException, rank: int) -> Failure:
+    """The record of an exception that ended this process, to be written by this process."""
+    when, pid, host = note_time(error), os.getpid(), socket.gethostname()
+    if isinstance(error, UsageError):
+        return Failure(
+            rank=rank,
+            kind="usage",
+            message=str(error),
+            code=ExitCode.USAGE,
+            pid=pid,
+            host=host,
+            monotonic_ns=when,
+            traceback=readable_traceback(error),
+            where=_user_line(error),
+        )
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        code, message = exit_code(error)
+        return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, host=host, monotonic_ns=when)
+    return Failure(
+        rank=rank,
+        kind="exception",
+        message=f"{type(error).__name__}: {error}".removesuffix(": "),
+        code=ExitCode.FAILED,
+        pid=pid,
+        host=host,
+        monotonic_ns=when,
+        traceback=readable_traceback(error),
+        standing=_standing(error),
+    )
+
+
+def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str = "") -> Failure:
+    """The record of a rank that left none, from its exit code: below 0 it is the signal that killed it."""
+    kind: Kind = "signal" if code < 0 else "exit"
+    if code < 0:
+        message = signal_name(-code)
+    return Failure(
+        rank=rank,
+        kind=kind,
+        message=message,
+        code=128 - code if code < 0 else code,
+        pid=pid,
+        host=socket.gethostname(),
+        monotonic_ns=time.monotonic_ns(),
+        traceback=traceback,
+    )
+
+
+def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
+    """The code and the text that Python itself would leave with."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "KeyboardInterrupt"
+    if error.code is None:
+        return ExitCode.OK, ""
+    if isinstance(error.code, int):
+        return error.code & 0xFF, ""
+    return ExitCode.FAILED, str(error.code)
+
+
+def write(failure: Failure, directory: Path) -> None:
+    """Leave the record in `directory`, whole or not at all."""
+    file = directory / f"rank-{failure.rank}.json"
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
+    unfinished.replace(file)
+
+
+def read_all(directory: Path) -> list[Failure]:
+    """All records in `directory`, by rank."""
+    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in directory.glob("rank-*.json")]
+    return sorted(found, key=lambda failure: failure.rank)
+
+
+def first(failures: Iterable[Failure]) -> Failure | None:
+    """The one that explains the others; None if there is none."""
+    return min(failures, key=_precedence, default=None)
+
+
+def render(failure: Failure) -> str:
+    """What the user reads: the traceback, if there is one, then a line that names the rank. A usage error is one sentence."""
+    if failure.kind == "usage":
+        return f"error: {failure.message}" + (f" ({failure.where})" if failure.where else "")
+    lines = [failure.traceback.rstrip(), summary(failure), failure.note]
+    return "\n".join(line for line in lines if line)
+
+
+def summary(failure: Failure) -> str:
+    """One line: which rank, where it ran, what ended it."""
+    who = f"rank {failure.rank} (pid {failure.pid}, {failure.host})"
+    text = failure.message.strip().partition("\n")[0]
+    if failure.kind == "signal":
+        hint = "; often the system's answer when memory runs out" if failure.code == 128 + signal.SIGKILL else ""
+        return f"{who} was killed by {text}{hint}"
+    if failure.kind == "exit":
+        return f"{who} exited with code {failure.code}" + (f": {text}" if text else "")
+    return f"{who} failed: {text}"
+
+
+def readable_traceback(error: BaseException) -> str:
+    """The exception as Python prints it, beginning with the first frame that is not the launcher's."""
+    shown = TracebackException.from_exception(error)
+    _strip(shown, set())
+    return "".join(shown.format())
+
+
+def readable_stack(dump: str) -> str:
+    """A fatal signal's stack as faulthandler wrote it, without the launcher's frames and the list of extension modules."""
+    lines = dump.partition("\nExtension modules:")[0].splitlines()
+    return "\n".join(line for line in lines if not (_PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line)
+
+
+def _strip(shown: TracebackException, seen: set[int]) -> None:
+    if id(shown) in seen:
+        return
+    seen.add(id(shown))
+    theirs = next((number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)), None)
+    if theirs:
+        del shown.stack[:theirs]
+    for linked in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
+        if linked is not None:
+            _strip(linked, seen)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE) or "runpy" in file or file.endswith((f"nn{os.sep}modules{os.sep}module.py", "contextlib.py"))
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line that belongs neither to this package nor to an installed one."""
+    found = ""
+    trace: TracebackType | None = error.__traceback__
+    for frame, line in walk_tb(trace):
+        file = frame.f_code.co_filename
+        if not _is_ours(file) and "site-packages" not in file and not file.startswith("<"):
+            found = f"{file}:{line}"
+    return found
+
+
+def _standing(error: BaseException) -> Standing:
+    text = str(error)
+    if isinstance(error, PeerFailed | ConnectionError) or _PEER_GONE.search(text):
+        return "consequence"
+    if error.__cause__ is not None and _standing(error.__cause__) == "consequence":
+        return "consequence"
+    if (
+        isinstance(error, TimeoutError)
+        or "Timeout" in type(error).__name__
+        or (isinstance(error, RuntimeError) and _TIMED_OUT.search(text))
+    ):
+        return "timeout"
+    return "cause"
+
+
+def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
+    """The note for a cause that is only a complaint, when some ranks had ended well before: they were missed."""
+    cause, ranks = first(failures), named(finished)
+    if cause is None or cause.standing == "cause" or not ranks:
+        return ""
+    return f"{ranks} had finished before that: do all ranks take the same number of steps?"
+
+
+def named(ranks: Iterable[int]) -> str:
+    """ "rank 3", or "ranks 0, 1 and 3"."""
+    listed = [str(rank) for rank in sorted(ranks)]
+    if len(listed) < 2:
+        return f"rank {listed[0]}" if listed else ""
+    return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def _precedence(failure: Failure) -> tuple[int, int, int]:
+    if failure.kind in ("signal", "usage"):
+        return 0, failure.monotonic_ns, failure.rank
+    order = ("cause", "timeout", "consequence").index(failure.standing)
+    return 1 + order, failure.monotonic_ns, failure.rank
+
+
+def signal_name(number: int) -> str:
+    """ "signal 9 (SIGKILL)"."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

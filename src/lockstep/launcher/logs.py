@@ -1,0 +1,75 @@
+"""Where a rank's output goes: the terminal, its own file, or both."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Literal, TextIO
+
+Console = Literal["first", "all"]
+
+_REDRAW = re.compile(r"\x1b\[\??\d*[ABCDGHJKhl]|\r(?!\n)")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def redirect(rank: int, console: Console, directory: Path | None) -> None:
+    """Set up this rank's stdout and stderr, whole lines at a time, so that ranks do not write into each other's lines.
+
+    A rank that may not use the terminal has everything sent to `directory`/rank-N.log, what libraries written in C print included;
+    without a directory that output is dropped. A rank that may use it keeps it, and copies Python's output to the file.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    on_console = console == "all" or rank == 0
+    if not on_console:
+        handle = os.open(os.devnull if directory is None else _file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        os.close(handle)
+    elif directory is not None:
+        copy = open(_file(directory, rank), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
+        sys.stdout = Tee(sys.stdout, copy)
+        sys.stderr = Tee(sys.stderr, copy)
+
+
+class Tee(io.TextIOBase):
+    """A terminal stream whose text is copied to a file. Redraws of a live display stay out of the copy, and so do colours."""
+
+    def __init__(self, stream: TextIO, copy: TextIO) -> None:
+        self._stream = stream
+        self._copy = copy
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        if not _REDRAW.search(text):
+            self._copy.write(_COLOUR.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        self._copy.flush()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in the base class, but never assigned here
+        return self._stream.encoding
+
+    @property
+    def buffer(self) -> object:
+        return self._stream.buffer
+
+
+def _file(directory: Path, rank: int) -> str:
+    return str(directory / f"rank-{rank}.log")

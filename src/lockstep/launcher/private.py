@@ -1,0 +1,62 @@
+"""Files on this host that only this user may see, and that are removed although their owner may be killed at any time.
+
+Everything lies in one directory of mode 0700. What belongs to one process carries its pid and start time in its name or content,
+so that the next process can tell what the dead have left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.errors import LockstepError
+
+
+def user_directory() -> Path:
+    """This user's own directory for short-lived files; refused if somebody else made it first or can open it."""
+    path = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise LockstepError(
+            f"{path} must be a directory of this user that nobody else can open, but is not; remove it, or set TMPDIR to a directory of yours"
+        )
+    return path
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """A new empty directory for one run of this process, removed at the end; those of killed processes are removed first."""
+    home = user_directory()
+    for old in home.glob("run-*"):
+        _, pid, started, *_ = [*old.name.split("-"), "", ""]
+        if not (pid.isdigit() and str(start_time(int(pid))) == started):
+            shutil.rmtree(old, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-{start_time(os.getpid())}-", dir=home))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def start_time(pid: int) -> int:
+    """When the process started, in the system's own units; 0 if it is not running (or is a zombie), 1 where the system does not say."""
+    if sys.platform == "linux":
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return 0
+    except PermissionError:
+        pass
+    return 1

@@ -1,0 +1,109 @@
+"""`python -m lockstep.launcher.worker`: one rank of `lockstep run` or `lockstep train`, around the user's script or module.
+
+It runs the target as `__main__`, with the sys.argv and sys.path that plain Python would give it. When the target fails, the
+reason goes into a record that the launcher reads, and the process ends at once: threads of a communication library must not keep
+it, and nothing may be printed that the launcher prints better. Started by hand, without a launcher, it fails as Python does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib.util
+import os
+import pkgutil
+import runpy
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep.errors import ExitCode, UsageError
+from lockstep.launcher import failures, logs
+from lockstep.launcher.agent_environment import SIGNALS
+from lockstep.orphans import die_with_launcher
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the target that `argv` names; returns only if it ended well."""
+    die_with_launcher()
+    os.environ.pop(SIGNALS, None)  # the launcher's business, not the target's
+    options = _parse(sys.argv[1:] if argv is None else argv)
+    rank = int(os.environ.get("RANK", "0"))
+    records = os.environ.get(failures.DIRECTORY)
+    logs.redirect(rank, options.console, options.logs)
+    if records is None:
+        _run(options)
+        return
+    stack = open(Path(records) / f"rank-{rank}.stack", "w")  # noqa: SIM115 - stays open: written to as the process dies
+    faulthandler.enable(stack)
+    try:
+        _run(options)
+    except BaseException as error:
+        failure = failures.of_exception(error, rank)
+        if failure.kind == "exit" and failure.code == ExitCode.OK:
+            raise
+        failures.write(failure, Path(records))
+        _leave(failure.code)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="lockstep.launcher.worker", allow_abbrev=False)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--script", help="a Python file, run as __main__")
+    target.add_argument("--module", help="a module, run as __main__")
+    parser.add_argument("--console", choices=("first", "all"), default="all", help="which ranks write to the terminal")
+    parser.add_argument("--logs", type=Path, help="a directory for rank-N.log")
+    parser.add_argument("args", nargs="*", help="after --: the target's own arguments")
+    return parser.parse_args(argv)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.script is not None:
+        _run_script(options.script, options.args)
+    else:
+        _run_module(options.module, options.args)
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    sys.argv = [script, *args]
+    if pkgutil.get_importer(script) is None:  # a folder or an archive with __main__.py is put there by runpy
+        _look_first_in(os.path.dirname(os.path.realpath(script)))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _run_module(module: str, args: list[str]) -> None:
+    _look_first_in(os.getcwd())
+    if not _exists(module):
+        raise UsageError(f"module {module!r} cannot be found from {os.getcwd()}, or is a package without __main__.py")
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _look_first_in(folder: str) -> None:
+    """As Python does. The launcher passes -P, so that until here nothing in the user's folder can stand in for a library."""
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, folder)
+
+
+def _exists(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            return False
+        raise
+    if spec is not None and spec.submodule_search_locations is not None:
+        return importlib.util.find_spec(f"{module}.__main__") is not None
+    return spec is not None
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""No process outlives the one that started it: not a rank its launcher, not a loader worker its rank.
+
+A killed launcher runs no clean-up, so it is the child that must notice. On Linux the kernel does it (PR_SET_PDEATHSIG);
+elsewhere a thread waits for the end of a pipe that only the launcher holds open, or asks who the parent is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+PARENT = "LOCKSTEP_PARENT"
+"""Environment variable: the pid of the process that started this rank."""
+PARENT_PIPE = "LOCKSTEP_PARENT_PIPE"
+"""Environment variable: a FIFO whose writing end the launcher holds; unset on Linux."""
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_EXIT = 128 + signal.SIGKILL  # what a shell would show for the death that Linux gives
+_POLL_SECONDS = 1.0
+
+
+def die_with_parent(parent: int, pipe: str | None = None) -> None:
+    """Make the kernel kill this process (SIGKILL) as soon as the process `parent` has ended.
+
+    Args:
+        parent: the pid of this process's parent, as known to the parent itself. Asked for here it would be too late:
+            a parent that has already died was replaced by init.
+        pipe: a FIFO that the parent holds open for writing. Used where there is no PR_SET_PDEATHSIG; without it such a
+            system asks for the parent's pid once a second.
+
+    On Linux the signal follows the parent's *thread* that started this process: start ranks from a thread that stays.
+    Does not reach processes that this one starts; they call it themselves.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+        _leave_if_orphaned(parent)
+    elif pipe is not None:
+        _die_with_pipe(parent, pipe)
+    else:
+        threading.Thread(target=_poll_parent, args=(parent,), name="lockstep-parent", daemon=True).start()
+
+
+def die_with_launcher() -> None:
+    """`die_with_parent` for a rank, from what its launcher left in the environment; nothing where no launcher did."""
+    parent = os.environ.get(PARENT)
+    if parent is not None:
+        die_with_parent(int(parent), os.environ.get(PARENT_PIPE))
+
+
+def _leave_if_orphaned(parent: int) -> None:
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(_EXIT)
+
+
+def _die_with_pipe(parent: int, pipe: str) -> None:
+    """Leave when the last writer of the FIFO has gone. Opened without blocking: a writer that died first would never come."""
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    _leave_if_orphaned(parent)
+    threading.Thread(target=_wait_for_end, args=(end,), name="lockstep-parent", daemon=True).start()
+
+
+def _wait_for_end(end: int) -> None:
+    while True:
+        select.select([end], [], [])
+        if not os.read(end, 1):
+            os._exit(_EXIT)
+
+
+def _poll_parent(parent: int) -> None:
+    while True:
+        _leave_if_orphaned(parent)
+        time.sleep(_POLL_SECONDS)

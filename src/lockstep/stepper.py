@@ -1,0 +1,244 @@
+"""One optimizer step over one window of micro-batches, however they are spread over the ranks.
+
+    for window in epoch:                                     # one optimizer step
+        for x, y in stepper.micro_batches(window):           # this rank's share, possibly none
+            stepper.backward(loss_sum(model(x), y), weight=len(y))
+        stepper.step()
+
+The step's gradient is the sum of all gradients divided by the sum of all weights, over every micro-batch of every rank: what one
+process would compute. A rank without micro-batches takes part with zeros, so no split can hang.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep import randomness
+from lockstep.data.windows import Window
+from lockstep.data_parallel import DistributedDataParallel
+from lockstep.errors import UsageError
+from lockstep.gradients.buffers import MovingBuffers
+from lockstep.gradients.facts import FactsMessage
+from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.reductions import reduction as choose_reduction
+from lockstep.gradients.replicate import replicate
+from lockstep.updates.replicated import Replicated
+from lockstep.updates.update import Applied
+from lockstep.world import World
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step, the same on all ranks.
+
+    `loss` is the sum of losses over the sum of weights, of the whole global batch, before the update (nan where all weights are 0);
+    `norm` the gradient's before clipping (None without `clip`); `applied` whether the optimizer stepped, else `reason` says why not;
+    `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches).
+    """
+
+    loss: float
+    weight: float
+    norm: float | None
+    applied: bool
+    reason: str | None
+    stop: bool
+    samples_by_rank: tuple[int, ...]
+    bytes_sent: int
+
+
+class Stepper:
+    """Trains `model` with `optimizer`, one window at a time.
+
+    `clip` bounds the gradient's norm, once, after the sum is divided; `scaler` is a `torch.amp.GradScaler` for fp16; `scheduler` steps
+    after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
+    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central).
+    `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
+    Raises UsageError for an optimizer over other parameters, and where `backward` and `step` are called out of their place.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: LRScheduler | None = None,
+        seed: int = 0,
+        reduce: str = "auto",
+        world: World | None = None,
+    ) -> None:
+        if clip is not None and not clip > 0:
+            raise UsageError(f"clip={clip}: the largest norm that a gradient may have is above 0; leave it out for no clipping")
+        self.world = world or World.current()
+        self.reducer, self.model = _reducer(model, reduce, self.world)
+        self.optimizer = optimizer
+        self.update = Replicated()
+        self.update.bind(self.reducer, optimizer)
+        self.steps = 0
+        self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
+        self._buffers = MovingBuffers(self.model, self.world.group, self.world.device)
+        self._stop = False
+        self._facts: FactsMessage | None = None  # of the window that is open
+        self._micro: _MicroBatch | None = None  # that is being walked
+        self._loss_scale = 1.0
+
+    # -- the window ----------------------------------------------------------------------------------------------------------------
+
+    def micro_batches(self, window: Iterable[Batch]) -> Iterator[Batch]:
+        """Walk this rank's micro-batches of one window: a `lockstep` Window or any iterable of batches (equal on no two ranks).
+
+        This is the place that knows the last one: in its backward the gradients leave for the other ranks.
+        """
+        if self._facts is not None:
+            raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
+        self.reducer.reset()
+        self._buffers.begin()
+        self._facts = FactsMessage(self.world.group, self.world.device)
+        self._loss_scale = self._scale_for(window)
+        ours = window if isinstance(window, Window) else None
+        step = self.steps if ours is None else ours.step
+        for place, (batch, last) in enumerate(_with_last(window)):
+            slot = self.world.rank * 2**32 + place if ours is None else ours.slots[place]
+            if ours is not None:
+                self._facts.add_samples(len(ours.positions[place]))
+            self._micro = _MicroBatch(last)
+            self._buffers.open()
+            randomness.step(self._seed, step, slot)
+            try:
+                with self.reducer.window(last=last):
+                    yield batch
+            finally:  # also when the user's loop breaks off: step() then sums what was there
+                self._buffers.shut(self._micro.weight)
+                self._micro = None
+
+    def _scale_for(self, window: object) -> float:
+        """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""
+        if self._scaler is None or not self._scaler.is_enabled() or not isinstance(window, Window):
+            return 1.0
+        return 2.0 ** -math.ceil(math.log2(window.cut.micro_batch * window.cut.slots))
+
+    def backward(self, loss: Tensor, weight: float | Tensor, *, reduction: Literal["sum", "mean"] = "sum") -> None:
+        """Compute the gradients of this micro-batch, once. `weight` is what the loss counts: samples, tokens.
+
+        `loss` is a scalar: the sum of the losses, or, with reduction="mean", their mean over `weight`, which is multiplied back.
+        A weight of 0 is fine. Raises UsageError outside the `micro_batches` loop and when called twice for one micro-batch.
+        """
+        micro = self._micro
+        if micro is None or self._facts is None:
+            raise UsageError("backward() belongs inside the loop over stepper.micro_batches(window)")
+        if micro.done:
+            raise UsageError("backward() was called twice for one micro-batch: add the losses and call it once")
+        loss = _summed(loss, weight, reduction)
+        micro.done, micro.weight = True, weight
+        self._facts.add(weight, loss.detach())
+        if micro.last:
+            self._send_facts()
+        if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
+            return
+        scaled = loss * self._loss_scale if self._loss_scale != 1 else loss
+        (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()
+
+    def _send_facts(self) -> None:
+        assert self._facts is not None
+        self._facts.send(stop=self._stop, newly_moving=self._buffers.newly_moving)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of them."""
+        self._stop = True
+
+    # -- the step ------------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """End the window: finish the sum, divide by the weight, clip, step the optimizer and the scheduler. Every rank calls it.
+
+        Where all weights are 0, or the gradient is not finite (with `clip` or a scaler), nothing is updated and `reason` says so.
+        """
+        if self._facts is None:
+            raise UsageError("step() was called without a window: walk one with stepper.micro_batches(window) first")
+        if self._micro is not None:
+            raise UsageError("step() was called inside the loop over stepper.micro_batches(window); it belongs after it")
+        if not self._facts.sent:
+            self._send_facts()
+        message, self._facts = self._facts, None
+        self.reducer.finish()
+        facts = message.wait()
+        self._buffers.finish(facts.weight, facts.newly_moving > 0)
+        applied = self._apply(facts.weight)
+        if applied.applied and self._scheduler is not None:
+            self._scheduler.step()
+        self.steps += 1
+        return StepResult(
+            loss=facts.loss / facts.weight if facts.weight else math.nan,
+            weight=facts.weight,
+            norm=applied.norm,
+            applied=applied.applied,
+            reason=applied.reason,
+            stop=facts.stop > 0,
+            samples_by_rank=facts.samples_by_rank,
+            bytes_sent=self.world.group.bytes_sent,
+        )
+
+    def _apply(self, weight: float) -> Applied:
+        if weight == 0:
+            return Applied(None, False, "every rank's weight is 0: the window holds nothing to learn from")
+        return self.update.apply(weight * self._loss_scale, self._clip, self._scaler)
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    last: bool
+    done: bool = False
+    weight: float | Tensor = 0.0
+
+
+def _reducer(model: nn.Module, reduce: str, world: World) -> tuple[Reducer, nn.Module]:
+    if isinstance(model, DistributedDataParallel):
+        if reduce != "auto":
+            raise UsageError(
+                f"reduce={reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
+            )
+        return model.give_up_reducer(), model.module
+    replicate(model, world.group)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return Reducer(named, world.group, choose_reduction(reduce, world.group)), model
+
+
+def _summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
+    """The sum of losses, checked."""
+    if loss.numel() != 1:
+        raise UsageError(
+            f"backward() takes one number, but the loss has shape {list(loss.shape)}: sum it (and pass what it counts as weight)"
+        )
+    if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
+        raise UsageError(f"weight={weight}: a weight counts samples or tokens; it is finite and not negative")
+    if reduction == "mean":
+        if isinstance(weight, (int, float)) and weight == 0:
+            return torch.zeros((), device=loss.device)  # the mean of nothing is nan, and so is its gradient
+        return loss.reshape(()) * weight
+    if reduction != "sum":
+        raise UsageError(f"reduction={reduction!r}: choose 'sum' or 'mean', whichever the loss is")
+    return loss.reshape(())
+
+
+def _with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each item and whether it is the last, by looking one ahead."""
+    iterator = iter(items)
+    try:
+        item = next(iterator)
+    except StopIteration:
+        return
+    for following in iterator:
+        yield item, False
+        item = following
+    yield item, True

@@ -1,0 +1,1 @@
+"""From one sum of gradients to new parameters."""

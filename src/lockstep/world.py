@@ -1,0 +1,351 @@
+"""Who am I among how many: `lockstep.init()` answers it once, for every way a script can be started.
+
+The same script runs under `lockstep run`, torchrun, mpirun, inside the user's own `mp.spawn`, and as plain `python`, which is a
+world of one rank. A World owns everything that has a lifetime (groups, threads, files) and closes it last in, first out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import ClassVar, Literal, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from lockstep import meeting
+from lockstep.collectives.group import Group
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launcher import siblings
+from lockstep.place import Placement, placement
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+_generations = itertools.count()  # of worlds that this process has opened, equal on all ranks
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closable)
+
+
+class World:
+    """All ranks of one run, seen from one of them.
+
+    `rank` of `size` ranks; `local_rank` of `local_size` ranks on this host, which is number `node`; `device` is where this rank's
+    model and gradients live. `group` is all ranks with tensors on `device`, `control` all ranks with CPU tensors (the same on a CPU).
+    Use it as a context manager, or call `close()`; a world that is still open at exit is closed there.
+    """
+
+    _open: ClassVar[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
+
+    def __init__(self, place: Placement, device: torch.device, *, store: dist.Store, timeout: timedelta, adopted: bool) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size, self.node = place.local_rank, place.local_size, place.node
+        self.device = device
+        self.timeout = timeout
+        self.adopted = adopted
+        self._store = store
+        self._meetings = 0
+        self._depth = 0
+        self._owned: list[_Closable] = []
+        self.group = Group.default()
+        self._open[self.group.process_group] = self
+        self.control = self.group
+        if device.type != "cpu":
+            with _loopback(self.local_size == self.size):
+                group = dist.new_group(backend="gloo", use_local_synchronization=True)
+            assert group is not None
+            self.control = Group.of(group)
+        atexit.register(self._at_exit)
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}, node {self.node}, {self.device})"
+
+    @staticmethod
+    def current() -> World:
+        """The world of torch's default process group. One that the user's own code initialised is adopted: used, never closed."""
+        if not dist.is_initialized():
+            raise UsageError("no world is open: call lockstep.init() first (it needs no arguments, also for one process)")
+        assert dist.group.WORLD is not None
+        return World._open.get(dist.group.WORLD) or _adopt()
+
+    # -- agreement -----------------------------------------------------------------------------------------------------------------
+
+    def agree(self, flag: bool, how: Literal["any", "all"] = "any") -> bool:
+        """Whether any rank's (or all ranks') flag is true: the same answer on every rank. A collective: every rank calls it."""
+        if how not in ("any", "all"):
+            raise UsageError(f"how={how!r}: choose 'any' or 'all'")
+        value = torch.tensor(int(flag))
+        self.control.all_reduce(value, "max" if how == "any" else "min").wait()
+        return bool(value.item())
+
+    def mean(self, value: float, weight: float) -> float:
+        """The mean of all ranks' values, weighted: sum(value * weight) / sum(weight), in float64; nan if all weights are 0.
+
+        There is no unweighted mean: means of means are wrong as soon as ranks hold different numbers of samples.
+        """
+        if weight < 0:
+            raise UsageError(f"weight={weight}: a weight is a count and cannot be negative")
+        total = torch.tensor([value * weight if weight else 0.0, weight], dtype=torch.float64)
+        self.control.all_reduce(total).wait()
+        return float(total[0] / total[1])
+
+    def barrier(self, timeout: timedelta | None = None) -> None:
+        """Return when all ranks are here. Raises BarrierTimeout on all ranks, naming the missing, when some are late."""
+        self._meetings += 1
+        meeting.meet(self._store, f"barrier/{self._meetings}", self.rank, self.size, timeout or self.timeout)
+
+    def first(self, timeout: timedelta | None = None) -> AbstractContextManager[bool]:
+        """`with world.first() as mine:` runs the block on rank 0 first (mine is True), then on the others, however long rank 0 needs.
+
+        For work that is done once and found by the rest, such as preparing a data set. The others fail as soon as rank 0 raises, and
+        when it shows no sign of life for `timeout` (default 30 s): the time that the block takes does not matter.
+        """
+        self._meetings += 1
+        return meeting.first(self._store, f"first/{self._meetings}", self.rank, self.size, timeout)
+
+    def subgroup(self, ranks: Sequence[int]) -> Group:
+        """A Group of some ranks (numbers in this world, in the order in which they shall count). Called by its members, all of them, only."""
+        if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
+            raise UsageError(f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and {self.size - 1}")
+        if self.rank not in ranks:
+            raise UsageError(f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup make it")
+        with _loopback(self.local_size == self.size):
+            group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+        assert group is not None
+        return Group.of(group)
+
+    # -- lifetime ------------------------------------------------------------------------------------------------------------------
+
+    def own(self, resource: C) -> C:
+        """Have `resource.close()` called when this world closes, last in, first out. Returns the resource."""
+        self._owned.append(resource)
+        return resource
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave together: wait for all ranks (`init`'s timeout at most), then end what this world owns and its process group.
+
+        With `failed=True` wait for nobody. A second call does nothing. A process group that the user made stays.
+        """
+        if self._open.pop(self.group.process_group, None) is None:
+            return
+        atexit.unregister(self._at_exit)
+        try:
+            if not failed and not self.adopted:
+                self.barrier()
+        finally:
+            while self._owned:
+                self._owned.pop().close()
+            if not self.adopted:
+                self._end_process_group(failed)
+
+    def _end_process_group(self, failed: bool) -> None:
+        if failed:
+            # Destroying it could wait for collectives whose partners never come; the store and sockets end with the process.
+            if self.size == 1:
+                dist.destroy_process_group()
+            return
+        # Whoever hosts the store must leave last: a rank that still looks at it would find its host gone.
+        dist.destroy_process_group()
+        if self.size > 1:
+            with suppress(dist.DistError, LockstepError):
+                self._store.add("left", 1)
+                if self.rank == 0:
+                    meeting.wait_for_count(self._store, "left", self.size, timedelta(seconds=10))
+
+    def _at_exit(self) -> None:
+        self.close(failed=getattr(sys, "last_value", None) is not None)
+
+    def __enter__(self) -> World:
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.close(failed=error is not None)
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+) -> World:
+    """Open the world that this process belongs to. All arguments are optional; as with `open()`, use it plainly or in a `with`.
+
+    Without arguments the launcher's variables decide (`lockstep run`, torchrun, mpirun, PyTorchJob), else this is a world of one.
+    Ranks that your own code spawned pass `rank` and `world_size`; without an address they find each other on this host.
+    `backend`: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where torch was built with it.
+    `timeout`: the longest that one collective may take; default: torch's own.
+    It sets the device to the local rank's GPU, and the intra-op threads to cores / local ranks unless OMP_NUM_THREADS is set by you.
+    A second call returns the open world; a process group that your code initialised is adopted, never closed.
+    Raises UsageError for contradictory arguments or variables, and for more ranks on a host than it has GPUs.
+    """
+    if dist.is_initialized():
+        return _already_open(rank, world_size, backend, init_method)
+    place = _place(rank, world_size)
+    backend = _backend(backend, place)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    # A launcher's store outlives a world: a second world of the same processes must not find the keys of the first.
+    store = dist.PrefixStore(f"lockstep/{next(_generations)}", _store(place, init_method, timeout))
+    with _loopback(place.local_size == place.size):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False)
+    world.own(_Threads(place.local_size))
+    return world
+
+
+def _already_open(rank: int | None, world_size: int | None, backend: str | None, init_method: str | None) -> World:
+    world = World.current()
+    asked = {"rank": (rank, world.rank), "world_size": (world_size, world.size), "backend": (backend, dist.get_backend())}
+    for name, (value, actual) in asked.items():
+        if value is not None and value != actual:
+            raise UsageError(f"{name}={value!r}, but a process group is open already and has {name}={actual!r}; close it first")
+    if init_method is not None:
+        raise UsageError(f"init_method={init_method!r}, but a process group is open already; close it first")
+    return world
+
+
+def _adopt() -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    found = placement(os.environ)
+    if found is None or (found.rank, found.size) != (rank, size):
+        local = device.index if device.index is not None else rank
+        found = Placement(rank=rank, size=size, local_rank=local, local_size=size, node=0, source="adopted")
+    store = dist.PrefixStore("lockstep/adopted", dist.distributed_c10d._get_default_store())
+    return World(found, device, store=store, timeout=_DEFAULT_TIMEOUT, adopted=True)
+
+
+def _place(rank: int | None, world_size: int | None) -> Placement:
+    found = placement(os.environ)
+    if rank is None and world_size is None:
+        return found or Placement(rank=0, size=1, local_rank=0, local_size=1, node=0, source="plain")
+    if rank is None or world_size is None:
+        raise UsageError(f"rank={rank} and world_size={world_size}: give both or neither")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise UsageError(f"rank={rank} and world_size={world_size}: ranks go from 0 to world_size - 1")
+    if found is not None and (found.rank, found.size) == (rank, world_size):
+        return found
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    return Placement(rank=rank, size=world_size, local_rank=local, local_size=world_size, node=0, source="arguments")
+
+
+def _backend(asked: str | None, place: Placement) -> str:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = asked or ("nccl" if gpus else "gloo")
+    if backend not in ("gloo", "nccl", "mpi"):
+        raise UsageError(f"backend={backend!r} is unknown: choose 'gloo' (CPU), 'nccl' (NVIDIA GPUs) or 'mpi'")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UsageError(
+            "backend='mpi': this torch was built without MPI, as all wheels are; build torch from source against your MPI, or use backend='gloo'"
+        )
+    if backend == "nccl" and not gpus:
+        raise UsageError("backend='nccl' needs NVIDIA GPUs and this host has none that torch can see; use backend='gloo'")
+    if backend == "nccl" and place.local_rank >= gpus:
+        raise UsageError(
+            f"local rank {place.local_rank} has no GPU: this host has {gpus}; start at most {gpus} ranks on it, or use backend='gloo' for CPUs"
+        )
+    return backend
+
+
+def _store(place: Placement, init_method: str | None, timeout: timedelta | None) -> dist.Store:
+    """The key-value store that the ranks find each other through."""
+    if init_method is None and place.size == 1:
+        return dist.HashStore()
+    if init_method is not None or "MASTER_ADDR" in os.environ:
+        where = init_method or "env://"
+        kwargs = {} if timeout is None else {"timeout": timeout}
+        with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
+            store: dist.Store = next(iter(dist.rendezvous(where, place.rank, place.size, **kwargs)))[0]
+        return store
+    if place.local_size != place.size:
+        raise UsageError(
+            f"{place.size} ranks on several hosts need MASTER_ADDR and MASTER_PORT (the host and a free port of rank 0); {place.source} has set neither"
+        )
+    return _store_among_siblings(place, timeout or timedelta(minutes=5))
+
+
+def _store_among_siblings(place: Placement, timeout: timedelta) -> dist.Store:
+    key = siblings.key(os.environ)
+    if place.rank > 0:
+        store = dist.TCPStore("127.0.0.1", siblings.find(key, timeout), place.size, is_master=False, timeout=timeout)
+        store.add("found", 1)
+        return store
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    # The store takes over the descriptor; bound here, it listens on loopback only.
+    store = dist.TCPStore(
+        "127.0.0.1", port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    siblings.publish(key, port)
+    try:
+        meeting.wait_for_count(store, "found", place.size - 1, timeout)
+    finally:
+        siblings.withdraw(key)
+    return store
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set environment variables for the block and put the old values back."""
+    old = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _loopback(one_host: bool) -> Iterator[None]:
+    """On one host have gloo listen on loopback: no host name is looked up and nothing is open to the network."""
+    if one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        with _environment(GLOO_SOCKET_IFNAME="lo"):
+            yield
+    else:
+        yield
+
+
+class _Threads:
+    """Intra-op threads: the cores of this host shared among its ranks, until closed."""
+
+    def __init__(self, local_size: int) -> None:
+        self._before = torch.get_num_threads()
+        if not _threads_set_by_user():
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+
+    def close(self) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _threads_set_by_user() -> bool:
+    value = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets it to 1 where the user did not, which wastes cores on CPUs.
+    return value is not None and not (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ)

@@ -1,0 +1,101 @@
+"""Every test leaves the process as it found it: environment, process group, threads, child processes, shared memory.
+
+A test of distributed code that leaves something behind breaks another one later, and that one gets the blame.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+_PATIENCE_SECONDS = 5.0  # for what is ending on its own
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail the test that leaves something behind, naming it."""
+    environment, threads = _environment(), set(threading.enumerate())
+    processes, segments = set(_children()), _segments()
+    yield
+    left = [
+        *_process_group(),
+        *_until_empty(lambda: [f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads]),
+        *_until_empty(lambda: [f"process {_described(child)}" for child in _children() if child not in processes]),
+        *_until_empty(lambda: [f"shared memory {name}" for name in _segments() - segments if not _used_by_others(name)]),
+        *_differences(environment, _environment()),
+    ]
+    if left:
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+
+
+def _until_empty(look: Callable[[], list[str]]) -> list[str]:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    os.environ.update({name: before[name] for name in changed if name in before})
+    for name in changed - before.keys():
+        del os.environ[name]
+    return [f"environment variable {name}" for name in sorted(changed)]
+
+
+def _process_group() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    torch.distributed.destroy_process_group()
+    return ["an open process group"]
+
+
+def _children() -> list[psutil.Process]:
+    """Living descendants, without the two servers that multiprocessing keeps for the whole session."""
+    servers = {multiprocessing.forkserver._forkserver._forkserver_pid, multiprocessing.resource_tracker._resource_tracker._pid}
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.pid not in servers and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _described(child: psutil.Process) -> str:
+    try:
+        return f"{child.pid} ({' '.join(child.cmdline())})"
+    except psutil.Error:
+        return str(child.pid)
+
+
+def _segments() -> set[str]:
+    return set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
+
+
+def _used_by_others(name: str) -> bool:
+    """Whether a process that is not of this test session has the segment mapped; then it is none of our business."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in ours and any(name in entry.path for entry in process.memory_maps()):
+                return True
+        except psutil.Error:
+            continue
+    return False

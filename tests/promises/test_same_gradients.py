@@ -1,0 +1,176 @@
+"""Promise 1: N ranks with different data give the gradients, and the training, of one process over the same micro-batches.
+
+The oracle is plain torch in this process: a loop over the micro-batches, no code of Lockstep but the cut that says which samples
+they hold. The second oracle is torch's own DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from lockstep.data.windows import Plan
+from tests import zoo
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.testing import run_ranks
+
+SAMPLES, GLOBAL, MICRO, STEPS = 42, 16, 4, 10  # three steps an epoch, of 16, 16 and 10 samples: the last slot of the tail holds 2
+
+
+@dataclass
+class Trained:
+    gradients: dict[str, Tensor]  # of the first step
+    tail: dict[str, Tensor]  # of the third, the ragged one
+    weights: dict[str, Tensor]  # after STEPS steps, buffers too
+    losses: list[float]
+
+
+def optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def one_process(name: str, kind: str, clip: float | None) -> Trained:
+    torch.set_num_threads(1)
+    model = zoo.build(name)
+    unused = {f"unused.{end}" for end in ("weight", "bias")}
+    steps = optimizer(kind, model)
+    plan = Plan(samples=SAMPLES, global_batch=GLOBAL, micro_batch=MICRO, drop_last=False)
+    x, y = zoo.samples(SAMPLES)
+    seen: list[dict[str, Tensor]] = []
+    losses = []
+    for step in range(STEPS):
+        cut = plan.cut(step)
+        steps.zero_grad()
+        start = {key: buffer.clone() for key, buffer in model.named_buffers()}
+        moved = {key: torch.zeros_like(buffer, dtype=torch.float64) for key, buffer in start.items()}
+        weight, total = 0, 0.0
+        for slot in range(cut.slots):
+            where = list(cut.positions(slot))
+            if not where:
+                continue
+            for key, buffer in model.named_buffers():
+                buffer.copy_(start[key])
+            loss = zoo.loss_sum(model(x[where]), y[where])
+            loss.backward()
+            weight, total = weight + len(where), total + loss.item()
+            for key, buffer in model.named_buffers():
+                moved[key] += len(where) * (buffer.double() - start[key].double())
+        for key, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parameter.grad /= weight
+            elif key in unused:
+                parameter.grad = torch.zeros_like(parameter)
+        for key, buffer in model.named_buffers():
+            buffer.copy_(start[key] + moved[key] / weight)
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        seen.append(gradients(model))
+        losses.append(total / weight)
+        steps.step()
+    return Trained(seen[0], seen[2], {key: value.clone() for key, value in model.state_dict().items()}, losses)
+
+
+def on_ranks(world: lockstep.World, name: str, kind: str, clip: float | None, reduce: str) -> Trained:
+    torch.manual_seed(world.rank)  # replicas begin equal although their random states differ
+    model = zoo.MODELS[name]() if world.rank else zoo.build(name)
+    stepper = lockstep.Stepper(model, optimizer(kind, model), clip=clip, reduce=reduce)
+    loader = lockstep.Loader(TensorDataset(*zoo.samples(SAMPLES)), global_batch=GLOBAL, micro_batch=MICRO, shuffle=False)
+    seen, losses = [], []
+    for epoch in loader.epochs(4):
+        for window in epoch:
+            for x, y in stepper.micro_batches(window):
+                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+            losses.append(stepper.step().loss)
+            seen.append(gradients(model))
+            if len(losses) == STEPS:
+                return Trained(seen[0], seen[2], model.state_dict(), losses)
+    raise AssertionError("the epochs held fewer steps than the test asks for")
+
+
+def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], within: float = 1e-6) -> None:
+    assert ours.keys() == theirs.keys()
+    far = {name: zoo.distance(ours[name], theirs[name]) for name in ours if zoo.distance(ours[name], theirs[name]) > within}
+    assert not far
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_gradients_and_ten_steps_of_momentum_equal_one_process(name: str, workers: int) -> None:
+    expected = one_process(name, "sgd", clip=None)
+    for rank in run_ranks(on_ranks, workers, args=(name, "sgd", None, "auto")):
+        compare(rank.gradients, expected.gradients)
+        compare(rank.tail, expected.tail)
+        compare(rank.weights, expected.weights)
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_clipping_comes_once_after_the_sum(workers: int) -> None:
+    expected = one_process("mlp", "sgd", clip=0.1)
+    for rank in run_ranks(on_ranks, workers, args=("mlp", "sgd", 0.1, "auto")):
+        compare(rank.gradients, expected.gradients)
+        compare(rank.weights, expected.weights)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "rnn"])
+def test_adamw_equals_one_process_where_gradients_are_not_noise(name: str, workers: int) -> None:
+    expected = one_process(name, "adamw", clip=None)
+    largest = max(gradient.abs().max() for gradient in expected.gradients.values())
+    noise = {name for name, gradient in expected.gradients.items() if gradient.abs().max() < 1e-6 * largest}
+    for rank in run_ranks(on_ranks, workers, args=(name, "adamw", None, "auto")):
+        compare({k: v for k, v in rank.weights.items() if k not in noise}, {k: v for k, v in expected.weights.items() if k not in noise})
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_naive_reference_gives_the_same_as_the_fast_path(workers: int) -> None:
+    fast = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, "native"))
+    naive = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, "central"))
+    for a, b in zip(fast, naive, strict=True):
+        compare(a.gradients, b.gradients)
+        compare(a.weights, b.weights)
+
+
+def test_all_ranks_end_with_the_same_bits() -> None:
+    ranks = run_ranks(on_ranks, 3, args=("cnn", "sgd", None, "auto"))
+    for rank in ranks[1:]:
+        for name, value in rank.weights.items():
+            assert torch.equal(value, ranks[0].weights[name]), name
+
+
+def wrapped(world: lockstep.World, name: str, wrapper: str, steps: int) -> dict[str, Tensor]:
+    """The same script with torch's wrapper and with ours; each rank has its own data."""
+    model = zoo.build(name)
+    ddp: nn.Module
+    if wrapper == "torch":
+        ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=name == "awkward")
+    else:
+        ddp = lockstep.DistributedDataParallel(model)
+    sgd = optimizer("sgd", model)
+    x, y = zoo.samples(8 * world.size * steps)
+    for step in range(steps):
+        rows = range((step * world.size + world.rank) * 8, (step * world.size + world.rank + 1) * 8)
+        sgd.zero_grad()
+        (zoo.loss_sum(ddp(x[list(rows)]), y[list(rows)]) / 8).backward()
+        sgd.step()
+    return {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_the_wrapper_trains_as_torchs_does(name: str, workers: int) -> None:
+    theirs = run_ranks(wrapped, workers, args=(name, "torch", 10))
+    ours = run_ranks(wrapped, workers, args=(name, "lockstep", 10))
+    for a, b in zip(ours, theirs, strict=True):
+        compare(a, b)

@@ -1,0 +1,79 @@
+"""Processes end with the one that started them, on Linux by the kernel, elsewhere by a pipe or by asking."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+# A parent that starts a child; the child says its pid once it is tied, and would then live for ten minutes.
+_PARENT = """
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), *sys.argv[2:]])
+    child.wait()
+"""
+_TIED = """
+    import os, sys, time
+    from lockstep import orphans
+    {setup}
+    orphans.die_with_parent(int(sys.argv[1]), *sys.argv[2:])
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_child_dies_with_its_killed_parent() -> None:
+    _assert_child_ends(_TIED.format(setup=""))
+
+
+def test_elsewhere_it_asks_for_its_parent() -> None:
+    _assert_child_ends(_TIED.format(setup="sys.platform = 'darwin'; orphans._POLL_SECONDS = 0.05"))
+
+
+def test_elsewhere_it_waits_for_the_end_of_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "parent"
+    os.mkfifo(pipe)
+    holder = os.open(pipe, os.O_RDWR)  # this process is the launcher here
+    code = textwrap.dedent(_TIED.format(setup="sys.platform = 'darwin'"))
+    child = subprocess.Popen([sys.executable, "-c", code, str(os.getpid()), str(pipe)], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert int(child.stdout.readline()) == child.pid
+        os.close(holder)
+        assert child.wait(20) == 137
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_parent_that_died_first_is_noticed(platform: str) -> None:
+    """The pid of the parent is not this process's, as after the parent's death: the child ends instead of waiting for a signal."""
+    code = textwrap.dedent(_TIED.format(setup=f"sys.platform = {platform!r}"))
+    dead = subprocess.run([sys.executable, "-c", code, "1"], timeout=30, check=False)
+    assert dead.returncode == 137
+
+
+def test_without_a_launcher_nothing_is_tied() -> None:
+    code = "from lockstep import orphans; orphans.die_with_launcher(); print('alive')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True).stdout == "alive\n"
+
+
+def _assert_child_ends(code: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(_PARENT), textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    with parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        _wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)

@@ -1,0 +1,325 @@
+"""The Stepper's own rules: where backward and step belong, weights of 0, means, idle ranks, buffers, what a step reports."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests import zoo
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import LateGradient, UsageError
+from lockstep.testing import run_ranks
+
+
+@pytest.fixture
+def world():  # type: ignore[no-untyped-def]
+    with lockstep.init() as world:
+        yield world
+
+
+def stepper_for(model: nn.Module, lr: float = 0.1, **options: object) -> lockstep.Stepper:
+    return lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=lr), **options)  # type: ignore[arg-type]
+
+
+def window(count: int = 2, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    x, y = zoo.samples(count * size)
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def test_backward_outside_the_loop_is_refused(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    with pytest.raises(UsageError, match="belongs inside the loop"):
+        stepper.backward(model(torch.zeros(1, 6)).sum(), weight=1)
+
+
+def test_step_without_a_window_or_inside_the_loop_is_refused(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    with pytest.raises(UsageError, match="without a window"):
+        stepper.step()
+    for x, _ in stepper.micro_batches(window()):
+        stepper.backward(model(x).sum(), weight=4)
+        with pytest.raises(UsageError, match="inside the loop"):
+            stepper.step()
+
+
+def test_a_loop_that_breaks_off_steps_with_what_it_had(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window(3)):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        break
+    assert stepper.step().weight == 4
+
+
+def test_two_windows_without_a_step_between_are_refused(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window()):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+    with pytest.raises(UsageError, match=r"before step\(\) ended the first"):
+        next(stepper.micro_batches(window()))
+
+
+def test_one_backward_a_micro_batch(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window()):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        loss = zoo.loss_sum(model(x), y)
+        with pytest.raises(UsageError, match="add the losses"):
+            stepper.backward(loss, weight=4)
+
+
+def test_a_gradient_that_arrives_after_its_bucket_has_left_is_named(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window(count=1)):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        loss = zoo.loss_sum(model(x), y)
+        with pytest.raises(LateGradient, match=r"a gradient of '\d\.(weight|bias)' arrived after its sum had left"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
+def test_weights_are_counts(world: lockstep.World, weight: float) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window()):
+        loss = zoo.loss_sum(model(x), y)
+        with pytest.raises(UsageError, match="a weight counts samples or tokens"):
+            stepper.backward(loss, weight=weight)
+
+
+def test_a_loss_of_many_numbers_and_an_unknown_reduction_are_refused(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window()):
+        with pytest.raises(UsageError, match=r"the loss has shape \[4, 3\]"):
+            stepper.backward(model(x), weight=4)
+        with pytest.raises(UsageError, match="reduction='avg': choose 'sum' or 'mean'"):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4, reduction="avg")  # type: ignore[arg-type]
+
+
+def test_an_optimizer_over_another_models_parameters_is_refused(world: lockstep.World) -> None:
+    with pytest.raises(UsageError, match=r"holds a parameter of shape \[32, 6\] that the model does not have"):
+        lockstep.Stepper(zoo.build("mlp"), torch.optim.SGD(zoo.build("mlp").parameters(), lr=0.1))
+
+
+def test_two_steppers_on_one_model_are_refused_but_a_dropped_one_leaves_it_free(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    first = stepper_for(model)
+    with pytest.raises(UsageError, match=r"'0\.weight' is already trained by another Stepper"):
+        stepper_for(model)
+    del first
+    second = stepper_for(model)
+    for x, y in second.micro_batches(window()):
+        second.backward(zoo.loss_sum(model(x), y), weight=4)
+    assert second.step().applied
+
+
+def test_nothing_to_train_is_refused(world: lockstep.World) -> None:
+    model = zoo.build("mlp").requires_grad_(False)
+    with pytest.raises(UsageError, match="there is nothing to train"):
+        stepper_for(model)
+
+
+@pytest.mark.parametrize("clip", [0, -1.0, math.nan])
+def test_a_clip_of_nothing_is_refused(world: lockstep.World, clip: float) -> None:
+    with pytest.raises(UsageError, match="clip="):
+        stepper_for(zoo.build("mlp"), clip=clip)
+
+
+def test_gradients_are_views_of_the_buckets_and_no_second_copy(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    for _ in range(2):
+        for x, y in stepper.micro_batches(window()):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        stepper.step()
+        memory = {bucket.sum.untyped_storage().data_ptr() for bucket in stepper.reducer.buckets}
+        assert {parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.grad is not None} <= memory
+    assert stepper.reducer.layout.bytes <= sum(-(-parameter.numel() // 64) * 64 * 4 for parameter in model.parameters())
+
+
+def test_channels_last_gradients_keep_their_strides(world: lockstep.World) -> None:
+    model = zoo.build("cnn").to(memory_format=torch.channels_last)
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window()):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+    stepper.step()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+
+
+def test_a_plain_list_and_a_mean_that_is_said_to_be_one(world: lockstep.World) -> None:
+    found = []
+    for reduction in ("sum", "mean"):
+        model = zoo.build("mlp")
+        stepper = stepper_for(model)
+        for x, y in stepper.micro_batches(window()):
+            stepper.backward(torch.nn.functional.cross_entropy(model(x), y, reduction=reduction), weight=len(y), reduction=reduction)  # type: ignore[arg-type]
+        found.append((stepper.step().loss, [parameter.detach().clone() for parameter in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert zoo.distance(a, b) < 1e-6
+
+
+def test_a_mean_over_nothing_brings_no_nan(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model)
+    batches = window(3)
+    for place, (x, y) in enumerate(stepper.micro_batches(batches)):
+        ignored = torch.full_like(y, -100) if place != 1 else y
+        stepper.backward(torch.nn.functional.cross_entropy(model(x), ignored), weight=int((ignored >= 0).sum()), reduction="mean")
+    result = stepper.step()
+    assert result.weight == 4
+    assert math.isfinite(result.loss)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_window_of_weight_0_is_skipped_and_says_so(world: lockstep.World) -> None:
+    model = zoo.build("cnn")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stepper = stepper_for(model)
+    for x, y in stepper.micro_batches(window()):
+        stepper.backward(zoo.loss_sum(model(x), y) * 0, weight=0)
+    result = stepper.step()
+    assert (result.applied, result.weight) == (False, 0.0)
+    assert result.reason == "every rank's weight is 0: the window holds nothing to learn from"
+    assert math.isnan(result.loss)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_an_overflow_under_clip_is_skipped_with_the_norm(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = stepper_for(model, clip=1.0)
+    for x, _ in stepper.micro_batches(window()):
+        stepper.backward(model(x).sum() * math.inf, weight=4)
+    result = stepper.step()
+    assert not result.applied
+    assert result.reason is not None
+    assert result.reason.startswith("the gradient's norm is")
+
+
+def test_the_scheduler_follows_applied_steps_only(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    stepper = lockstep.Stepper(model, sgd, scheduler=torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5))
+    for weight in (4, 0, 4):
+        for x, y in stepper.micro_batches(window()):
+            stepper.backward(zoo.loss_sum(model(x), y) * (weight > 0), weight=weight)
+        stepper.step()
+    assert sgd.param_groups[0]["lr"] == 0.25
+
+
+def test_a_loss_scaler_changes_nothing_but_the_range(world: lockstep.World) -> None:
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
+        model = zoo.build("mlp")
+        stepper = stepper_for(model, scaler=scaler, clip=0.5)
+        loader = lockstep.Loader(TensorDataset(*zoo.samples(24)), global_batch=12, micro_batch=4, shuffle=False)
+        for epoch in loader.epochs(1):
+            for batches in epoch:
+                for x, y in stepper.micro_batches(batches):
+                    stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+                result = stepper.step()
+        found.append((result.norm, [parameter.detach().clone() for parameter in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert zoo.distance(a, b) < 1e-6
+
+
+def idle_and_busy(world: lockstep.World) -> tuple[list[Tensor], tuple[int, ...], float, bool]:
+    """Two micro-batches on three ranks: the last rank has none, and yet nobody waits."""
+    model = zoo.build("cnn")
+    stepper = stepper_for(model)
+    loader = lockstep.Loader(TensorDataset(*zoo.samples(8)), global_batch=8, micro_batch=4, shuffle=False)
+    for epoch in loader.epochs(2):
+        for batches in epoch:
+            for x, y in stepper.micro_batches(batches):
+                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+            if world.rank == 2:
+                stepper.request_stop()
+            result = stepper.step()
+    return [value.clone() for value in model.state_dict().values()], result.samples_by_rank, result.weight, result.stop
+
+
+def test_a_rank_without_micro_batches_takes_part_with_zeros() -> None:
+    ranks = run_ranks(idle_and_busy, 3)
+    alone = run_ranks(idle_and_busy, 1)[0]
+    for weights, samples, weight, stop in ranks:
+        assert samples == (4, 4, 0)
+        assert (weight, stop) == (8.0, True)
+        for a, b in zip(weights, alone[0], strict=True):
+            assert zoo.distance(a, b) < 1e-6
+
+
+class Drifting(nn.Module):
+    """A buffer that begins to move late, and on one rank only; another is assigned, not written to; a third never moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("late", torch.zeros(2))
+        self.register_buffer("assigned", torch.zeros(()))
+        self.register_buffer("table", torch.arange(5.0))
+        self.move_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assigned = self.assigned + x.mean().detach()
+        if self.move_late:
+            self.late.add_(1)
+        return self.linear(x)
+
+
+def drift(world: lockstep.World) -> list[list[float]]:
+    model = Drifting()
+    stepper = stepper_for(model)
+    seen = []
+    for step in range(4):
+        model.move_late = step >= 2 and world.rank == 0
+        for x, y in stepper.micro_batches([(x + world.rank, y) for x, y in window()]):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        stepper.step()
+        seen.append([*model.late.tolist(), model.assigned.item(), *model.table.tolist()])
+    return seen
+
+
+def test_buffers_move_once_a_step_by_the_weighted_mean_of_all_ranks() -> None:
+    first, second = run_ranks(drift, 2)
+    assert first == second
+    assert [row[0] for row in first[:2]] == [0.0, 0.0]
+    assert first[2][0] == 2.0  # the step in which it was found out: rank 0's value, two forwards
+    assert first[3][0] == pytest.approx(2.5)  # then the mean over four micro-batches of which rank 0's two moved it by 1
+    per_step = first[0][2]
+    assert first[3][2] == pytest.approx(4 * per_step, rel=1e-5)
+    assert first[3][3:] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def dropout(world: lockstep.World) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    stepper = stepper_for(model, seed=5)
+    loader = lockstep.Loader(TensorDataset(*zoo.samples(32)), global_batch=16, micro_batch=4, seed=5)
+    for epoch in loader.epochs(2):
+        for batches in epoch:
+            for x, y in stepper.micro_batches(batches):
+                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+            stepper.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_dropout_and_order_do_not_depend_on_the_world_size() -> None:
+    alone = run_ranks(dropout, 1)[0]
+    for workers in (2, 3):
+        for weights in run_ranks(dropout, workers):
+            for a, b in zip(weights, alone, strict=True):
+                assert zoo.distance(a, b) < 1e-6
