@@ -323,3 +323,20 @@ def test_dropout_and_order_do_not_depend_on_the_world_size() -> None:
         for weights in run_ranks(dropout, workers):
             for a, b in zip(weights, alone, strict=True):
                 assert zoo.distance(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adam"])
+def test_a_fused_optimizer_divides_as_it_reads_and_leaves_the_same(world: lockstep.World, kind: str) -> None:
+    found = []
+    for fused in (False, True):
+        model = zoo.build("mlp")
+        build = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[kind]
+        stepper = lockstep.Stepper(model, build(model.parameters(), lr=1e-2, fused=fused), clip=0.05)  # type: ignore[operator]
+        for _ in range(3):
+            for x, y in stepper.micro_batches(window(3)):
+                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+            stepper.step()
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        found.append([*gradients, *(parameter.detach().clone() for parameter in model.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert zoo.distance(a, b) < 1e-5

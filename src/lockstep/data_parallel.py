@@ -44,19 +44,13 @@ class DistributedDataParallel(nn.Module):
             named, self._world.group, choose_reduction(reduce, self._world.group), bucket_bytes=int(bucket_cap_mb * 2**20)
         )
         self._reducer.closing = True
-        self._reducer.end_of_backward = self._finish
+        self._reducer.scale = 1 / self._world.size
+        self._reducer.end_of_backward = self._reducer.finish
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._reducer is not None and self.training and torch.is_grad_enabled():
             self._reducer.follow_arrivals()
         return self.module(*args, **kwargs)
-
-    def _finish(self) -> None:
-        reducer = self._reducer
-        assert reducer is not None
-        reducer.finish()
-        for bucket in reducer.buckets:
-            bucket.sum.div_(reducer.group.size)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -73,4 +67,5 @@ class DistributedDataParallel(nn.Module):
         reducer, self._reducer = self._reducer, None
         reducer.end_of_backward = None
         reducer.closing = False
+        reducer.scale = 1.0
         return reducer

@@ -45,6 +45,7 @@ class Reducer:
         self.group = group
         self.reduction = reduction
         self.closing = False
+        self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
         self._bucket_bytes = bucket_bytes
         self._arrivals: list[int] | None = []  # the order of the first closing backward; None once the buckets follow it
@@ -86,6 +87,7 @@ class Reducer:
     def _begin(self) -> None:
         self._under_way = False
         self._here = [False] * len(self.parameters)  # landed in this window
+        self._closed = [False] * len(self.parameters)  # landed in its closing backward, and scaled
         self._expected = [len(bucket.spans) for bucket in self.buckets]  # still to land in the closing backward
         self._works.clear()
 
@@ -132,10 +134,11 @@ class Reducer:
                 f"a gradient of {self.names[number]!r} arrived after its sum had left for the other ranks: "
                 "this was a second backward in the last micro-batch; add the losses and call backward once"
             )
-        self._into(view, parameter)
+        self._into(view, parameter, self.scale if self.closing else 1.0)
         self._here[number] = True
         if not self.closing:
             return
+        self._closed[number] = True
         if not self._under_way:
             self._under_way = True
             if self.end_of_backward is not None:
@@ -146,13 +149,20 @@ class Reducer:
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
 
-    def _into(self, view: Tensor, parameter: Tensor) -> None:
-        """Make `.grad` the view: what autograd put elsewhere is copied once; later micro-batches it adds in place."""
+    def _into(self, view: Tensor, parameter: Tensor, scale: float) -> None:
+        """Make `.grad` the view, scaled: what autograd put elsewhere is copied once, in the same pass; later micro-batches it adds in place."""
         grad = parameter.grad
         if grad is None:
             view.zero_()
-        elif grad is not view:
-            view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        elif grad is view:
+            if scale != 1:
+                view.mul_(scale)
+        else:
+            grad = grad.to_dense() if grad.is_sparse else grad
+            if scale != 1 and grad.dtype == view.dtype:
+                torch.mul(grad, scale, out=view)
+            else:
+                view.copy_(grad).mul_(scale)
         parameter.grad = view
 
     def _leave(self, bucket: Bucket) -> None:
@@ -164,8 +174,9 @@ class Reducer:
     def finish(self) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
         for bucket in self.buckets[len(self._works) :]:
-            for view, parameter in zip(bucket.views, bucket.parameters, strict=True):
-                self._into(view, parameter)
+            for span, view in zip(bucket.spans, bucket.views, strict=True):
+                if not self._closed[span.parameter]:
+                    self._into(view, self.parameters[span.parameter], self.scale)
             self._leave(bucket)
         for work in self._works:
             work.wait()

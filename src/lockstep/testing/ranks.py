@@ -18,6 +18,7 @@ R = TypeVar("R")
 _PRELOADED = (
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # the first optimizer that a process makes imports it: two seconds, in every rank
     "lockstep.world",
     "lockstep.launcher.rank_process",
     "lockstep.testing.ranks",

@@ -1,0 +1,94 @@
+"""How a task is run: what must not change the weights, except where it says so. The launcher writes it, every rank reads it.
+
+One JSON file carries it from the command line to the ranks and stays in the run directory as the record of what was asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.errors import UsageError
+from lockstep.task import PRECISIONS, Precision
+
+Device = Literal["auto", "cpu", "cuda"]
+Reduce = Literal["native", "central"]
+
+FILE = "settings.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What `lockstep train` was asked for. Raises UsageError, naming the option, for values that cannot work."""
+
+    task: str
+    """A bundled name or the path of a file."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """--set key=value: passed to `task(key=value)`, converted to the type that the parameter has there."""
+    workers: int | None = None
+    """Ranks over all hosts. None until the launcher has counted the GPUs."""
+    epochs: int | None = None
+    """None: the task's own."""
+    steps: int | None = None
+    """Optimizer steps in place of epochs."""
+    device: Device = "auto"
+    """auto: GPUs where there are any."""
+    precision: Precision | None = None
+    """None: the task's own. It changes the weights."""
+    compile: bool | None = None
+    """None: the task's own."""
+    reduce: Reduce = "native"
+    """How gradients are summed."""
+    loader_workers: int = 0
+    """Processes of each rank that load data; 0: the rank itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "epochs", "steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+        if self.epochs is not None and self.steps is not None:
+            raise UsageError(f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that shall end the training")
+        if isinstance(self.loader_workers, bool) or not isinstance(self.loader_workers, int) or self.loader_workers < 0:
+            raise UsageError(f"loader_workers={self.loader_workers!r}: give a whole number, 0 to load in the rank itself")
+        choices = {"device": ("auto", "cpu", "cuda"), "reduce": ("native", "central"), "precision": (None, *PRECISIONS)}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                raise UsageError(f"{name}={value!r} is unknown: choose one of {', '.join(choice for choice in known if choice)}")
+
+    def write(self, directory: Path) -> None:
+        """As settings.json in `directory`."""
+        (directory / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> Settings:
+        """From settings.json in `directory`. Raises UsageError where it is missing or not ours."""
+        file = directory / FILE
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{file} cannot be read ({error}): {directory} is not a run directory of `lockstep train`") from None
+        if not isinstance(found, dict):
+            raise UsageError(f"{file} holds a {type(found).__name__}, not settings: it was not written by `lockstep train`")
+        unknown = sorted(set(found) - {each.name for each in fields(cls)})
+        if unknown or "task" not in found:
+            wrong = f"{', '.join(unknown)} unknown to this version" if unknown else "no task named"
+            raise UsageError(f"{file}: {wrong}; it was written by another version of Lockstep, or by hand")
+        return cls(**found)
+
+
+def overrides_of(pairs: list[str]) -> dict[str, str]:
+    """["lr=0.1", ...] as given to --set, as a dict. Raises UsageError for a pair without "=" and for a key given twice."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set {pair}: write it as --set key=value")
+        if key.strip() in found:
+            raise UsageError(f"--set {key.strip()} is given twice, as {found[key.strip()]!r} and as {value!r}: give it once")
+        found[key.strip()] = value
+    return found

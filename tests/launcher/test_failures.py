@@ -1,0 +1,158 @@
+"""Which of several failures was the cause, and what a user reads about it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import BarrierTimeout, PeerFailed, UsageError
+from lockstep.launcher import failures
+from lockstep.launcher.failures import Failure
+
+
+def _caught(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def _record(error: BaseException, rank: int, monotonic_ns: int) -> Failure:
+    setattr(error, failures._STAMP, monotonic_ns)
+    return failures.of_exception(_caught(error), rank)
+
+
+LOST = "[pair.cc:537] Read error [127.0.0.1]:39312: Connection reset by peer"
+
+
+def test_the_cause_is_found_by_kind_then_by_time() -> None:
+    """In the order of precedence, each later in time than the next: time alone would give the reverse."""
+    errors = [
+        failures.of_exit(-signal.SIGKILL, 7, 100),
+        _record(ValueError("boom"), 6, 500),
+        _record(BarrierTimeout("rank 6 did not reach the barrier", [6]), 5, 400),
+        _record(RuntimeError("Timed out waiting 1000ms for recv operation to complete"), 4, 450),
+        _record(RuntimeError(LOST), 3, 300),
+        _record(PeerFailed("rank 6 failed in first()"), 2, 350),
+        _record(ConnectionResetError("gone"), 1, 360),
+    ]
+    for wanted in errors:
+        shuffled = list(errors)
+        random.shuffle(shuffled)
+        assert failures.first(shuffled) == wanted
+        errors = [error for error in errors if error is not wanted]
+    assert failures.first([]) is None
+
+
+def test_the_earlier_of_two_exceptions_is_the_cause() -> None:
+    early, late = _record(ValueError("early"), 1, 10), _record(KeyError("late"), 0, 20)
+    assert failures.first([late, early]) == early
+
+
+def test_a_usage_error_comes_before_earlier_exceptions() -> None:
+    usage, exception = _record(UsageError("workers=0: give at least 1"), 1, 20), _record(ValueError("early"), 0, 10)
+    assert failures.first([exception, usage]) == usage
+
+
+def test_an_error_raised_from_a_lost_connection_is_a_consequence() -> None:
+    error = ValueError("the ranks could not agree")
+    error.__cause__ = RuntimeError(LOST)
+    assert failures.of_exception(error, 0).standing == "consequence"
+
+
+def test_the_time_is_that_of_the_first_note() -> None:
+    error = _caught(ValueError("boom"))
+    noted = failures.note_time(error)
+    assert failures.of_exception(error, 0).monotonic_ns == noted
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code", "message"),
+    [
+        (ValueError("boom"), "exception", 1, "ValueError: boom"),
+        (ValueError(), "exception", 1, "ValueError"),
+        (UsageError("workers=0"), "usage", 2, "workers=0"),
+        (SystemExit(3), "exit", 3, ""),
+        (SystemExit(), "exit", 0, ""),
+        (SystemExit(-1), "exit", 255, ""),
+        (SystemExit("sorry"), "exit", 1, "sorry"),
+        (KeyboardInterrupt(), "exit", 130, "KeyboardInterrupt"),
+    ],
+)
+def test_kinds_and_codes(error: BaseException, kind: str, code: int, message: str) -> None:
+    record = failures.of_exception(_caught(error), 2)
+    assert (record.kind, record.code, record.message, record.rank, record.pid) == (kind, code, message, 2, os.getpid())
+
+
+def test_a_signal_is_named_and_gives_128_plus_n() -> None:
+    record = failures.of_exit(-signal.SIGKILL, 1, 123)
+    assert record.code == 137
+    assert failures.render(record).startswith(f"rank 1 (pid 123, {record.host}) was killed by signal 9 (SIGKILL)")
+    assert failures.signal_name(99) == "signal 99"
+
+
+def test_records_survive_the_file(tmp_path: Path) -> None:
+    written = [failures.of_exception(_caught(ValueError(f"söme {rank}")), rank) for rank in (0, 3)]
+    for record in reversed(written):
+        failures.write(record, tmp_path)
+    assert failures.read_all(tmp_path) == written
+
+
+def test_the_traceback_ends_with_the_rank_and_begins_in_the_users_code() -> None:
+    shown = failures.render(failures.of_exception(_caught(ValueError("boom\nmore")), 1))
+    assert shown.splitlines()[0] == "Traceback (most recent call last):"
+    assert __file__ in shown.splitlines()[1]
+    assert shown.splitlines()[-1].endswith("failed: ValueError: boom")
+
+
+def test_frames_of_the_launcher_are_left_out_also_in_linked_exceptions() -> None:
+    def through_ours(error: BaseException) -> None:
+        namespace: dict[str, object] = {"error": error}
+        exec(compile("def call():\n    raise error\n", failures._PACKAGE + "launcher/made_up.py", "exec"), namespace)
+        call = namespace["call"]
+        assert callable(call)
+        call()
+
+    try:
+        try:
+            through_ours(KeyError("inner"))
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as outer:
+        record = failures.of_exception(outer, 0)
+    assert "inner" in record.traceback
+    assert "outer" in record.traceback
+    assert record.traceback.count(__file__) == 3
+    # the frame inside comes after the user's, so it stays: only the way in is cut
+    assert record.traceback.count("made_up.py") == 1
+
+
+def test_a_usage_error_is_one_sentence_with_the_users_line() -> None:
+    shown = failures.render(failures.of_exception(_caught(UsageError("micro_batch=0: give at least 1")), 0))
+    assert shown.startswith(f"error: micro_batch=0: give at least 1 ({__file__}:")
+    assert "\n" not in shown
+
+
+def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:
+    complaint, boom = _record(RuntimeError(LOST), 0, 1), _record(ValueError("boom"), 1, 2)
+    assert failures.finished_early([complaint], [2]) == "rank 2 had finished before that: do all ranks take the same number of steps?"
+    assert not failures.finished_early([complaint, boom], [2])
+    assert not failures.finished_early([complaint], [])
+
+
+def test_ranks_are_named_in_order() -> None:
+    assert failures.named([3]) == "rank 3"
+    assert failures.named([2, 0, 1]) == "ranks 0, 1 and 2"
+
+
+def test_a_fatal_stack_is_shown_without_the_launcher() -> None:
+    dump = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        f'  File "train.py", line 2 in crash\n  File "<frozen runpy>", line 88 in _run_code\n  File "{failures._PACKAGE}launcher/worker.py", line 9 in main\n'
+        "\nExtension modules: numpy\n"
+    )
+    assert failures.readable_stack(dump).splitlines()[-1] == '  File "train.py", line 2 in crash'

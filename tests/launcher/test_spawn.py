@@ -1,0 +1,271 @@
+"""`lockstep.launch`: results by rank, the cause of a failure with its traceback, and nobody left over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.errors import LaunchTimeout, UsageError, WorkerFailed
+from lockstep.launcher.spawn import launch, start_ranks
+from lockstep.testing import run_ranks
+from lockstep.world import World
+
+
+def _sum_over_ranks(factor: float, *, offset: float = 0.0) -> tuple[int, float]:
+    dist.init_process_group("gloo")
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item() * factor + offset
+
+
+def test_results_come_back_by_rank_from_plain_torch() -> None:
+    assert launch(_sum_over_ranks, workers=3, args=(10.0,), kwargs={"offset": 1.0}) == [(0, 31.0), (1, 31.0), (2, 31.0)]
+
+
+def _with_lockstep() -> tuple[int, int]:
+    world = lockstep.init()  # left open: launch closes it
+    return world.rank, world.size
+
+
+def test_lockstep_init_needs_no_arguments_and_a_world_left_open_is_closed() -> None:
+    assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2), (1, 2)]
+
+
+def test_the_environment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST", "here")
+    assert run_ranks(_variables, 2) == [("here", "0", "0", "2"), ("here", "1", "1", "2")]
+
+
+def _variables(world: World) -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in ("LOCKSTEP_TEST", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+
+
+def _add_one(world: World, model: torch.nn.Linear) -> float:
+    world.barrier()
+    with torch.no_grad():
+        model.weight += 1
+    world.barrier()
+    return model.weight.item()
+
+
+def test_tensors_are_copied_never_shared() -> None:
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    assert run_ranks(_add_one, 3, args=(model,)) == [before + 1] * 3
+    assert model.weight.item() == before
+
+
+def _put_rank(world: World, queue: Queue[int]) -> None:
+    queue.put(world.rank)
+    queue.close()
+    queue.join_thread()
+
+
+def test_queues_can_be_handed_over() -> None:
+    queue = multiprocessing.get_context("spawn").Queue()
+    run_ranks(_put_rank, 2, args=(queue,))
+    assert {queue.get(timeout=20), queue.get(timeout=20)} == {0, 1}
+    queue.close()
+    queue.join_thread()
+
+
+def _raise_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("boom on one")
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def test_the_failing_rank_is_named_and_not_its_victims() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 \(pid \d+, .*\) failed: ValueError: boom on one") as caught:
+        run_ranks(_raise_on_one, 3)
+    assert caught.value.rank == 1
+    assert caught.value.traceback.splitlines()[1].startswith(f'  File "{__file__}"')
+    assert caught.value.traceback in str(caught.value) + "\n"
+
+
+def _unwind_slowly(world: World) -> None:
+    if world.rank == 1:
+        try:
+            raise ValueError("the true cause")
+        finally:  # the others see the lost connection long before this rank can say why
+            dist.destroy_process_group()
+            time.sleep(0.3)
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def test_a_complaint_about_a_peer_waits_for_the_peers_own_word() -> None:
+    with pytest.raises(WorkerFailed, match="the true cause"):
+        run_ranks(_unwind_slowly, 2)
+
+
+def _killed(world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 .* was killed by signal 9 \(SIGKILL\)") as caught:
+        run_ranks(_killed, 3)
+    assert (caught.value.rank, caught.value.traceback) == (1, "")
+
+
+def _leaves(world: World) -> None:
+    if world.rank == 1:
+        os._exit(0)
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def test_a_rank_that_leaves_early_is_named() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 .* exited with code 0: before it returned a result"):
+        run_ranks(_leaves, 2)
+
+
+def _returns_early(world: World) -> None:
+    if world.rank == 0:
+        world.group.all_reduce(torch.ones(3)).wait()
+    else:
+        dist.destroy_process_group()
+        world._open.clear()  # as a rank that never opened one
+
+
+def test_a_rank_that_returned_early_is_noted() -> None:
+    with pytest.raises(WorkerFailed, match="rank 1 had finished before that: do all ranks take the same number of steps"):
+        run_ranks(_returns_early, 2)
+
+
+def _generator(world: World) -> Iterator[int]:
+    return (number for number in range(world.rank))
+
+
+def test_a_result_that_cannot_be_sent_back_is_a_sentence() -> None:
+    with pytest.raises(WorkerFailed, match=r"returned a generator, which cannot be sent back .*; return tensors, numbers"):
+        run_ranks(_generator, 2)
+
+
+def _hang_on_one(world: World, pids: Queue[int]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    pids.put(os.getpid())
+    pids.put(child.pid)
+    pids.close()
+    pids.join_thread()
+    if world.rank == 1:
+        signal.pause()
+
+
+def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_children() -> None:
+    queue = multiprocessing.get_context("spawn").Queue()
+    with pytest.raises(LaunchTimeout, match=r"ranks 0 and 1 of 2 were still running after timeout=2 s") as caught:
+        run_ranks(_hang_on_one, 2, args=(queue,), timeout=timedelta(seconds=2))
+    assert caught.value.running == (0, 1)
+    pids = [queue.get(timeout=20) for _ in range(4)]
+    _wait_gone(pids)
+    queue.close()
+    queue.join_thread()
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True])
+def test_workers_must_be_a_whole_number_above_zero(workers: int) -> None:
+    with pytest.raises(UsageError, match=f"workers={workers!r}: give a whole number"):
+        launch(_with_lockstep, workers=workers)
+
+
+def test_a_lambda_is_refused_with_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"fn=.*<lambda>: ranks import the function by its name"):
+        launch(lambda: 1)
+
+
+def test_arguments_that_cannot_be_sent_are_refused_with_a_sentence() -> None:
+    with pytest.raises(UsageError, match="the function or its arguments cannot be sent to other processes"):
+        launch(print, args=((number for number in range(3)),))
+
+
+def test_start_ranks_is_for_contexts_too() -> None:
+    context = multiprocessing.get_context("spawn")
+    assert start_ranks(context, os.path.basename, 1, ("/a/b",), {}, timeout=timedelta(seconds=60)) == ["b"]
+
+
+def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "script.py").write_text(textwrap.dedent(text))
+    return subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
+    done = _script(
+        tmp_path,
+        """
+        import os, lockstep
+        def rank(): return os.environ["RANK"]
+        lockstep.launch(rank, workers=2)
+        """,
+    )
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_function_of_the_script_itself_can_be_launched(tmp_path: Path) -> None:
+    done = _script(
+        tmp_path,
+        """
+        import os, lockstep
+        from dataclasses import dataclass
+        @dataclass
+        class Result:
+            rank: str
+        def rank(): return Result(os.environ["RANK"])
+        if __name__ == "__main__":
+            print(lockstep.launch(rank, workers=2))
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("[Result(rank='0'), Result(rank='1')]\n", "")
+
+
+def test_a_function_of_a_notebook_is_refused_with_a_sentence() -> None:
+    code = "import lockstep\ndef train(): pass\ntry: lockstep.launch(train)\nexcept lockstep.errors.UsageError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("fn=train is defined in a notebook or an interactive session")
+
+
+@pytest.mark.parametrize("how", ["launch", "run_ranks"])
+def test_ranks_die_with_their_killed_parent(tmp_path: Path, how: str) -> None:
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal, lockstep
+            from lockstep.testing import run_ranks
+            def rank(*_):
+                print(os.getpid(), flush=True)
+                signal.pause()
+            if __name__ == "__main__":
+                lockstep.{"launch" if how == "launch" else "testing.run_ranks"}(rank, 2)
+            """
+        )
+    )
+    with subprocess.Popen([sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+        _wait_gone(pids)
+
+
+def _wait_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    for pid in pids:
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} is still there"
+            time.sleep(0.01)

@@ -1,0 +1,278 @@
+"""The launcher as a process: exit codes, who is blamed, what is printed, and that nobody is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.launcher.supervise import Target, supervise
+
+# Ranks that need no torch start fast; those that use it say so.
+_SILENT = "import os, signal\nprint('pid', os.getpid(), flush=True)\nsignal.pause()\n"
+_JOIN = "import lockstep, os, signal, sys, time, torch\nworld = lockstep.init()\n"
+_REDUCE = "world.group.all_reduce(torch.ones(3)).wait()\n"
+
+_LAUNCHER = """
+import sys
+from pathlib import Path
+from lockstep.launcher.supervise import Target, supervise
+options = eval(sys.argv[2])
+if __name__ == "__main__":
+    sys.exit(supervise(Target(script=sys.argv[1], args=sys.argv[3:]), **options).exit_code)
+"""
+
+
+class Launched:
+    """A launcher in its own process, running `text` on ranks."""
+
+    def __init__(self, folder: Path, text: str, **options: object) -> None:
+        (folder / "script.py").write_text(textwrap.dedent(text))
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        command = [sys.executable, "-c", _LAUNCHER, "script.py", repr({"workers": 2, **options})]
+        env = {**os.environ, "TMPDIR": str(self.temporary)}
+        self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def pids(self, count: int) -> list[psutil.Process]:
+        """Processes that said "pid N" on stdout."""
+        assert self.process.stdout is not None
+        return [psutil.Process(int(self.process.stdout.readline().split()[1])) for _ in range(count)]
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr; checks that no file of the run is left."""
+        out, err = self.process.communicate(timeout=60)
+        assert [file for file in self.temporary.rglob("*") if "run-" in file.name] == []
+        return self.process.returncode, out, err
+
+
+def _wait_gone(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + 20
+    for process in processes:
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"{process} is still there"
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Launched]:
+    def start(text: str, **options: object) -> Launched:
+        return Launched(tmp_path, text, **options)
+
+    return start
+
+
+def test_a_good_end_prints_nothing_of_ours(launch: Callable[..., Launched]) -> None:
+    code, out, err = launch("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['X'])", environment={"X": "y"}).end()
+    assert (code, sorted(out.splitlines()), err) == (0, ["0 2 y", "1 2 y"], "")
+
+
+def test_ranks_that_use_torch_find_each_other(launch: Callable[..., Launched]) -> None:
+    text = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\ndist.barrier()\ndist.destroy_process_group()"
+    code, out, err = launch(text, workers=3).end()
+    assert (code, out, err) == (0, "3.0\n" * 3, "")
+
+
+def test_the_rank_that_raised_is_blamed_and_nothing_else_is_printed(launch: Callable[..., Launched]) -> None:
+    code, out, err = launch(_JOIN + "if world.rank == 1: raise ValueError('boom')\n" + _REDUCE, workers=3).end()
+    assert (code, out) == (1, "")
+    lines = err.splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", '  File "script.py", line 3, in <module>']
+    assert lines[-2] == "ValueError: boom"
+    assert lines[-1].startswith("rank 1 (pid ")
+    assert lines[-1].endswith(" failed: ValueError: boom")
+    assert "Connection" not in err
+    assert err.count("Traceback") == 1
+
+
+def test_a_slow_unwinding_rank_is_still_blamed(launch: Callable[..., Launched]) -> None:
+    text = (
+        _JOIN
+        + "if world.rank == 1:\n  try: raise ValueError('the cause')\n  finally:\n    torch.distributed.destroy_process_group()\n    time.sleep(0.3)\n"
+    )
+    code, _, err = launch(text + _REDUCE).end()
+    assert (code, err.splitlines()[-1].split(") ")[1]) == (1, "failed: ValueError: the cause")
+
+
+def test_a_killed_rank_is_named_with_its_signal(launch: Callable[..., Launched]) -> None:
+    code, _, err = launch(_JOIN + "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + _REDUCE).end()
+    assert code == 137
+    assert err.startswith("rank 1 (pid ")
+    assert "was killed by signal 9 (SIGKILL)" in err
+    assert err.count("\n") == 1
+
+
+def test_a_crash_shows_the_python_stack(launch: Callable[..., Launched]) -> None:
+    code, _, err = launch("import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()", workers=1).end()
+    assert code == 139
+    assert 'File "script.py", line 2 in crash' in err
+    assert "worker.py" not in err
+    assert err.splitlines()[-1].endswith("was killed by signal 11 (SIGSEGV)")
+
+
+def test_a_rank_that_finished_early_is_noted(launch: Callable[..., Launched]) -> None:
+    code, _, err = launch(_JOIN + _REDUCE + "if world.rank == 1: os._exit(0)\n" + _REDUCE).end()
+    assert code == 1
+    assert err.splitlines()[-1] == "rank 1 had finished before that: do all ranks take the same number of steps?"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "error"),
+    [
+        ("import sys; sys.exit(3)", 3, "exited with code 3"),
+        ("import os; os._exit(7)", 7, "exited with code 7"),
+        ("import sys; sys.exit('sorry')", 1, "exited with code 1: sorry"),
+        ("import lockstep; lockstep.init(backend='x')", 2, "error: backend='x' is unknown"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "exited with code 130: KeyboardInterrupt"),
+    ],
+)
+def test_exit_codes_pass_through_with_one_line(launch: Callable[..., Launched], text: str, code: int, error: str) -> None:
+    ended = launch(text).end()
+    assert ended[0] == code
+    assert error in ended[2]
+    assert ended[2].count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "signal 15 (SIGTERM)"), (signal.SIGHUP, "signal 1 (SIGHUP)")]
+)
+def test_a_signal_to_the_launcher_stops_everything_with_one_line(
+    launch: Callable[..., Launched], number: signal.Signals, said: str
+) -> None:
+    launched = launch(_SILENT)
+    ranks = launched.pids(2)
+    launched.process.send_signal(number)
+    assert launched.end() == (128 + number, "", f"stopped by {said}; all ranks have ended\n")
+    _wait_gone(ranks)
+
+
+def test_a_signal_before_the_ranks_are_there_is_not_lost(launch: Callable[..., Launched]) -> None:
+    launched = launch(_SILENT)
+    home = launched.temporary / f"lockstep-{os.getuid()}"
+    deadline = time.monotonic() + 20
+    while not list(home.glob("run-*")):  # made while signals are noted already, and before torch is imported
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+
+
+def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Callable[..., Launched]) -> None:
+    text = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"])
+    print("pid", os.getpid(), flush=True)
+    if os.environ["RANK"] == "1":
+        sys.stdin.readline()
+        sys.exit(3)
+    signal.pause()
+    """
+    launched = launch(text)
+    processes = launched.pids(4)
+    os.kill(launched.process.pid, signal.SIGTERM)
+    assert launched.end()[0] == 143
+    _wait_gone(processes)
+
+
+def test_children_of_the_failed_rank_are_ended(launch: Callable[..., Launched]) -> None:
+    text = """
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"], stdout=subprocess.PIPE, text=True)
+    print(child.stdout.readline(), end="", flush=True)
+    sys.exit(3)
+    """
+    launched = launch(text, workers=1)
+    children = launched.pids(1)
+    assert launched.end()[0] == 3
+    _wait_gone(children)
+
+
+def test_ranks_and_loader_workers_die_with_the_killed_launcher(launch: Callable[..., Launched]) -> None:
+    text = _JOIN + textwrap.dedent(
+        """
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self): return 64
+            def __getitem__(self, index):
+                if index == 0 or index == 63: print("pid", os.getpid(), flush=True)
+                return torch.tensor(index)
+        if __name__ == "__main__":
+            loader = lockstep.Loader(Numbers(), global_batch=64, micro_batch=8, shuffle=False, num_workers=1)
+            for epoch in loader.epochs(1):
+                for window in epoch:
+                    for batch in window: pass
+                    print("pid", os.getpid(), flush=True)
+                    signal.pause()
+        """
+    )
+    launched = launch(text)
+    processes = launched.pids(4)
+    assert len({process.pid for process in processes}) == 4
+    launched.process.kill()
+    launched.process.communicate()
+    _wait_gone(processes)
+
+
+def test_only_loopback_listens(launch: Callable[..., Launched]) -> None:
+    launched = launch(_JOIN + _REDUCE + "print('pid', os.getpid(), flush=True)\nsignal.pause()")
+    ranks = launched.pids(2)
+    processes = [psutil.Process(launched.process.pid), *ranks]
+    listening = [
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    launched.process.terminate()
+    launched.end()
+    assert listening
+    assert set(listening) == {"127.0.0.1"}
+
+
+def test_logs_and_console(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    text = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    launcher = launch(text, logs=None, console="first")
+    assert launcher.end() == (0, "out 0\n", "err 0\n")
+
+
+def test_logs_hold_each_ranks_output(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)")
+    assert supervise(Target(script=str(script)), 2, logs=tmp_path, console="first").exit_code == 0
+    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr 0\n", "out 1\nerr 1\n"]
+
+
+def test_called_as_a_function_it_leaves_handlers_and_environment_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
+    script = tmp_path / "script.py"
+    script.write_text("import os; raise ValueError(os.environ['RANK'])")
+    outcome = supervise(Target(script=str(script), args=["a"]), 1)
+    assert outcome.exit_code == 1
+    assert outcome.failure is not None
+    assert outcome.failure.message == "ValueError: 0"
+    assert capfd.readouterr().err.endswith("failed: ValueError: 0\n")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)] == before
+    assert not Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}").is_dir() or not list(
+        Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}").glob(f"run-{os.getpid()}-*")
+    )
+
+
+def test_bad_targets_and_workers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give exactly one"):
+        Target()
+    with pytest.raises(UsageError, match=r"script 'nowhere.py' does not exist"):
+        Target(script="nowhere.py")
+    with pytest.raises(UsageError, match="workers=0: give at least 1"):
+        supervise(Target(module="this"), 0)
