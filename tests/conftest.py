@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
 
 _PATIENCE_SECONDS = 5.0  # for what is ending on its own
 _SHARED_MEMORY = Path("/dev/shm")

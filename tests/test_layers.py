@@ -12,7 +12,7 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "orphans", "randomness", "task", "settings"},
+    {"errors", "place", "orphans", "randomness", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting"},
     {"world"},
     {"gradients", "checkpoints"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ["launcher", "settings", "place", "orphans", "errors", "cli"]  # import it late or not at all
+WITHOUT_TORCH = ["launcher", "settings", "place", "orphans", "errors", "cli", "lint"]  # import it late or not at all
 LAUNCHER_WITH_TORCH = {"agent.py", "spawn.py"}
 
 

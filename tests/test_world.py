@@ -177,7 +177,7 @@ def fails_first(world: lockstep.World) -> str:
 def test_the_others_learn_that_rank_0_failed() -> None:
     found = run_ranks(fails_first, 3)
     assert found[0] == "KeyError: 'no such file'"
-    assert found[1] == "LockstepError: rank 1 waited in first() for rank 0, which failed there: KeyError: 'no such file'"
+    assert found[1] == "PeerFailed: rank 1 waited in first() for rank 0, which failed there: KeyError: 'no such file'"
 
 
 def cycles(world: lockstep.World, count: int) -> int:

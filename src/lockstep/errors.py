@@ -4,6 +4,10 @@
     ├── UsageError                a value that the user gave cannot work; also a ValueError
     │   └── TaskError             a task's name, its file, or what its task() returned
     ├── BarrierTimeout            some ranks did not reach a barrier in time; `missing` says which
+    ├── CollectiveMismatch        ranks called different collectives; `number` says at which
+    ├── CollectiveTimeout         some ranks did not come to a collective in time; `missing` says which
+    ├── ReplicaDivergence         replicas that must be equal are not; `parameter` and `ranks` say where
+    ├── UnusedParameters          parameters got no gradient on any rank; `names` says which
     ├── LateGradient              a gradient arrived for a bucket that had already left
     ├── PeerFailed                this rank is well, another one has failed or gone; the cause is told there
     ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback` say where
@@ -44,6 +48,39 @@ class BarrierTimeout(LockstepError):
     def __init__(self, message: str, missing: Sequence[int]) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+
+
+class CollectiveMismatch(LockstepError):
+    """Ranks called different collectives as their number `number`. Raised on every rank, before any data is mixed."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class CollectiveTimeout(LockstepError):
+    """Some ranks did not come to a collective in time."""
+
+    def __init__(self, message: str, missing: Sequence[int]) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class ReplicaDivergence(LockstepError):
+    """Replicas that must be equal are not: `parameter` (or buffer, or setting) differs between rank 0 and `ranks`. Raised on every rank."""
+
+    def __init__(self, message: str, parameter: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.ranks = tuple(ranks)
+
+
+class UnusedParameters(LockstepError):
+    """Parameters got no gradient on any rank. Raised on every rank, before the optimizer steps."""
+
+    def __init__(self, message: str, names: Sequence[str]) -> None:
+        super().__init__(message)
+        self.names = tuple(names)
 
 
 class LateGradient(LockstepError):

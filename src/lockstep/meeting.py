@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lockstep.errors import BarrierTimeout, LockstepError
+from lockstep.errors import BarrierTimeout, LockstepError, PeerFailed
 
 _ALL_HERE = "all"
 _HEARTBEAT = timedelta(seconds=1)
@@ -44,7 +44,7 @@ def meet(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta)
             pause = min(2 * pause, 0.02)
         decided = store.get(outcome).decode()
     except dist.DistError as error:
-        raise LockstepError(
+        raise PeerFailed(
             f"rank {rank} lost the store that the ranks meet through: its host (the launcher, or rank 0) has gone: {error}"
         ) from error
     if decided != _ALL_HERE:
@@ -77,13 +77,13 @@ def first(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta
             if now != beat:
                 beat, since = now, time.monotonic()
             if time.monotonic() - since > patience:
-                raise LockstepError(f"rank {rank} waited in first() for rank 0, which has shown no sign of life for {patience:g} s")
+                raise PeerFailed(f"rank {rank} waited in first() for rank 0, which has shown no sign of life for {patience:g} s")
             time.sleep(0.02)
         why = store.get(f"{name}/left").decode()
     except dist.DistError as error:
-        raise LockstepError(f"rank {rank} waited in first() for rank 0, which has gone: {error}") from error
+        raise PeerFailed(f"rank {rank} waited in first() for rank 0, which has gone: {error}") from error
     if why:
-        raise LockstepError(f"rank {rank} waited in first() for rank 0, which failed there: {why}")
+        raise PeerFailed(f"rank {rank} waited in first() for rank 0, which failed there: {why}")
     yield False
 
 

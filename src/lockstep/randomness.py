@@ -1,11 +1,13 @@
 """Keyed randomness: a random stream belongs to what it is for, never to the rank or process that happens to draw from it.
 
-    shared stream   (seed)                  initialisation: equal on all ranks
-    step stream     (seed, step, slot)      dropout: belongs to the micro-batch
-    sample stream   (seed, epoch, index)    augmentation: belongs to the sample
+    shared stream       (seed)                  initialisation: equal on all ranks
+    step stream         (seed, step, slot)      dropout: belongs to the micro-batch
+    sample stream       (seed, epoch, index)    augmentation: belongs to the sample
+    collate stream      (seed, epoch, index)    masking, mixing: belongs to the micro-batch that begins with this sample
 
 A stream is entered by seeding torch, numpy and `random` with a number derived from the key, so ordinary code draws from it. Adding
 the rank to a seed instead makes collisions (seed 0 rank 1 = seed 1 rank 0) and ties the training to the number of ranks.
+What cannot be keyed: generators that seed themselves from the operating system, such as `numpy.random.default_rng()` without a seed.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _MASK = 2**64 - 1
-_SHARED, _STEP, _SAMPLE = 1, 2, 3
+_SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER = range(1, 6)  # part of every recorded run: add to them, never renumber
 
 
 def derive(seed: int, *key: int) -> int:
     """64 bits from a seed and a key: equal for equal keys on every machine, unrelated for different ones.
 
-    Each number is mixed in by splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014).
+    Each number is mixed in by splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014). Numbers count modulo 2^64. Not for secrets.
     """
     state = _mix(seed & _MASK)
     for number in key:
@@ -37,13 +39,21 @@ def _mix(value: int) -> int:
 
 
 def seed_all(value: int) -> None:
-    """Seed torch (its GPUs too), numpy's global generator and `random`."""
+    """Seed torch (its accelerators too), numpy's global generator (with 32 of the bits) and `random`."""
+    import torch
+
+    _seed_host(value)
+    if torch.accelerator.is_available():  # else torch.manual_seed only costs: it formats a stack trace for a GPU that never comes
+        torch.manual_seed(value & _MASK)
+
+
+def _seed_host(value: int) -> None:
     import numpy as np
     import torch
 
-    torch.manual_seed(value & _MASK)
+    torch.random.default_generator.manual_seed(value & _MASK)
     np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value)
+    random.seed(value & _MASK)
 
 
 def shared(seed: int) -> None:
@@ -52,18 +62,28 @@ def shared(seed: int) -> None:
 
 
 def step(seed: int, step: int, slot: int) -> None:
-    """Enter the stream of one micro-batch."""
+    """Enter the stream of one micro-batch's forward."""
     seed_all(derive(seed, _STEP, step, slot))
 
 
 def sample(seed: int, epoch: int, index: int) -> None:
-    """Enter the stream of one sample in one epoch."""
-    seed_all(derive(seed, _SAMPLE, epoch, index))
+    """Enter the stream of one sample in one epoch. On the CPU only: a fetch must not disturb what the GPU draws for the model."""
+    _seed_host(derive(seed, _SAMPLE, epoch, index))
+
+
+def collate(seed: int, epoch: int, index: int) -> None:
+    """Enter the stream in which samples are made a batch, of the micro-batch whose first sample is `index`. On the CPU only."""
+    _seed_host(derive(seed, _COLLATE, epoch, index))
+
+
+def order(seed: int, epoch: int) -> int:
+    """The key of an epoch's order. A number, not a stream: nothing is seeded."""
+    return derive(seed, _ORDER, epoch)
 
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Put the CPU states of torch, numpy and `random` back after the block."""
+    """Put the CPU states of torch, numpy's global generator and `random` back after the block, also when it raises."""
     import numpy as np
     import torch
 

@@ -28,8 +28,8 @@ class Settings:
     """A bundled name or the path of a file."""
     overrides: Mapping[str, str] = field(default_factory=dict)
     """--set key=value: passed to `task(key=value)`, converted to the type that the parameter has there."""
-    workers: int | None = None
-    """Ranks over all hosts. None until the launcher has counted the GPUs."""
+    workers: int = 1
+    """Ranks over all hosts."""
     epochs: int | None = None
     """None: the task's own."""
     steps: int | None = None
@@ -48,7 +48,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("workers", "epochs", "steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if (value is not None or name == "workers") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
         if self.epochs is not None and self.steps is not None:
             raise UsageError(f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that shall end the training")

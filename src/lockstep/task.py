@@ -5,10 +5,9 @@ How it is run (workers, device, run directory) is Settings. A task says nothing 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import TaskError
@@ -85,7 +84,7 @@ class Task:
     """Evaluated after every epoch, each sample once. Map-style."""
     eval_micro_batch: int | None = None
     """Samples of a forward in evaluation; default: `micro_batch`."""
-    metrics: Callable[[Any, Any], dict[str, tuple[Tensor | float, float]]] | None = None
+    metrics: Callable[[Any, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]] | None = None
     """(output, batch) -> name -> (sum, weight), on `eval_data`; the loss is always evaluated, as "loss"."""
     best: str | None = None
     """The metric whose best value keeps its checkpoint beside the newest one."""
@@ -98,8 +97,6 @@ class Task:
     """Called with the record of every evaluation."""
     callbacks_on: Literal["first", "all"] = "first"
     """The ranks that call `on_step` and `on_evaluate`."""
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    """Anything worth keeping with the result (JSON values); copied to result.json."""
 
     def __post_init__(self) -> None:
         self._check_callables()
@@ -119,7 +116,9 @@ class Task:
             if not callable(value) and (value is not None or name in needed):
                 raise TaskError(f"Task: {name} is a {type(value).__name__}, but it must be a function (see the docstring of lockstep.Task)")
         if _is_module(self.model):
-            raise TaskError("Task: model is a model; give a function that builds it (model=lambda: Net()), so that every rank builds the same")
+            raise TaskError(
+                "Task: model is a model; give a function that builds it (model=lambda: Net()), so that every rank builds the same"
+            )
 
     def _check_sizes(self) -> None:
         for name in ("global_batch", "micro_batch", "epochs", "eval_micro_batch"):
@@ -128,7 +127,8 @@ class Task:
                 _count(f"Task: {name}", value)
         if self.micro_batch > self.global_batch:
             raise TaskError(
-                f"Task: micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a step is cut into micro-batches, so make it at most {self.global_batch}"
+                f"Task: micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a step is cut into micro-batches, "
+                f"so make it at most {self.global_batch}"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TaskError(f"Task: seed={self.seed!r} is not a whole number")
@@ -162,12 +162,6 @@ class Task:
             for name in ("metrics", "eval_micro_batch", "on_evaluate"):
                 if getattr(self, name) is not None:
                     raise TaskError(f"Task: {name} is given, but there is no eval_data: it would never be used")
-
-
-def suggestion(name: str, known: list[str]) -> str:
-    """ "; did you mean 'lr'?", or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _is_module(value: Any) -> bool:

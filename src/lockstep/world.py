@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -16,13 +17,14 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import ClassVar, Literal, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
 from lockstep import meeting
 from lockstep.collectives.group import Group
+from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launcher import siblings
 from lockstep.place import Placement, placement
@@ -47,6 +49,7 @@ class World:
     """
 
     _open: ClassVar[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
+    _failed: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()  # of worlds that were closed without waiting
 
     def __init__(self, place: Placement, device: torch.device, *, store: dist.Store, timeout: timedelta, adopted: bool) -> None:
         self.rank, self.size = place.rank, place.size
@@ -59,6 +62,7 @@ class World:
         self._depth = 0
         self._owned: list[_Closable] = []
         self.group = Group.default()
+        self._share_tags(self.group)
         self._open[self.group.process_group] = self
         self.control = self.group
         if device.type != "cpu":
@@ -77,7 +81,16 @@ class World:
         if not dist.is_initialized():
             raise UsageError("no world is open: call lockstep.init() first (it needs no arguments, also for one process)")
         assert dist.group.WORLD is not None
+        if dist.group.WORLD in World._failed:
+            raise UsageError("this process's world was closed after a failure; its process group cannot be used again: start the ranks anew")
         return World._open.get(dist.group.WORLD) or _adopt()
+
+    @staticmethod
+    def close_open(*, failed: bool = False) -> None:
+        """Close the world of torch's default process group, if Lockstep has one open."""
+        world = World._open.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
+        if world is not None:
+            world.close(failed=failed)
 
     # -- agreement -----------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +99,7 @@ class World:
         if how not in ("any", "all"):
             raise UsageError(f"how={how!r}: choose 'any' or 'all'")
         value = torch.tensor(int(flag))
-        self.control.all_reduce(value, "max" if how == "any" else "min").wait()
+        self.control.all_reduce(value, "max" if how == "any" else "min", place=f"for agree() {call_site()}").wait()
         return bool(value.item())
 
     def mean(self, value: float, weight: float) -> float:
@@ -97,12 +110,13 @@ class World:
         if weight < 0:
             raise UsageError(f"weight={weight}: a weight is a count and cannot be negative")
         total = torch.tensor([value * weight if weight else 0.0, weight], dtype=torch.float64)
-        self.control.all_reduce(total).wait()
+        self.control.all_reduce(total, place=f"for mean() {call_site()}").wait()
         return float(total[0] / total[1])
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Return when all ranks are here. Raises BarrierTimeout on all ranks, naming the missing, when some are late."""
         self._meetings += 1
+        self.group.say(f"barrier {call_site()}")
         meeting.meet(self._store, f"barrier/{self._meetings}", self.rank, self.size, timeout or self.timeout)
 
     def first(self, timeout: timedelta | None = None) -> AbstractContextManager[bool]:
@@ -123,7 +137,17 @@ class World:
         with _loopback(self.local_size == self.size):
             group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
         assert group is not None
-        return Group.of(group)
+        made = Group.of(group)
+        self._share_tags(made)
+        return made
+
+    def _share_tags(self, group: Group) -> None:
+        """Where all ranks are on this host and gradients on its CPUs, have every collective compared before it is issued."""
+        here = sys.platform == "linux" and self.local_size == self.size and self.device.type == "cpu"
+        if here and group.size > 1 and group.tags is None:
+            name = group.process_group.group_name
+            group.tags = self.own(share_page(self._store, name, group.rank, group.ranks, self.timeout))
+            group.timeout = self.timeout
 
     # -- lifetime ------------------------------------------------------------------------------------------------------------------
 
@@ -137,27 +161,33 @@ class World:
 
         With `failed=True` wait for nobody. A second call does nothing. A process group that the user made stays.
         """
-        if self._open.pop(self.group.process_group, None) is None:
+        if self._open.get(self.group.process_group) is not self:
             return
-        atexit.unregister(self._at_exit)
         try:
             if not failed and not self.adopted:
+                self.group.say("end of the world (close)")
+                self.group.wait_for_all(self.group.number)
                 self.barrier()
+        except BaseException:
+            failed = True
+            raise
         finally:
+            del self._open[self.group.process_group]
             while self._owned:
                 self._owned.pop().close()
+            self.group.tags = None
             if not self.adopted:
                 self._end_process_group(failed)
 
     def _end_process_group(self, failed: bool) -> None:
-        if failed:
-            # Destroying it could wait for collectives whose partners never come; the store and sockets end with the process.
-            if self.size == 1:
-                dist.destroy_process_group()
+        if failed and self.size > 1:
+            # Destroying it would wait for collectives whose partners never come; its sockets end with the process.
+            self._failed.add(self.group.process_group)
             return
-        # Whoever hosts the store must leave last: a rank that still looks at it would find its host gone.
+        atexit.unregister(self._at_exit)
         dist.destroy_process_group()
         if self.size > 1:
+            # Whoever hosts the store must leave last: a rank that still looks at it would find its host gone.
             with suppress(dist.DistError, LockstepError):
                 self._store.add("left", 1)
                 if self.rank == 0:
@@ -165,6 +195,12 @@ class World:
 
     def _at_exit(self) -> None:
         self.close(failed=getattr(sys, "last_value", None) is not None)
+        if self.group.process_group in self._failed:
+            # The interpreter's own end would wait for a partner that has left the collective: there is nothing to wait for.
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def __enter__(self) -> World:
         self._depth += 1

@@ -40,7 +40,7 @@ def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
         (["run", "nowhere.py"], "error: script 'nowhere.py' does not exist"),
         (["run", "--workers", "0", "-m", "this"], "error: workers=0: give at least 1"),
         (["run", "--wrokers", "2", "x.py"], "--wrokers"),
-        (["run", "--workers", "two", "x.py"], "two"),
+        (["run", "--workers", "two", "x.py"], "Invalid value for '--workers'"),
     ],
 )
 def test_mistakes_are_sentences_with_code_2(args: list[str], message: str, tmp_path: Path) -> None:

@@ -32,6 +32,16 @@ def test_all_ranks_on_the_console_line_by_line() -> None:
     assert _output("1", "all") == "out\nerr\nfrom C\n"
 
 
+def test_a_line_is_written_in_one_piece_also_when_python_is_unbuffered() -> None:
+    """Ranks share the terminal: what is written in pieces is mixed. A pipe in packet mode keeps the pieces apart."""
+    reading, writing = os.pipe2(os.O_DIRECT)
+    code = "from lockstep.launcher import logs; logs.redirect(0, 'all', None); print('one', 'line', flush=True)"
+    subprocess.run([sys.executable, "-u", "-c", code], stdout=writing, check=True)
+    os.close(writing)
+    assert os.read(reading, 100) == b"one line\n"
+    os.close(reading)
+
+
 def test_only_the_first_rank_on_the_console() -> None:
     assert _output("0", "first") == "out\nerr\nfrom C\n"
     assert not _output("1", "first")

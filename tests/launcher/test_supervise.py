@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import subprocess
@@ -9,18 +10,22 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launcher.supervise import Target, supervise
+from tests.launcher.test_spawn import cut_connections
 
 # Ranks that need no torch start fast; those that use it say so.
 _SILENT = "import os, signal\nprint('pid', os.getpid(), flush=True)\nsignal.pause()\n"
 _JOIN = "import lockstep, os, signal, sys, time, torch\nworld = lockstep.init()\n"
+_SPEAK = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
 _REDUCE = "world.group.all_reduce(torch.ones(3)).wait()\n"
 
 _LAUNCHER = """
@@ -47,7 +52,9 @@ class Launched:
     def pids(self, count: int) -> list[psutil.Process]:
         """Processes that said "pid N" on stdout."""
         assert self.process.stdout is not None
-        return [psutil.Process(int(self.process.stdout.readline().split()[1])) for _ in range(count)]
+        lines = [self.process.stdout.readline() for _ in range(count)]
+        assert all(line.startswith("pid ") for line in lines), (lines, self.end() if "" in lines else "")
+        return [psutil.Process(int(line.split()[1])) for line in lines]
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr; checks that no file of the run is left."""
@@ -64,27 +71,59 @@ def _wait_gone(processes: list[psutil.Process]) -> None:
             time.sleep(0.01)
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., Launched]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Supervise ranks from this process, which has torch loaded already: exit code, stdout, stderr."""
+
+    def supervised(text: str, workers: int = 2, **options: Any) -> tuple[int, str, str]:
+        (tmp_path / "script.py").write_text(textwrap.dedent(text))
+        outcome = supervise(Target(script="script.py"), workers, **options)
+        assert not list(tmp_path.rglob("run-*"))
+        return (outcome.exit_code, *capfd.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return supervised
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
     def start(text: str, **options: object) -> Launched:
-        return Launched(tmp_path, text, **options)
+        started.append(Launched(tmp_path, text, **options))
+        return started[-1]
 
-    return start
+    yield start
+    for launched in started:  # only a failed test leaves one running
+        launched.process.kill()
+        launched.process.communicate()
 
 
-def test_a_good_end_prints_nothing_of_ours(launch: Callable[..., Launched]) -> None:
-    code, out, err = launch("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['X'])", environment={"X": "y"}).end()
+def test_a_good_end_prints_nothing_of_ours(run: Run) -> None:
+    code, out, err = run("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['X'])", environment={"X": "y"})
     assert (code, sorted(out.splitlines()), err) == (0, ["0 2 y", "1 2 y"], "")
 
 
-def test_ranks_that_use_torch_find_each_other(launch: Callable[..., Launched]) -> None:
-    text = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\ndist.barrier()\ndist.destroy_process_group()"
-    code, out, err = launch(text, workers=3).end()
+def test_ranks_that_use_torch_find_each_other(run: Run) -> None:
+    text = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(total.item())
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    code, out, err = run(text, workers=3)
     assert (code, out, err) == (0, "3.0\n" * 3, "")
 
 
-def test_the_rank_that_raised_is_blamed_and_nothing_else_is_printed(launch: Callable[..., Launched]) -> None:
-    code, out, err = launch(_JOIN + "if world.rank == 1: raise ValueError('boom')\n" + _REDUCE, workers=3).end()
+def test_the_rank_that_raised_is_blamed_and_nothing_else_is_printed(run: Run) -> None:
+    code, out, err = run(_JOIN + "if world.rank == 1: raise ValueError('boom')\n" + _REDUCE, workers=3)
     assert (code, out) == (1, "")
     lines = err.splitlines()
     assert lines[:2] == ["Traceback (most recent call last):", '  File "script.py", line 3, in <module>']
@@ -95,33 +134,30 @@ def test_the_rank_that_raised_is_blamed_and_nothing_else_is_printed(launch: Call
     assert err.count("Traceback") == 1
 
 
-def test_a_slow_unwinding_rank_is_still_blamed(launch: Callable[..., Launched]) -> None:
-    text = (
-        _JOIN
-        + "if world.rank == 1:\n  try: raise ValueError('the cause')\n  finally:\n    torch.distributed.destroy_process_group()\n    time.sleep(0.3)\n"
-    )
-    code, _, err = launch(text + _REDUCE).end()
+def test_a_slow_unwinding_rank_is_still_blamed(run: Run) -> None:
+    text = _JOIN + "if world.rank == 1:\n  try: raise ValueError('the cause')\n  finally:\n    cut_connections(); time.sleep(0.3)\n"
+    code, _, err = run(inspect.getsource(cut_connections) + "import psutil, socket\n" + text + _REDUCE)
     assert (code, err.splitlines()[-1].split(") ")[1]) == (1, "failed: ValueError: the cause")
 
 
-def test_a_killed_rank_is_named_with_its_signal(launch: Callable[..., Launched]) -> None:
-    code, _, err = launch(_JOIN + "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + _REDUCE).end()
+def test_a_killed_rank_is_named_with_its_signal(run: Run) -> None:
+    code, _, err = run(_JOIN + "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + _REDUCE)
     assert code == 137
     assert err.startswith("rank 1 (pid ")
     assert "was killed by signal 9 (SIGKILL)" in err
     assert err.count("\n") == 1
 
 
-def test_a_crash_shows_the_python_stack(launch: Callable[..., Launched]) -> None:
-    code, _, err = launch("import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()", workers=1).end()
+def test_a_crash_shows_the_python_stack(run: Run) -> None:
+    code, _, err = run("import ctypes\ndef crash(): ctypes.string_at(0)\ncrash()", workers=1)
     assert code == 139
     assert 'File "script.py", line 2 in crash' in err
     assert "worker.py" not in err
     assert err.splitlines()[-1].endswith("was killed by signal 11 (SIGSEGV)")
 
 
-def test_a_rank_that_finished_early_is_noted(launch: Callable[..., Launched]) -> None:
-    code, _, err = launch(_JOIN + _REDUCE + "if world.rank == 1: os._exit(0)\n" + _REDUCE).end()
+def test_a_rank_that_finished_early_is_noted(run: Run) -> None:
+    code, _, err = run(_JOIN + _REDUCE + "if world.rank == 1: os._exit(0)\n" + _REDUCE)
     assert code == 1
     assert err.splitlines()[-1] == "rank 1 had finished before that: do all ranks take the same number of steps?"
 
@@ -136,11 +172,11 @@ def test_a_rank_that_finished_early_is_noted(launch: Callable[..., Launched]) ->
         ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "exited with code 130: KeyboardInterrupt"),
     ],
 )
-def test_exit_codes_pass_through_with_one_line(launch: Callable[..., Launched], text: str, code: int, error: str) -> None:
-    ended = launch(text).end()
-    assert ended[0] == code
-    assert error in ended[2]
-    assert ended[2].count("\n") == 1
+def test_exit_codes_pass_through_with_one_line(run: Run, text: str, code: int, error: str) -> None:
+    ended, _, err = run(text)
+    assert ended == code
+    assert error in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -169,33 +205,34 @@ def test_a_signal_before_the_ranks_are_there_is_not_lost(launch: Callable[..., L
 
 def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Callable[..., Launched]) -> None:
     text = """
-    import os, signal, subprocess, sys, time
+    import os, signal, subprocess, sys
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"])
+    child = subprocess.Popen([sys.executable, "script.py", "child"]) if len(sys.argv) == 1 else None
     print("pid", os.getpid(), flush=True)
-    if os.environ["RANK"] == "1":
-        sys.stdin.readline()
-        sys.exit(3)
     signal.pause()
     """
     launched = launch(text)
     processes = launched.pids(4)
-    os.kill(launched.process.pid, signal.SIGTERM)
+    launched.process.terminate()
     assert launched.end()[0] == 143
     _wait_gone(processes)
 
 
-def test_children_of_the_failed_rank_are_ended(launch: Callable[..., Launched]) -> None:
+def test_children_of_the_failed_rank_are_ended(run: Run) -> None:
     text = """
-    import os, subprocess, sys
-    child = subprocess.Popen([sys.executable, "-c", "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"], stdout=subprocess.PIPE, text=True)
-    print(child.stdout.readline(), end="", flush=True)
-    sys.exit(3)
+    import os, signal, subprocess, sys
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if len(sys.argv) == 1:
+        child = subprocess.Popen([sys.executable, "script.py", "child"], stdout=subprocess.PIPE, text=True)
+        print(child.stdout.readline(), flush=True)
+        sys.exit(3)
+    print(os.getpid(), flush=True)
+    signal.pause()
     """
-    launched = launch(text, workers=1)
-    children = launched.pids(1)
-    assert launched.end()[0] == 3
-    _wait_gone(children)
+    code, out, _ = run(text, workers=1)
+    assert code == 3
+    with suppress(psutil.NoSuchProcess):
+        _wait_gone([psutil.Process(int(out))])
 
 
 def test_ranks_and_loader_workers_die_with_the_killed_launcher(launch: Callable[..., Launched]) -> None:
@@ -239,34 +276,20 @@ def test_only_loopback_listens(launch: Callable[..., Launched]) -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
-def test_logs_and_console(launch: Callable[..., Launched], tmp_path: Path) -> None:
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    text = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
-    launcher = launch(text, logs=None, console="first")
-    assert launcher.end() == (0, "out 0\n", "err 0\n")
+def test_without_logs_only_the_first_rank_is_heard_if_asked(run: Run) -> None:
+    assert run(_SPEAK, console="first") == (0, "out 0\n", "err 0\n")
 
 
-def test_logs_hold_each_ranks_output(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)")
-    assert supervise(Target(script=str(script)), 2, logs=tmp_path, console="first").exit_code == 0
+def test_logs_hold_each_ranks_output(run: Run, tmp_path: Path) -> None:
+    assert run(_SPEAK, logs=tmp_path, console="first") == (0, "out 0\n", "err 0\n")
     assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr 0\n", "out 1\nerr 1\n"]
 
 
-def test_called_as_a_function_it_leaves_handlers_and_environment_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)]
-    script = tmp_path / "script.py"
-    script.write_text("import os; raise ValueError(os.environ['RANK'])")
-    outcome = supervise(Target(script=str(script), args=["a"]), 1)
-    assert outcome.exit_code == 1
-    assert outcome.failure is not None
-    assert outcome.failure.message == "ValueError: 0"
-    assert capfd.readouterr().err.endswith("failed: ValueError: 0\n")
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)] == before
-    assert not Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}").is_dir() or not list(
-        Path(tempfile.gettempdir(), f"lockstep-{os.getuid()}").glob(f"run-{os.getpid()}-*")
-    )
+def test_signal_handlers_are_put_back(run: Run) -> None:
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in handled]
+    assert run("", workers=1)[0] == 0
+    assert [signal.getsignal(number) for number in handled] == before
 
 
 def test_bad_targets_and_workers_are_refused(tmp_path: Path) -> None:

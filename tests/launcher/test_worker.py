@@ -48,7 +48,8 @@ def target(tmp_path: Path) -> Path:
 def test_a_script_sees_what_plain_python_shows_it(target: Path, script: str) -> None:
     done = _worker(target, "--script", script, "--", "-x", "--", "a b", records=target)
     assert done.stderr == ""
-    assert done.stdout == _plain(target, script, "-x", "--", "a b")
+    named = script if script.endswith(".py") else str(target / script)  # sys.argv[0] of a folder or an archive is absolute here
+    assert done.stdout == _plain(target, named, "-x", "--", "a b")
 
 
 @pytest.mark.parametrize("module", ["package.module", "package"])
@@ -86,11 +87,9 @@ def test_a_usage_error_is_2_with_the_users_line(tmp_path: Path) -> None:
     assert (done.returncode, record.kind, record.message, record.where) == (2, "usage", "x=1: no", "script.py:3")
 
 
-@pytest.mark.parametrize(
-    ("argument", "code", "message"), [("3", 3, ""), ("'sorry'", 1, "sorry"), ("'a'; raise KeyboardInterrupt #", 1, "a")]
-)
+@pytest.mark.parametrize(("argument", "code", "message"), [("3", 3, ""), ("'sorry'", 1, "sorry")])
 def test_exits_pass_through(tmp_path: Path, argument: str, code: int, message: str) -> None:
-    done, (record,) = _fail(tmp_path, f"import sys; sys.exit({argument.partition(';')[0]})")
+    done, (record,) = _fail(tmp_path, f"import sys; sys.exit({argument})")
     assert (done.returncode, done.stderr, record.kind, record.code, record.message) == (code, "", "exit", code, message)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import look, run
+from lockstep.cli import lint, look, run, train
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -23,6 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("train")(train.train)
+app.command("lint")(lint.lint)
 app.add_typer(look.app, name="show")
 
 

@@ -22,14 +22,15 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def central_all_reduce(group: Group, tensor: Tensor, op: Op = "sum") -> None:
+def central_all_reduce(group: Group, tensor: Tensor, op: Op = "sum", place: str | None = None) -> None:
     """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks. Returns when it is done.
 
     Rank 0 sends and receives (W - 1) messages of the whole tensor, every other rank one each way. The order of addition is
     ((t0 + t1) + t2) + ..., whatever the timing.
     """
     check_op(op, tensor)
-    group.sent(0)
+    group.announce("all_reduce", tensor, f"{op} through rank 0", place, sends=0)  # each message is counted as it is sent
+    group.wait_for_all(group.number)
     if group.size == 1 or tensor.numel() == 0:
         return
     total = tensor.contiguous()

@@ -1,8 +1,9 @@
 """The one door through which collectives leave this library.
 
 A `Group` stands for some ranks and their torch process group. It numbers the collectives it issues (all members issue the
-same ones in the same order, so equal numbers are the same operation) and counts the bytes that this rank sends. At size 1
-every collective is the identity: the same code runs, communication degenerates to nothing.
+same ones in the same order, so equal numbers are the same operation), says on the host's page what each of them is before it is
+issued, so that different ones never meet, and counts the bytes that this rank sends. At size 1 every collective is the identity:
+the same code runs, communication degenerates to nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.collectives.tags import Tags, describe
 from lockstep.errors import UsageError
 
 Op = Literal["sum", "mean", "max", "min", "prod"]
@@ -42,20 +44,25 @@ class Done:
 
 
 class NativeWork:
-    """A c10d collective, and what is left to do with its result (copy it back, divide it) once it has arrived."""
+    """A c10d collective: who else must come to it, and what is left to do with its result (copy it back, divide it)."""
 
-    def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
-        self._work = work
+    def __init__(self, group: Group, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
+        self._group, self._number = group, group.number
+        self._work: dist.Work | None = work
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when the result is there (on a GPU: when the current stream will wait for it). A second call does nothing."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        self._group.wait_for_all(self._number, timeout)
         if timeout is None:
-            self._work.wait()
+            work.wait()
         else:
-            self._work.wait(timeout)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+            work.wait(timeout)
+        if self._finish is not None:
+            self._finish()
 
 
 class Group:
@@ -75,6 +82,8 @@ class Group:
         self.size = len(self.ranks)
         self.number = 0
         self.bytes_sent = 0
+        self.tags: Tags | None = None
+        self.timeout = timedelta(minutes=30)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
@@ -96,13 +105,14 @@ class Group:
     def __repr__(self) -> str:
         return f"Group(rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
         """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks.
 
         Any dtype that the backend reduces, any strides, also empty and 0-d. A mean divides the sum once; means of integers are refused.
+        `place` says in errors where this was called; by default the caller's file and line.
         """
         check_op(op, tensor)
-        self.sent(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
+        self.announce("all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -114,12 +124,12 @@ class Group:
             if flat is not tensor:
                 tensor.copy_(flat)
 
-        return NativeWork(work, finish)
+        return NativeWork(self, work, finish)
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Work:
+    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Work:
         """Replace `tensor` on every rank by that of rank `root` (a place in this group)."""
         self.check_root(root)
-        self.sent(tensor.numel() * tensor.element_size() if self.rank == root and self.size > 1 else 0)
+        self.announce("broadcast", tensor, f"from {root}", place, sends=_bytes(tensor) if self.rank == root and self.size > 1 else 0)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -128,14 +138,15 @@ class Group:
         def copy_back() -> None:
             tensor.copy_(flat)
 
-        return NativeWork(work, None if flat is tensor else copy_back)
+        return NativeWork(self, work, None if flat is tensor else copy_back)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, place: str | None = None) -> Tensor:
         """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size * n, ...], 0-d gives [size].
 
         The shapes must be equal on all ranks.
         """
-        self.sent((self.size - 1) * tensor.numel() * tensor.element_size())
+        self.announce("all_gather", tensor, "", place, sends=(self.size - 1) * _bytes(tensor))
+        self.wait_for_all(self.number)
         piece = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
         if self.size == 1 or tensor.numel() == 0:
             return piece.repeat(self.size, *[1] * (piece.dim() - 1))
@@ -145,21 +156,40 @@ class Group:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous tensor to rank `to` of this group and wait until it has left."""
-        self.bytes_sent += tensor.numel() * tensor.element_size()
+        self.bytes_sent += _bytes(tensor)
         dist.send(tensor, dst=self.ranks[to], group=self.process_group)
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Receive a contiguous tensor from rank `source` of this group."""
         dist.recv(tensor, src=self.ranks[source], group=self.process_group)
 
-    def sent(self, size: int) -> None:
-        """Count one more collective, and the bytes that this rank sends for it."""
+    def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int) -> None:
+        """Give the next collective its number and, where the ranks share a host, tell them what it is. Raises CollectiveMismatch."""
+        self.bytes_sent += sends
+        self.say(describe(kind, tensor, detail, place) if self.tags is not None else "")
+
+    def say(self, text: str) -> None:
+        """Take the next number for something that all ranks do together, in words. Raises CollectiveMismatch."""
         self.number += 1
-        self.bytes_sent += size
+        if self.tags is not None:
+            self.tags.post(self.number, text)
+            self.tags.compare(self.number)
+
+    def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
+        """Wait until all ranks have come to collective `number`, naming those who have died or do not come.
+
+        On a GPU nobody waits here: collectives are queued on the device and the host runs ahead.
+        """
+        if self.tags is not None:
+            self.tags.wait(number, timeout or self.timeout)
 
     def check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
             raise UsageError(f"root={root} is not a rank of this group: its {self.size} ranks are 0 to {self.size - 1}")
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def check_op(op: str, tensor: Tensor) -> None:

@@ -1,30 +1,25 @@
 """The Loader: windows of micro-batches, on torch's DataLoader, with no sample padded, repeated or dropped unasked.
 
 Which samples a step consumes follows from the cut alone (data/windows.py); the rank only decides which of its micro-batches are fetched
-here. Every sample is fetched under its own random stream (seed, epoch, index), so augmentation does not depend on the rank, on the
-number of loader workers, or on what was fetched before.
+here, so what a micro-batch holds, augmentation included (data/keyed.py), is the same at every world size.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lockstep import randomness
+from lockstep.data.device import to_device
+from lockstep.data.keyed import Key, KeyedDataset, made, worker_setup
 from lockstep.data.orders import Order, Sequential, Shuffled
-from lockstep.data.windows import Cut, Plan, Window
-from lockstep.errors import UsageError
-from lockstep.orphans import die_with_parent
+from lockstep.data.windows import Plan, Window, whole
+from lockstep.errors import LockstepError, UsageError
 from lockstep.place import rank_and_size
-
-Key = tuple[int, int]  # (epoch, index of a sample)
 
 
 class Loader:
@@ -36,10 +31,15 @@ class Loader:
     every world size. `depends_on_world_size` says so, and `describe()`, the line to print.
 
     `shuffle` draws another order every epoch from `seed`. `num_workers`, `pin_memory` (default: where the device is a GPU), `collate_fn` and
-    `drop_last` (of the short last step, on all ranks) are DataLoader's. Batches arrive on `device`, by default this rank's.
-    `rank` and `size` default to torch's process group's. Never pads: a ragged tail keeps its true size.
+    `drop_last` (of the short last step, on all ranks) are DataLoader's; workers live as long as the Loader, and a rank that never has
+    samples starts none. Batches arrive on `device`, by default this rank's. `rank` and `size` default to torch's process group's.
 
-    Raises UsageError for an empty or iterable-style dataset and for sizes that cannot be cut.
+    torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index), in the workers as in this process,
+    whose own random states are left alone. Never pads: a ragged tail keeps its true size. Does not load iterable-style datasets.
+
+    Raises:
+        UsageError: an empty or iterable-style dataset, sizes that cannot be cut, a rank that does not exist, num_workers < 0, or
+            several ranks in the environment and no process group open.
     """
 
     def __init__(
@@ -61,24 +61,24 @@ class Loader:
     ) -> None:
         self.rank, self.size = _place(rank, size)
         samples = _length(dataset)
-        global_batch, micro_batch, free = _sizes(global_batch, batch_per_rank, micro_batch, self.size)
-        self.depends_on_world_size = not free
-        self.plan = Plan(samples=samples, global_batch=global_batch, micro_batch=micro_batch, drop_last=drop_last)
+        global_batch, micro, self.depends_on_world_size = _sizes(global_batch, batch_per_rank, micro_batch, self.size)
+        self.plan = Plan(samples=samples, global_batch=global_batch, micro_batch=micro, drop_last=drop_last)
+        seed = whole("seed", seed, least=-(2**63))
         self.order: Order = Shuffled(samples, seed) if shuffle else Sequential(samples)
         self.device = torch.device(device) if device is not None else _default_device()
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-            raise UsageError(f"num_workers={num_workers!r}: give a whole number of loader processes a rank, 0 to load in the rank itself")
-        self._steps = _Steps(self.plan, self.order, self.rank, self.size)
-        workers = num_workers if self._steps.has_share else 0
+        workers = whole("num_workers", num_workers, least=0)
+        if self.plan.cut(0).samples_of(self.rank, self.size) == 0:  # the first step is the fullest, so this rank never has samples
+            workers = 0
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
-        self._loader = DataLoader(
-            _Keyed(dataset, seed),
-            batch_sampler=self._steps,
+        self._walks = 0
+        self._keys = _Keys(self)
+        self._loader: DataLoader[Any] = DataLoader(
+            KeyedDataset(dataset, seed, collate_fn),
+            batch_sampler=self._keys,
             num_workers=workers,
-            collate_fn=collate_fn,
+            collate_fn=made,
             pin_memory=self._pinned,
             persistent_workers=workers > 0,
-            worker_init_fn=partial(_begin_worker, os.getpid()) if workers else None,
             generator=torch.Generator(),  # its own: starting an epoch does not touch the caller's random state
         )
 
@@ -92,16 +92,13 @@ class Loader:
         return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
 
     def epochs(self, count: int, start: int = 0) -> Iterator[Epoch]:
-        """Epochs start, start + 1, ... before `count`, each in its own order."""
-        for number in range(start, count):
-            yield Epoch(self, number)
-
-    def _fetch_from(self, batches: Iterator[Any]) -> Any:
-        return to_device(next(batches), self.device, non_blocking=self._pinned)
+        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time: beginning one ends any other."""
+        numbers = range(whole("start", start, least=0), whole("count", count, least=0))
+        return (Epoch(self, number) for number in numbers)
 
 
 class Epoch:
-    """One epoch: iterating yields its windows."""
+    """One epoch of a Loader: iterating yields its windows in order; `len` is their number, the same on all ranks."""
 
     def __init__(self, loader: Loader, number: int) -> None:
         self.number = number
@@ -114,82 +111,62 @@ class Epoch:
         return f"Epoch({self.number}, {len(self)} steps)"
 
     def __iter__(self) -> Iterator[Window]:
+        """Yield every step's Window, empty ones too. What a loop leaves of a window is fetched before the next one."""
         loader = self._loader
-        loader._steps.epoch = self.number
-        batches = iter(loader._loader)
-        for cut in loader._steps.cuts():
-            window = Window(cut, loader.rank, loader.size, partial(loader._fetch_from, batches))
+        walk = _Walk(loader, self.number)
+        for cut in loader.plan.cuts(self.number):
+            window = Window(cut, loader.rank, loader.size, walk.fetch)
             yield window
             window.drain()
 
 
-class _Steps(Sampler[list[Key]]):
-    """The batch sampler: keys of the samples of one micro-batch after the other, of one rank, for one epoch."""
+class _Walk:
+    """One walk through one epoch: the source of its windows' batches, which come in order and only once.
 
-    def __init__(self, plan: Plan, order: Order, rank: int, size: int) -> None:
+    torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a walk ends when a later one begins or
+    when a fetch fails; from then on it raises, where it could only give the batches of other slots.
+    """
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        loader._walks += 1
+        loader._keys.epoch = epoch
+        self._loader, self._epoch, self._number = loader, epoch, loader._walks
+        self._failed = False
+        if loader._loader.num_workers:
+            loader._loader.worker_init_fn = worker_setup()  # now, not in the constructor: the process may have forked since
+        self._batches = iter(loader._loader)
+
+    def fetch(self) -> Any:
+        """The next batch of this rank, on its device."""
+        loader = self._loader
+        if self._failed or loader._walks != self._number:
+            why = "a sample of this epoch could not be fetched" if self._failed else "another walk through this Loader's epochs has begun"
+            raise LockstepError(
+                f"a window of epoch {self._epoch} has batches that were not fetched before {why}: walk a window before you go on"
+            )
+        self._failed = True
+        batch = next(self._batches)
+        self._failed = False
+        return to_device(batch, loader.device, non_blocking=loader._pinned)
+
+
+class _Keys(Sampler[list[Key]]):
+    """The batch sampler: the keys of the samples of one of this rank's micro-batches after the other, through one epoch."""
+
+    def __init__(self, loader: Loader) -> None:
         self.epoch = 0
-        self._plan, self._order, self._rank, self._size = plan, order, rank, size
-
-    @property
-    def has_share(self) -> bool:
-        return len(self._plan.cut(0).share(self._rank, self._size)) > 0
-
-    def cuts(self) -> Iterator[Cut]:
-        first = self.epoch * self._plan.steps_per_epoch
-        return map(self._plan.cut, range(first, first + self._plan.steps_per_epoch))
+        self._plan, self._order, self._rank, self._size = loader.plan, loader.order, loader.rank, loader.size
 
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch = self.epoch
-        for cut in self.cuts():
-            for slot in cut.share(self._rank, self._size):
-                positions = cut.positions(slot)
-                if len(positions):
-                    indices = self._order.at(epoch, np.arange(positions.start, positions.stop, dtype=np.int64))
-                    yield [(epoch, index) for index in indices.tolist()]
+        return self._of(self.epoch)
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _Keyed(Dataset[Any]):
-    """The user's data set, every sample fetched under its own random stream."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, key: Key) -> Any:
-        return self.__getitems__([key])[0]
-
-    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
-        with randomness.preserved():
-            return [self._one(epoch, index) for epoch, index in keys]
-
-    def _one(self, epoch: int, index: int) -> Any:
-        randomness.sample(self._seed, epoch, index)
-        return self._dataset[index]
-
-
-def _begin_worker(parent: int, worker: int) -> None:
-    die_with_parent(parent)
-
-
-def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """The batch with every tensor in it on `device`: through dicts, lists, tuples, named tuples and dataclasses. No copy where it is there."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
-    move = partial(to_device, device=device, non_blocking=non_blocking)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(move, batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map(move, batch))
-    if isinstance(batch, Mapping):
-        return {name: move(value) for name, value in batch.items()}
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(
-            batch, **{field.name: move(getattr(batch, field.name)) for field in dataclasses.fields(batch) if field.init}
-        )
-    return batch
+    def _of(self, epoch: int) -> Iterator[list[Key]]:
+        for cut in self._plan.cuts(epoch):
+            slots = [cut.positions(slot) for slot in cut.filled(self._rank, self._size)]
+            if slots:
+                start = slots[0].start
+                keys = [(epoch, index) for index in self._order.at(epoch, np.arange(start, slots[-1].stop, dtype=np.int64)).tolist()]
+                yield from (keys[positions.start - start : positions.stop - start] for positions in slots)
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:
@@ -197,36 +174,40 @@ def _place(rank: int | None, size: int | None) -> tuple[int, int]:
         return rank_and_size()
     if rank is None or size is None:
         raise UsageError(f"rank={rank} and size={size}: give both or neither")
-    if not 0 <= rank < size:
+    rank, size = whole("rank", rank, least=0), whole("size", size)
+    if rank >= size:
         raise UsageError(f"rank={rank} and size={size}: ranks go from 0 to size - 1")
     return rank, size
 
 
-def _length(dataset: Dataset[Any]) -> int:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+def _length(dataset: Any) -> int:
+    map_style = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if isinstance(dataset, IterableDataset) or not map_style or not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"{type(dataset).__name__} is iterable-style: a Loader needs a map-style dataset, with __len__ and __getitem__, to say which rank gets which sample"
+            f"{type(dataset).__name__} is iterable-style: a Loader needs a map-style dataset, with __len__ and __getitem__, "
+            "to say which rank gets which sample"
         )
     return len(dataset)
 
 
 def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
-    """(global batch, micro-batch, whether neither depends on the world size)."""
-    if (global_batch is None) == (batch_per_rank is None):
+    """(global batch, micro-batch, whether either of them depends on the world size)."""
+    if micro_batch is not None:
+        micro_batch = whole("micro_batch", micro_batch)
+    if batch_per_rank is None and global_batch is not None:
+        total = whole("global_batch", global_batch)
+        return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
+    if batch_per_rank is None or global_batch is not None:
         raise UsageError(f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of them")
-    if batch_per_rank is not None:
-        if isinstance(batch_per_rank, bool) or not isinstance(batch_per_rank, int) or batch_per_rank < 1:
-            raise UsageError(f"batch_per_rank={batch_per_rank!r}: a rank's batch is a whole number of at least 1 sample")
-        return batch_per_rank * size, micro_batch or batch_per_rank, False
-    assert global_batch is not None
-    if micro_batch is None:
-        return global_batch, max(1, -(-global_batch // size)) if isinstance(global_batch, int) else global_batch, False
-    return global_batch, micro_batch, True
+    each = whole("batch_per_rank", batch_per_rank)
+    if micro_batch is not None and each % micro_batch:
+        raise UsageError(
+            f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: a rank's batch is cut into whole micro-batches; "
+            "change one of them, or give global_batch"
+        )
+    return each * size, micro_batch or each, True
 
 
 def _default_device() -> torch.device:
-    import torch.distributed as dist
-
-    if dist.is_initialized() and dist.get_backend() != "nccl":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    ours = torch.cuda.is_available() and (not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl")
+    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")

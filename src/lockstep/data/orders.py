@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from lockstep import randomness
 from lockstep.data.permutation import Indices, Permutation
-from lockstep.randomness import derive
 
 
 class Order(Protocol):
@@ -16,7 +16,7 @@ class Order(Protocol):
     samples: int
 
     def at(self, epoch: int, positions: Indices) -> Indices:
-        """The indices of the samples at `positions` of an epoch; int64, same shape."""
+        """The indices of the samples at `positions` (each in [0, samples)) of an epoch; int64, same shape."""
         ...
 
     def fingerprint(self) -> str:
@@ -34,7 +34,7 @@ class Sequential:
         return positions.astype(np.int64)
 
     def fingerprint(self) -> str:
-        return f"sequential {self.samples}"
+        return f"sequential, {self.samples} samples"
 
 
 class Shuffled:
@@ -47,8 +47,8 @@ class Shuffled:
 
     def at(self, epoch: int, positions: Indices) -> Indices:
         if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, Permutation(self.samples, derive(self.seed, epoch))
+            self._permutation = epoch, Permutation(self.samples, randomness.order(self.seed, epoch))
         return self._permutation[1](positions)
 
     def fingerprint(self) -> str:
-        return f"shuffled {self.samples} seed {self.seed}"
+        return f"shuffled (permutation 1), {self.samples} samples, seed {self.seed}"

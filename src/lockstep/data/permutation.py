@@ -1,13 +1,20 @@
 """A shuffled order as a function: a keyed permutation of [0, n) that answers for any position without having stored the others.
 
-Up to a few thousand elements the order is that of keyed hashes, which is a uniformly random permutation. Beyond, it is a Feistel
-network on the smallest number of bits that holds n - 1, halves of unequal width allowed: each round changes one half by a keyed
-function of the other, which can be undone, so the whole is a bijection of 2^bits < 2n elements. What falls outside [0, n) is sent
-through again (cycle walking: Black and Rogaway, CT-RSA 2002), less than twice on average.
+Up to a few thousand elements the order is that of keyed hashes, which is a uniformly random permutation. Beyond, the positions are laid
+out as a table of `rows` x `columns`, the smallest near-square one that holds n, and go through a Feistel network: each round shifts one
+coordinate, round its side, by a keyed function of the other, which can be undone, so the whole permutes the table.
+
+        position = row * columns + column
+        even rounds     row    += f(column)  mod rows
+        odd rounds      column += f(row)     mod columns
+
+The table has fewer than sqrt(n) + 1 places more than n; what falls on one of them is sent through again (cycle walking: Black and
+Rogaway, CT-RSA 2002). Halves of a bit string, the usual form, need up to twice n places and as many tries.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -17,70 +24,85 @@ from lockstep.errors import UsageError
 from lockstep.randomness import derive
 
 Indices = NDArray[np.int64]
+_Words = NDArray[np.uint64]
 
 _SMALL = 4096
-_ROUNDS = 6
+_ROUNDS = 6  # four can be told from chance after about sqrt(n) elements (Patarin, Asiacrypt 2001)
 _LARGEST = 2**62
-_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's
+_HALF = np.uint64(32)
 
 
 class Permutation:
-    """A permutation of [0, n), 1 <= n <= 2^62, chosen by `key`. Memory does not grow with n."""
+    """A permutation of [0, n), 1 <= n <= 2^62, chosen by `key`. Memory does not grow with n. Raises UsageError for another n."""
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= _LARGEST:
             raise UsageError(f"n={n}: a permutation has between 1 and 2^62 elements")
         self.n = n
         self._key = key
-        bits = (n - 1).bit_length()
-        self._low = bits - bits // 2  # width of the low half; the high half has as many bits or one fewer
-        self._high = bits // 2
+        rows = math.isqrt(n - 1) + 1
+        self._sides = np.uint64(rows), np.uint64(-(-n // rows))  # each at most 2^31, so that no sum or product below overflows
         self._rounds = [np.uint64(derive(key, number)) for number in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
-        """The elements at `positions`, each in [0, n); int64, same shape."""
-        self._check(positions)
+        """The elements at `positions`, each in [0, n); int64, same shape. Raises UsageError for positions outside."""
+        self._check("positions", positions)
         if self.n <= _SMALL:
             return _by_hash(self.n, self._key)[0][positions]
-        return self._walk(positions, range(_ROUNDS))
+        return self._walk(positions, forward=True)
 
     def inverse(self, elements: Indices) -> Indices:
-        """The positions of `elements`."""
-        self._check(elements)
+        """The positions of `elements`; int64, same shape. Raises UsageError for elements outside [0, n)."""
+        self._check("elements", elements)
         if self.n <= _SMALL:
             return _by_hash(self.n, self._key)[1][elements]
-        return self._walk(elements, range(_ROUNDS - 1, -1, -1))
+        return self._walk(elements, forward=False)
 
-    def _check(self, values: Indices) -> None:
+    def _check(self, name: str, values: Indices) -> None:
         if values.size and not (values.min() >= 0 and values.max() < self.n):
-            raise UsageError(f"positions from {values.min()} to {values.max()} do not lie in [0, {self.n})")
+            raise UsageError(f"{name} from {values.min()} to {values.max()} do not lie in [0, {self.n})")
 
-    def _walk(self, values: Indices, rounds: range) -> Indices:
-        found = self._network(values.astype(np.uint64), rounds)
-        outside = np.flatnonzero(found.ravel() >= self.n)
-        flat = found.ravel()
+    def _walk(self, values: Indices, *, forward: bool) -> Indices:
+        found = self._network(values.astype(np.uint64).ravel(), forward)
+        outside = np.flatnonzero(found >= self.n)
         while outside.size:
-            flat[outside] = again = self._network(flat[outside], rounds)
+            found[outside] = again = self._network(found[outside], forward)
             outside = outside[again >= self.n]
-        return flat.reshape(values.shape).astype(np.int64)
+        return found.view(np.int64).reshape(values.shape)
 
-    def _network(self, values: NDArray[np.uint64], rounds: range) -> NDArray[np.uint64]:
-        low_width = np.uint64(self._low)
-        high, low = values >> low_width, values & np.uint64(2**self._low - 1)
-        for number in rounds:
+    def _network(self, values: _Words, forward: bool) -> _Words:
+        rows, columns = self._sides
+        row = values // columns
+        column = values - row * columns
+        for number in range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1):
             if number % 2:
-                low ^= self._scramble(high, number, self._low)
+                _shift(column, self._amount(row, number, columns), columns, forward)
             else:
-                high ^= self._scramble(low, number, self._high)
-        return (high << low_width) | low
+                _shift(row, self._amount(column, number, rows), rows, forward)
+        row *= columns
+        row += column
+        return row
 
-    def _scramble(self, half: NDArray[np.uint64], number: int, width: int) -> NDArray[np.uint64]:
-        """`width` well mixed bits of a half and this round's key: the upper ones of two multiplications."""
-        mixed = (half ^ self._rounds[number]) * _M1
-        mixed ^= mixed >> np.uint64(32)
+    def _amount(self, other: _Words, number: int, side: np.uint64) -> _Words:
+        """A number in [0, side) from the other coordinate and this round's key: the upper 32 bits of a well mixed word, scaled."""
+        mixed = (other ^ self._rounds[number]) * _M1
+        mixed ^= mixed >> _HALF
         mixed *= _M2
-        mixed >>= np.uint64(64 - width)
+        mixed >>= _HALF
+        mixed *= side
+        mixed >>= _HALF
         return mixed
+
+
+def _shift(coordinate: _Words, amount: _Words, side: np.uint64, forward: bool) -> None:
+    """Add `amount` modulo `side` in place, or take it away. The lesser of two candidates is right: the other is too large or wrapped round."""
+    if forward:
+        coordinate += amount
+        np.minimum(coordinate, coordinate - side, out=coordinate)
+    else:
+        coordinate -= amount
+        np.minimum(coordinate, coordinate + side, out=coordinate)
 
 
 @lru_cache(maxsize=8)

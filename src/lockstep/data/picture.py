@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from lockstep.data.sampler import DistributedSampler, Split
-from lockstep.errors import UsageError
+from lockstep.data.windows import whole
 
 _SHOWN = 24  # indices of a rank before the line is cut
 
@@ -23,42 +23,48 @@ def show(
 ) -> str:
     """A line a rank and three verdicts an epoch: equal counts, no overlap but the padding, union covers the data.
 
-    Raises UsageError for numbers below 1.
+    Raises UsageError for numbers below 1 and for an unknown split.
     """
     for name, value in (("samples", samples), ("workers", workers), ("epochs", epochs)):
-        if value < 1:
-            raise UsageError(f"{name}={value}: give at least 1")
-    ranks = [DistributedSampler(range(samples), workers, rank, shuffle, seed, drop_last, split) for rank in range(workers)]  # type: ignore[arg-type]
-    lines = [
-        f"{samples} samples, {workers} ranks, {split}{', drop last' if drop_last else ''}{f', shuffled by seed {seed}' if shuffle else ''}"
-    ]
-    for epoch in range(epochs):
-        parts = []
-        for sampler in ranks:
-            sampler.set_epoch(epoch)
-            parts.append(list(sampler))
-        lines.append("" if epochs == 1 else f"\nepoch {epoch}")
-        lines += [f"  rank {rank:<3} {_line(part)}" for rank, part in enumerate(parts)]
-        lines += ["", *_verdicts(parts, samples)]
-    return "\n".join(lines).replace("\n\n\n", "\n\n")
+        whole(name, value)
+    ranks = [DistributedSampler(range(samples), workers, rank, shuffle, seed, drop_last, split) for rank in range(workers)]  # type: ignore[arg-type]  # a range is a data set
+    title = f"{samples} sample{'s' * (samples > 1)}, {workers} rank{'s' * (workers > 1)}, {split}"
+    title += ", drop last" if drop_last else ""
+    title += f", shuffled with seed {seed}" if shuffle else ""
+    return "\n\n".join([title, *(_epoch(ranks, epoch, epochs, samples) for epoch in range(epochs))])
 
 
-def _line(part: Sequence[int]) -> str:
-    shown = " ".join(map(str, part[:_SHOWN]))
-    return f"[{shown}]" if len(part) <= _SHOWN else f"[{shown} ...] {len(part)} in all"
+def _epoch(ranks: Sequence[DistributedSampler], epoch: int, epochs: int, samples: int) -> str:
+    parts = []
+    for sampler in ranks:
+        sampler.set_epoch(epoch)
+        parts.append(list(sampler))
+    width = len(str(len(ranks) - 1))
+    lines = [f"epoch {epoch}"] if epochs > 1 else []
+    lines += [f"  rank {rank:<{width}}  {_listed(part)}" for rank, part in enumerate(parts)]
+    return "\n".join([*lines, *(f"  {verdict}" for verdict in verdicts(parts, samples))])
 
 
-def _verdicts(parts: Sequence[Sequence[int]], samples: int) -> list[str]:
-    counts = {len(part) for part in parts}
+def verdicts(parts: Sequence[Sequence[int]], samples: int) -> list[str]:
+    """Three sentences on a split of `samples` samples: equal counts, no overlap but the padding, union covers the data."""
+    counts = sorted({len(part) for part in parts})
     seen = Counter(index for part in parts for index in part)
-    total = sum(seen.values())
-    twice = total - len(seen)
-    padding = max(0, total - samples)
+    padding = max(0, seen.total() - samples)
+    extra = seen.total() - len(seen)
+    repeated = sorted(index for index, count in seen.items() if count > 1)
     missing = sorted(set(range(samples)) - set(seen))
-    equal = f"equal counts: {'yes' if len(counts) == 1 else 'NO'}, {', '.join(map(str, sorted(counts)))} a rank"
-    overlap = "no overlap: yes"
-    if twice:
-        repeated = sorted(index for index, count in seen.items() if count > 1)
-        overlap = f"no overlap but the padding: {'yes' if twice == padding else 'NO'}, {twice} repeated {_line(repeated)}"
-    union = f"union covers the data: {'yes' if not missing else f'no, {len(missing)} left out {_line(missing)}'}"
-    return [f"  {equal}", f"  {overlap}", f"  {union}"]
+    equal = f"equal counts: {_yes(len(counts) == 1)}, {' or '.join(map(str, counts))} a rank"
+    overlap = f"no overlap but the padding: {_yes(extra == padding)}"
+    overlap += f", {extra} extra, of {_listed(repeated)}" if extra else ", nothing is repeated"
+    union = f"union covers the data: {_yes(not missing)}"
+    union += f", {len(missing)} left out: {_listed(missing)}" if missing else ""
+    return [equal, overlap, union]
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
+
+
+def _listed(indices: Sequence[int]) -> str:
+    shown = " ".join(map(str, indices[:_SHOWN]))
+    return f"[{shown}]" if len(indices) <= _SHOWN else f"[{shown} ...] {len(indices)} in all"

@@ -11,10 +11,11 @@ Blocks keep neighbours together, which reads files faster; with sorted, unshuffl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
-from typing import Literal, cast
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from lockstep.errors import UsageError
@@ -27,16 +28,20 @@ class DistributedSampler(Sampler[int]):
     """torch's DistributedSampler, index for index, with `split="blocks"` besides.
 
     Every rank draws the same order from (seed + epoch), pads it by repeating it from its head until it divides by the number of ranks (or,
-    with `drop_last`, cuts it until it does), and takes its part. `num_replicas` and `rank` default to torch's process group's; call
-    `set_epoch` before each epoch, or every epoch repeats the first one's order.
+    with `drop_last`, cuts it until it does), and takes its part. `num_replicas` and `rank` default to torch's process group's, and to a
+    single process without one. Call `set_epoch` before each epoch: iterating does not advance it, so every epoch would repeat the order.
 
-    Padding trains some samples twice, and in an evaluation counts them twice: a `lockstep.Loader` needs none, advances the epoch by itself
-    and gives the same batches at every world size. Raises UsageError for ranks that do not exist, an unknown split and an empty dataset.
+    Prefer a `lockstep.Loader` where you can: it advances the epoch by itself, gives the same batches at every world size and needs no
+    padding, which trains some samples twice and, in an evaluation, counts them twice.
+    `drop_last` leaves out up to num_replicas - 1 samples an epoch; the short last batch is DataLoader's `drop_last`, another matter.
+
+    Raises:
+        UsageError: a rank that does not exist, an unknown split, an empty dataset or one without a length.
     """
 
     def __init__(
         self,
-        dataset: Dataset[object],
+        dataset: Dataset[Any],
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -51,39 +56,34 @@ class DistributedSampler(Sampler[int]):
             raise UsageError(f"rank={self.rank} and num_replicas={self.num_replicas}: ranks go from 0 to num_replicas - 1")
         if split not in ("interleaved", "blocks"):
             raise UsageError(f"split={split!r}: choose 'interleaved' or 'blocks'")
+        if not hasattr(dataset, "__len__"):
+            raise UsageError(f"{type(dataset).__name__} has no length: a sampler needs a map-style dataset, with __len__ and __getitem__")
         self.dataset = dataset
-        self.samples = len(cast(Sized, dataset))
+        self.samples = len(dataset)
         if self.samples == 0:
             raise UsageError("the dataset is empty: there is nothing to sample from")
         self.shuffle, self.seed, self.drop_last, self.split = shuffle, seed, drop_last, split
         self.epoch = 0
-        if drop_last:
-            self.num_samples = self.samples // self.num_replicas
-        else:
-            self.num_samples = -(-self.samples // self.num_replicas)
+        self.num_samples = self.samples // self.num_replicas if drop_last else -(-self.samples // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next: the order is a function of seed and epoch. Iterating does not advance it."""
+        """Say which epoch comes next: the order is a function of seed + epoch."""
         self.epoch = epoch
 
-    def order(self) -> list[int]:
-        """The padded (or cut) order of this epoch, the same on all ranks."""
-        if self.shuffle:
-            generator = torch.Generator()
-            generator.manual_seed(self.seed + self.epoch)
-            indices = torch.randperm(self.samples, generator=generator).tolist()
-        else:
-            indices = list(range(self.samples))
-        repeats = -(-self.total_size // self.samples)  # as often as needed: one more copy of the head is not enough for 1 sample on 4 ranks
-        return (indices * repeats)[: self.total_size]
-
     def __iter__(self) -> Iterator[int]:
-        order = self.order()
-        if self.split == "blocks":
-            return iter(order[self.rank * self.num_samples : (self.rank + 1) * self.num_samples])
-        return iter(order[self.rank :: self.num_replicas])
+        places = self._places() % self.samples  # past the end: the head again, as often as needed
+        if not self.shuffle:
+            return iter(places.tolist())
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return iter(torch.randperm(self.samples, generator=generator)[places].tolist())
+
+    def _places(self) -> Tensor:
+        """This rank's places in the padded (or cut) order."""
+        own = torch.arange(self.num_samples)
+        return own + self.rank * self.num_samples if self.split == "blocks" else own * self.num_replicas + self.rank
 
     def __len__(self) -> int:
-        """Indices of this rank."""
+        """Indices of this rank, equally many on all."""
         return self.num_samples

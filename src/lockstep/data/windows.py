@@ -1,6 +1,6 @@
 """The cut: which samples an optimizer step consumes, in which micro-batches, and which of them are this rank's.
 
-Everything here is a pure function of integers, so that every rank, every worker and every resumed run computes the same.
+Everything but `Window` is a pure function of integers, so that every rank, every worker and every resumed run computes the same.
 
     step        consumes positions [start, stop) of its epoch's order: `global_batch` of them, fewer at an epoch's end
     slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in order, so a short step leaves the last empty
@@ -9,6 +9,7 @@ Everything here is a pure function of integers, so that every rank, every worker
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -28,7 +29,7 @@ class Cut:
     micro_batch: int
     """Samples in a full micro-batch."""
     slots: int
-    """Micro-batches of a full step."""
+    """Micro-batches of a full step, also where this step is short."""
 
     def positions(self, slot: int) -> range:
         """The positions of one micro-batch; empty for the slots that a short step leaves."""
@@ -38,9 +39,19 @@ class Cut:
 
     def share(self, rank: int, size: int) -> range:
         """The slots of one rank. The first `slots % size` ranks have one more; with more ranks than slots the last have none."""
+        assert 0 <= rank < size
         each, more = divmod(self.slots, size)
         begin = rank * each + min(rank, more)
         return range(begin, begin + each + (rank < more))
+
+    def filled(self, rank: int, size: int) -> range:
+        """The slots of one rank that hold samples: all of its share, but in a short step."""
+        share = self.share(rank, size)
+        return range(share.start, max(share.start, min(share.stop, -(-(self.stop - self.start) // self.micro_batch))))
+
+    def samples_of(self, rank: int, size: int) -> int:
+        """Samples of one rank in this step."""
+        return sum(len(self.positions(slot)) for slot in self.filled(rank, size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,25 +60,21 @@ class Plan:
 
     samples: int
     global_batch: int
-    """Samples of an optimizer step."""
+    """Samples of an optimizer step. More than there are: one short step an epoch."""
     micro_batch: int
-    """Samples of a forward."""
+    """Samples of a forward. Where it does not divide `global_batch`, a step's last micro-batch is smaller."""
     drop_last: bool = False
     """Leave out the short last step of every epoch, on all ranks."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "global_batch", "micro_batch"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise UsageError(f"{name}={value!r} is not a whole number")
-        if self.samples < 1:
+        if whole("samples", self.samples, least=0) == 0:
             raise UsageError("the dataset is empty: there is nothing to train on")
-        for name in ("global_batch", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name}={getattr(self, name)}: a batch holds at least 1 sample")
+        whole("global_batch", self.global_batch)
+        whole("micro_batch", self.micro_batch)
         if self.micro_batch > self.global_batch:
             raise UsageError(
-                f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a step is cut into micro-batches, so they are no larger"
+                f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a step is cut into micro-batches, "
+                "so lower the one or raise the other"
             )
         if self.drop_last and self.samples < self.global_batch:
             raise UsageError(
@@ -81,6 +88,7 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch, a short last one included unless it is dropped."""
         full, rest = divmod(self.samples, self.global_batch)
         return full + (rest > 0 and not self.drop_last)
 
@@ -91,40 +99,56 @@ class Plan:
 
     def cut(self, step: int) -> Cut:
         """Step number `step`, counted from 0 over all epochs; no step spans two epochs."""
+        assert step >= 0
         epoch, place = divmod(step, self.steps_per_epoch)
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.samples)
         return Cut(step=step, epoch=epoch, start=start, stop=stop, micro_batch=self.micro_batch, slots=self.slots)
 
+    def cuts(self, epoch: int) -> Iterator[Cut]:
+        """The steps of one epoch, in order."""
+        first = epoch * self.steps_per_epoch
+        return map(self.cut, range(first, first + self.steps_per_epoch))
+
     def describe(self, size: int) -> str:
         """One line: how a step is cut and shared among `size` ranks."""
-        line = f"global batch {self.global_batch} = {self.slots} micro-batches x {self.micro_batch}"
-        if self.global_batch % self.micro_batch:
-            line += f" (the last: {self.global_batch % self.micro_batch})"
-        cut = self.cut(0)
-        shares = [len(cut.share(rank, size)) for rank in range(size)]
-        if size == 1:
-            line += "; 1 rank: all"
-        elif min(shares) == max(shares):
-            line += f"; {size} ranks x {shares[0]}"
-        elif min(shares) == 0:
-            line += f"; {size} ranks: {self.slots} x 1, {size - self.slots} idle"
-        else:
-            line += f"; {size} ranks: {_listed(shares)}"
+        line = f"global batch {self.global_batch} = {_counted(self.slots, 'micro-batch', 'es')} x {self.micro_batch}"
+        if rest := self.global_batch % self.micro_batch:
+            line += f", the last {rest}"
+        line += f"; {_shares(self.slots, size)}"
         if self.dropped:
-            line += f"; the last {self.dropped} samples of an epoch are dropped"
+            line += f"; {_counted(self.dropped, 'sample')} of an epoch dropped"
         return line
 
 
-def _listed(shares: Sequence[int]) -> str:
-    if len(shares) <= 8:
-        return ", ".join(map(str, shares))
-    more = shares.count(max(shares))
-    return f"{more} x {max(shares)}, {len(shares) - more} x {min(shares)}"
+def _shares(slots: int, size: int) -> str:
+    each, more = divmod(slots, size)
+    ranks = _counted(size, "rank")
+    if more == 0:
+        return f"{ranks} x {each}"
+    if each == 0:
+        return f"{ranks}: {more} x 1, {size - more} idle"
+    if size <= 8:
+        return f"{ranks}: {', '.join(map(str, [each + 1] * more + [each] * (size - more)))}"
+    return f"{ranks}: {more} x {each + 1}, {size - more} x {each}"
+
+
+def _counted(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def whole(name: str, value: object, *, least: int = 1) -> int:
+    """`value` as an int, or a UsageError that names it: not a whole number, or below `least`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise UsageError(f"{name}={value!r} is not a whole number")
+    number = operator.index(value)
+    if number < least:
+        raise UsageError(f"{name}={number} is too small: give at least {least}")
+    return number
 
 
 class Window(Sequence[Any]):
-    """This rank's micro-batches of one step. It can be walked more than once; batches are fetched on the first walk.
+    """This rank's micro-batches of one step. It can be walked more than once; batches are fetched on the first walk and then kept.
 
     `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the epoch's order of `window[i]`.
     A rank without a share has an empty window, and still takes part in the step.
@@ -132,17 +156,19 @@ class Window(Sequence[Any]):
 
     def __init__(self, cut: Cut, rank: int, size: int, fetch: Callable[[], Any]) -> None:
         self.cut = cut
-        self.slots = tuple(slot for slot in cut.share(rank, size) if len(cut.positions(slot)))
-        self.positions = tuple(cut.positions(slot) for slot in self.slots)
-        self._fetch = fetch
+        self.slots = cut.filled(rank, size)
+        self.positions = [cut.positions(slot) for slot in self.slots]
         self._batches: list[Any] = []
+        self._fetch: Callable[[], Any] | None = fetch if self.slots else None
 
     @property
     def step(self) -> int:
+        """Number of the optimizer step, counted from 0 over all epochs."""
         return self.cut.step
 
     @property
     def epoch(self) -> int:
+        """Number of the epoch."""
         return self.cut.epoch
 
     @property
@@ -159,10 +185,13 @@ class Window(Sequence[Any]):
     def __getitem__(self, place: slice) -> list[Any]: ...
     def __getitem__(self, place: int | slice) -> Any:
         if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
+            return [self[number] for number in range(len(self))[place]]
         place = range(len(self))[place]  # negative places, and IndexError
         while len(self._batches) <= place:
+            assert self._fetch is not None
             self._batches.append(self._fetch())
+        if len(self._batches) == len(self):
+            self._fetch = None  # a window that somebody keeps does not keep the loader's processes
         return self._batches[place]
 
     def __iter__(self) -> Iterator[Any]:
@@ -175,4 +204,4 @@ class Window(Sequence[Any]):
     def drain(self) -> None:
         """Fetch what nobody walked: the next window's batches come after it."""
         if len(self):
-            self[len(self) - 1]
+            self[-1]

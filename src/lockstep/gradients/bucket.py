@@ -19,6 +19,8 @@ class Bucket:
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter]) -> None:
         self.index = plan.index
         self.spans: tuple[Span, ...] = plan.spans
+        more = f" and {len(plan.spans) - 1} more" if len(plan.spans) > 1 else ""
+        self.place = f"for gradient bucket {plan.index} ({plan.spans[0].name}{more})"  # in errors
         self.sum = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
         self.parameters = [parameters[span.parameter] for span in plan.spans]
         self.views = [_view(self.sum, span, parameter) for span, parameter in zip(plan.spans, self.parameters, strict=True)]

@@ -85,7 +85,7 @@ class MovingBuffers:
     def finish(self, weight: float | Tensor, newly_moving: bool) -> None:
         """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing where that is 0."""
         if self._moving:
-            self._group.all_reduce(self._moved).wait()
+            self._group.all_reduce(self._moved, place="for buffers").wait()
             share = torch.as_tensor(weight, dtype=self._moved.dtype, device=self._device)
             self._moved.mul_(torch.where(share > 0, 1 / share, 0))
         for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
@@ -102,9 +102,9 @@ class MovingBuffers:
         known = set(self._moving) if self._agreed else set()
         if self._owners:
             touched = self._touched.to(self._device)
-            self._group.all_reduce(touched, "max").wait()
+            self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
             for number in sorted(moving - known) if take_from_first else ():
-                self._group.broadcast(self._buffer(number)).wait()
+                self._group.broadcast(self._buffer(number), place="for a buffer that began to move").wait()
             self._moving = sorted(moving)
         self._agreed = True

@@ -52,7 +52,7 @@ class FactsMessage:
     def send(self, *, stop: bool, newly_moving: bool) -> None:
         self._values[_STOP] = float(stop)
         self._values[_NEWLY_MOVING] = float(newly_moving)
-        self._work = self._group.all_reduce(self._values)
+        self._work = self._group.all_reduce(self._values, place="for the facts of a step")
 
     def wait(self) -> Facts:
         assert self._work is not None, "the facts leave before they are waited for"

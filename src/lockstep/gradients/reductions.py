@@ -31,7 +31,7 @@ class Native:
         self._group = group
 
     def start(self, bucket: Bucket) -> Work:
-        return self._group.all_reduce(bucket.sum)
+        return self._group.all_reduce(bucket.sum, place=bucket.place)
 
 
 class Central:
@@ -54,8 +54,8 @@ class _Later:
         self._group, self._bucket = group, bucket
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        for view in self._bucket.views:
-            central_all_reduce(self._group, view)
+        for span, view in zip(self._bucket.spans, self._bucket.views, strict=True):
+            central_all_reduce(self._group, view, place=f"for the gradient of {span.name}")
 
 
 REDUCTIONS: dict[str, type[Native] | type[Central]] = {"native": Native, "central": Central}

@@ -13,5 +13,6 @@ from lockstep.collectives.group import Group
 @torch.no_grad()
 def replicate(module: nn.Module, group: Group) -> None:
     """Overwrite every parameter and buffer by rank 0's. Buffers too: BatchNorm statistics are part of the model."""
-    for work in [group.broadcast(tensor.detach()) for tensor in chain(module.parameters(), module.buffers())]:
+    named = chain(module.named_parameters(), module.named_buffers())
+    for work in [group.broadcast(tensor.detach(), place=f"for {name} at the start") for name, tensor in named]:
         work.wait()

@@ -23,7 +23,7 @@ def redirect(rank: int, console: Console, directory: Path | None) -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)  # python -u would write each word of a line for itself
     on_console = console == "all" or rank == 0
     if not on_console:
         handle = os.open(os.devnull if directory is None else _file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

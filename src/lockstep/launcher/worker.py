@@ -67,8 +67,10 @@ def _run(options: argparse.Namespace) -> None:
 
 def _run_script(script: str, args: list[str]) -> None:
     sys.argv = [script, *args]
-    if pkgutil.get_importer(script) is None:  # a folder or an archive with __main__.py is put there by runpy
+    if pkgutil.get_importer(script) is None:
         _look_first_in(os.path.dirname(os.path.realpath(script)))
+    else:  # a folder or an archive with __main__.py; runpy puts it on the path as it is named
+        script = os.path.abspath(script)
     runpy.run_path(script, run_name="__main__")
 
 

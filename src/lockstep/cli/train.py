@@ -1,0 +1,86 @@
+"""`lockstep train`: a task on N ranks of this host, a run directory, and one last line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.settings import Settings
+
+
+def train(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task.")],
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks over all hosts; default: the GPUs, else 1.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(show_default=False, help="Default: the task's own.")] = None,
+    steps: Annotated[int | None, typer.Option(show_default=False, help="Optimizer steps, in place of --epochs.")] = None,
+    run: Annotated[Path | None, typer.Option(metavar="DIR", show_default=False, help="Default: runs/TASK-DATE-TIME.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto: GPUs where there are any.")] = "auto",
+    precision: Annotated[
+        str | None, typer.Option(metavar="fp32|bf16|fp16|tf32", show_default=False, help="Default: the task's own.")
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", show_default=False, help="torch.compile the model; default: the task's own.")
+    ] = None,
+    reduce: Annotated[str, typer.Option(metavar="native|central", help="How gradients are summed.")] = "native",
+    loader_workers: Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")] = 0,
+) -> None:
+    """Train TASK data-parallel on several ranks of this host.
+
+    The number of ranks does not change the samples of a step. Progress goes to stderr; the one line on stdout is the last:
+    what was trained, the metric, and a SHA-256 of the weights. Metrics, logs and checkpoints are in the run directory.
+    """
+    from lockstep.launcher.supervise import Target, supervise
+    from lockstep.settings import Settings, overrides_of
+    from lockstep.training import result
+    from lockstep.training.resolve import locate, short_name
+    from lockstep.training.run_directory import RunDirectory
+
+    place = locate(task)
+    settings = Settings(
+        task=place,
+        overrides=overrides_of(override or []),
+        workers=1 if workers is None else workers,
+        epochs=epochs,
+        steps=steps,
+        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
+        precision=precision,  # type: ignore[arg-type]
+        compile=compile,
+        reduce=reduce,  # type: ignore[arg-type]
+        loader_workers=loader_workers,
+    )
+    settings = _fitted(settings, count_workers=workers is None)
+    with RunDirectory.claim(run, short_name(place)) as directory:
+        settings.write(directory.path)
+        target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
+        outcome = supervise(target, settings.workers, logs=directory.path, console="first")
+        if outcome.exit_code:
+            raise typer.Exit(outcome.exit_code)
+        if not directory.result.exists():
+            raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
+        print(result.last_line(result.read(directory.result)))
+
+
+def _fitted(settings: Settings, *, count_workers: bool) -> Settings:
+    """The settings with this host's GPUs counted. On a host with GPUs no two ranks share one, and none falls back to the CPU unasked."""
+    if settings.device == "cpu":
+        return settings
+    from lockstep.launcher import agent  # imports torch
+
+    gpus = agent.gpus()
+    if settings.device == "cuda" and not gpus:
+        raise UsageError("--device cuda: this host has no GPU that torch can use; leave it out, or give --device cpu")
+    workers = gpus or 1 if count_workers else settings.workers
+    if gpus and workers > gpus:
+        raise UsageError(f"--workers {workers}: this host has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or --device cpu")
+    return replace(settings, workers=workers)

@@ -1,0 +1,211 @@
+"""What every rank of a host is about to do, on one page of memory that all of them map.
+
+Before a collective is issued, its rank writes down what it is: number, kind, dtype, shape, and the place in the program. Whoever
+comes second compares. Two ranks that call different things are told so, on all ranks, before any data is mixed; a rank that never
+comes, or has died, is named instead of waited for in a call that nobody can interrupt.
+
+    page    one block a rank
+    block   a header (latest number, number at which a mismatch was found, pid) and a ring of the last tags
+    tag     its number and its text; the text is written first, so that a number that can be read has its text
+
+The order of two writes of one process is kept by x86 and by the mutexes that every c10d call takes; the worst that a reordering
+could do is to miss a comparison.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
+from lockstep.meeting import wait_for_count
+
+_HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid
+_NUMBER = struct.Struct("=Q")
+_HEADER_SIZE = 64
+_TAG = 256  # bytes: 8 of number, the rest text
+_RING = 128  # tags; a rank that runs further ahead is not compared
+_BLOCK = _HEADER_SIZE + _RING * _TAG
+_LOOK_FOR_THE_DEAD = 0.1  # seconds
+_LET_THE_OTHERS_COME = 0.5  # seconds, so that a mismatch can tell what each rank called
+_LIBRARY = str(Path(__file__).parents[1]) + os.sep
+
+
+class Tags:
+    """This rank's view of the page of one group whose members share a host."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: Sequence[int]) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._ranks = tuple(ranks)  # numbers in the world, for messages
+        self._others = [other for other in range(len(ranks)) if other != rank]
+        self._mine = rank * _BLOCK
+        _HEADER.pack_into(memory, self._mine, 0, 0, os.getpid())
+        self.compared = 0
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def post(self, number: int, text: str) -> None:
+        """Say that this rank is about to do `text` as its collective `number`."""
+        start = self._tag(self._rank, number)
+        encoded = text.encode()[: _TAG - 8]
+        self._memory[start + 8 : start + _TAG] = encoded.ljust(_TAG - 8, b"\0")
+        _NUMBER.pack_into(self._memory, start, number)
+        _NUMBER.pack_into(self._memory, self._mine, number)
+
+    def compare(self, number: int) -> bool:
+        """Compare with the ranks that have come to `number`; True when all have. Raises CollectiveMismatch."""
+        start = self._tag(self._rank, number)
+        mine = self._memory[start : start + _TAG]
+        here = 0
+        for other in self._others:
+            latest, broken, _ = _HEADER.unpack_from(self._memory, other * _BLOCK)
+            if broken:
+                raise self._mismatch(broken)
+            if latest < number:
+                continue
+            here += 1
+            start = self._tag(other, number)
+            theirs = self._memory[start : start + _TAG]
+            if theirs != mine and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]:
+                raise self._mismatch(number)
+        return here == len(self._others)
+
+    def wait(self, number: int, timeout: timedelta) -> None:
+        """Return when all ranks have come to collective `number` and mean the same by it.
+
+        Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead; CollectiveTimeout, naming who did not come.
+        """
+        if number <= self.compared or self.compare(number):
+            self.compared = max(self.compared, number)
+            return
+        begin = last_look = time.monotonic()
+        pause = 0.0
+        while not self.compare(number):
+            time.sleep(pause)  # 0 yields the core: on a host with more ranks than cores the one awaited may need it
+            now = time.monotonic()
+            pause = 0.0 if now - begin < 0.001 else min(0.001, pause + 0.00005)
+            if now - last_look > _LOOK_FOR_THE_DEAD:
+                last_look = now
+                self._look_for_the_dead(number)
+                if now - begin > timeout.total_seconds():
+                    raise self._timeout(number, timeout)
+        self.compared = number
+
+    # -- messages ------------------------------------------------------------------------------------------------------------------
+
+    def _tag(self, rank: int, number: int) -> int:
+        return rank * _BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
+
+    def _text(self, rank: int, number: int) -> str | None:
+        start = self._tag(rank, number)
+        if _NUMBER.unpack_from(self._memory, start)[0] != number:
+            return None
+        return self._memory[start + 8 : start + _TAG].rstrip(b"\0").decode(errors="replace")
+
+    def _mismatch(self, number: int) -> CollectiveMismatch:
+        _NUMBER.pack_into(self._memory, self._mine + 8, number)  # the others find it here, whatever they wait for
+        deadline = time.monotonic() + _LET_THE_OTHERS_COME
+        while self._missing(number) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        said: dict[str, list[int]] = {}
+        for rank in range(len(self._ranks)):
+            text = self._text(rank, number)
+            if text is not None:
+                said.setdefault(text, []).append(self._ranks[rank])
+        parts = [f"{listed(ranks)} {text}" for text, ranks in said.items()]
+        return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. All ranks must call the same collectives in the same order.", number)
+
+    def _missing(self, number: int) -> list[int]:
+        return [other for other in self._others if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number]
+
+    def _look_for_the_dead(self, number: int) -> None:
+        for other in self._missing(number):
+            latest, _, pid = _HEADER.unpack_from(self._memory, other * _BLOCK)
+            if pid and not _alive(pid):
+                last = self._text(other, latest)
+                act = f"its last collective was #{latest}: {last}" if last else "it had called no collective"
+                raise PeerFailed(
+                    f"rank {self._ranks[other]} (pid {pid}) has ended; {act}. This rank waited for it in #{number}: {self._text(self._rank, number)}"
+                )
+
+    def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
+        missing = [self._ranks[other] for other in self._missing(number)]
+        return CollectiveTimeout(
+            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within {timeout.total_seconds():g} s", missing
+        )
+
+
+def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Tags:
+    """Make or join the page of a group whose members all run on this host. Every member calls it. Linux only."""
+    size = len(ranks)
+    key = f"tags/{name}"
+    if rank == 0:
+        # In memory and without a name: nothing to unlink, and nothing stays whatever kills us.
+        handle = os.memfd_create("lockstep-tags", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(handle, size * _BLOCK)
+            memory = mmap.mmap(handle, size * _BLOCK)
+            store.set(f"{key}/path", f"/proc/{os.getpid()}/fd/{handle}")
+            wait_for_count(store, f"{key}/mapped", size - 1, timeout)
+        finally:
+            os.close(handle)
+    else:
+        with open(store.get(f"{key}/path").decode(), "r+b") as file:
+            memory = mmap.mmap(file.fileno(), size * _BLOCK)
+    tags = Tags(memory, rank, ranks)
+    if rank:
+        store.add(f"{key}/mapped", 1)
+    return tags
+
+
+def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
+    """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if dtype.startswith(long):
+            dtype = short + dtype.removeprefix(long)
+            break
+    shape = ",".join(map(str, tensor.shape))
+    return f"{kind}{f' {detail}' if detail else ''} {dtype}[{shape}] {place or call_site()}"
+
+
+def call_site() -> str:
+    """`at FILE:LINE` of the nearest frame outside this library."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        frame = frame.f_back
+    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0,1,5`, `ranks 0-7`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {','.join(map(str, ranks))}"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()[0] != b"Z"
+    except OSError:
+        return True

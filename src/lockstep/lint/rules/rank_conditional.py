@@ -1,0 +1,169 @@
+"""rank-conditional-collective: some ranks call what all must call; they wait for the others for ever."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.lint.collective import collective
+from lockstep.lint.conditions import Test, conditions
+from lockstep.lint.rank_test import Side, side
+from lockstep.lint.source import Function, Problem, Scope, Source, calls, dotted, keyword, last_name, local
+from lockstep.lint.wrapped import torch_wrapper
+
+NAME = "rank-conditional-collective"
+_EVALUATES = re.compile(r"^(run_|do_)?(evaluate|evaluation|validate|validation|eval|test|infer|predict)(_|$)", re.I)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A call in which all ranks take part, made by the ranks of one side only."""
+
+    call: ast.Call
+    what: str
+    key: str
+    side: Side
+
+
+def check(source: Source) -> Iterator[Problem]:
+    scopes: list[Scope] = [source.tree, *(node for node in source.nodes if isinstance(node, Function))]
+    for scope in scopes:
+        parts = list(_parts(source, scope))
+        for part in parts:
+            if any(each.key == part.key and each.side != part.side for each in parts) or _elsewhere(source, scope, part):
+                continue
+            ranks = f"rank {part.side.number}" if part.side.inside else f"the ranks other than {part.side.number}"
+            message = (
+                f"only {ranks} would reach {part.what}, in which every rank has to take part: the program hangs or pairs it with another"
+            )
+            yield Problem(part.call.lineno, NAME, f"{message}; call it on all ranks, and keep only printing and saving under the condition")
+
+
+def _parts(source: Source, scope: Scope) -> Iterator[_Part]:
+    for call in calls(scope):
+        ranks = _ranks(source, call)
+        if ranks is None:
+            continue
+        what = collective(source, call)
+        if what is not None:
+            yield _Part(call, f"{what}()", what, ranks)
+        elif (forward := _forward(source, call)) is not None:
+            yield _Part(call, f"the forward of {forward}, a DistributedDataParallel that sends its buffers", f"forward {forward}", ranks)
+        elif isinstance(call.func, ast.Name):
+            for inner in _unconditional(source, call.func.id):
+                yield _Part(call, f"{inner}() in {call.func.id}()", inner, ranks)
+
+
+def _ranks(source: Source, node: ast.AST) -> Side | None:
+    """The ranks that reach `node`: by the conditions around it, the outermost that depends on the rank, or by a return before it."""
+    found = [each for test in conditions(source, node) if (each := side(source, test)) is not None]
+    unknown = any("rank" in ast.unparse(test.expression).lower() and side(source, test) is None for test in conditions(source, node))
+    if found:
+        return None if unknown else found[-1]
+    return None if unknown else _after_return(source, node)
+
+
+def _after_return(source: Source, node: ast.AST) -> Side | None:
+    """`if rank != 0: return` above: what follows in the function runs on the other side."""
+    below = node
+    for above in source.ancestors(node):
+        for body in (getattr(above, "body", None), getattr(above, "orelse", None)):
+            if not isinstance(body, list) or not any(below is statement for statement in body):
+                continue
+            for statement in body[: next(place for place, each in enumerate(body) if each is below)]:
+                leaves = (
+                    isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], (ast.Return, ast.Continue))
+                )
+                if leaves and isinstance(statement, ast.If) and (found := side(source, Test(statement.test, False))) is not None:
+                    return found if not any(calls_unseen(source, each) for each in statement.body) else None
+        below = above
+    return None
+
+
+def _elsewhere(source: Source, scope: Scope, part: _Part) -> bool:
+    """May the other ranks make the same call out of sight: in a function of this file, or in one that is imported?"""
+    for node in local(scope):
+        if not isinstance(node, ast.If) or (found := side(source, Test(node.test, True))) is None:
+            continue
+        others = node.orelse if found.inside == part.side.inside else node.body
+        for call in (call for statement in others for call in calls(statement)):
+            name = call.func.id if isinstance(call.func, ast.Name) else ""
+            if part.key in _contains(source, name, set()):
+                return True
+        if source.inside(part.call, node) and any(calls_unseen(source, statement) for statement in others):
+            return True
+    return False
+
+
+def calls_unseen(source: Source, statement: ast.AST) -> bool:
+    """Does it call a function whose code is neither in this file nor known to be without collectives?"""
+    for call in calls(statement):
+        if not isinstance(call.func, ast.Name) or call.func.id in source.functions or hasattr(builtins, call.func.id):
+            continue
+        home = (source.full_name(call.func) or "").split(".")[0]
+        if home not in sys.stdlib_module_names and home not in {"torch", "numpy"}:
+            return True
+    return False
+
+
+def _contains(source: Source, name: str, seen: set[str]) -> set[str]:
+    """The keys of all collectives in a function of this file, also through others that it calls."""
+    function = source.functions.get(name)
+    if function is None or name in seen:
+        return set()
+    found: set[str] = set()
+    for call in calls(function):
+        found |= {what} if (what := collective(source, call)) else set()
+        found |= _contains(source, last_name(call), seen | {name})
+    return found
+
+
+def _unconditional(source: Source, name: str) -> list[str]:
+    """The collectives that a function of this file makes whenever it is called, at its top level or in loops and with blocks."""
+    function = source.functions.get(name)
+    if function is None or function.args.defaults or any(isinstance(node, (ast.Return, ast.Yield, ast.Raise)) for node in _early(function)):
+        return []
+    found = []
+    for call in calls(function):
+        guarded = any(isinstance(above, (ast.If, ast.IfExp, ast.Try, ast.BoolOp)) for above in source.ancestors(call))
+        if not guarded and (what := collective(source, call)) is not None:
+            found.append(what)
+    return found[:1]
+
+
+def _early(function: Function) -> Iterator[ast.AST]:
+    """All nodes but the last statement: a return among them may come before the collective."""
+    for statement in function.body[:-1]:
+        yield statement
+        yield from local(statement)
+
+
+def _forward(source: Source, call: ast.Call) -> str | None:
+    """The name of torch's wrapper if its forward runs here: by `ddp(x)`, or by `evaluate(ddp, ...)`."""
+    if (wrapper := torch_wrapper(source, call.func, call)) is not None:
+        return dotted(call.func) if _sends_buffers(wrapper) else None
+    if not _EVALUATES.match(last_name(call)):
+        return None
+    for place, given in enumerate(call.args):
+        wrapper = torch_wrapper(source, given, call)
+        if wrapper is not None and _sends_buffers(wrapper) and _calls_it(source, call, place):
+            return dotted(given)
+    return None
+
+
+def _sends_buffers(wrapper: ast.Call) -> bool:
+    given = keyword(wrapper, "broadcast_buffers")
+    return given is None or (isinstance(given, ast.Constant) and given.value is True)
+
+
+def _calls_it(source: Source, call: ast.Call, place: int) -> bool:
+    """If the function is in this file: does it call the model that it is given, rather than the model's .module?"""
+    function = source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
+    if function is None:
+        return True
+    named = [*function.args.posonlyargs, *function.args.args]
+    return place < len(named) and any(dotted(inner.func) == named[place].arg for inner in calls(function))

@@ -1,0 +1,120 @@
+"""digits: real handwritten digits, a small CNN with BatchNorm and dropout. The smallest task that behaves like a big one.
+
+The data are scikit-learn's bundled 8x8 scans (1797, from the UCI repository's "Optical Recognition of Handwritten Digits", Alpaydin
+and Kaynak, 1998), so nothing is downloaded. Eight micro-batches a step: up to eight workers have something to do.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.utils.data import TensorDataset
+
+from lockstep.errors import TaskError
+from lockstep.task import Task
+
+_SPLIT_SEED = 0
+
+
+class Net(nn.Module):
+    """[batch, 1, 8, 8] -> [batch, 10]. Convolutions have no bias: BatchNorm would take it away again."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.25) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(1, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        )
+        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(8 * width, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.features(x))
+        return out
+
+
+def task(
+    *,
+    epochs: int = 12,
+    lr: float = 6e-3,
+    seed: int = 0,
+    global_batch: int = 64,
+    micro_batch: int = 8,
+    width: int = 32,
+    dropout: float = 0.25,
+) -> Task:
+    """The task, each of these a --set key=value. `lr` is the peak: it rises for a quarter of the steps, then falls."""
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+
+    def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
+        return OneCycleLR(optimizer, max_lr=lr, total_steps=steps + 1, pct_start=0.25)
+
+    train_data, eval_data = datasets()
+    return Task(
+        name="digits",
+        model=lambda: Net(width, dropout),
+        train_data=train_data,
+        eval_data=eval_data,
+        loss=loss,
+        metrics=metrics,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        eval_micro_batch=45,
+        epochs=epochs,
+        seed=seed,
+        best="accuracy",
+        best_mode="max",
+    )
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Cross-entropy, summed, and the number of digits."""
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """accuracy: the share of digits whose largest output is the right one."""
+    return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+def datasets() -> tuple[TensorDataset, TensorDataset]:
+    """(train, evaluation): images [n, 1, 8, 8] between 0 and 1, labels [n]. Raises TaskError without scikit-learn."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError:
+        raise TaskError(
+            'digits needs scikit-learn, which brings the images: pip install "lockstep-train[tasks]" (or scikit-learn)'
+        ) from None
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)
+    targets = torch.tensor(labels)
+    train, held_out = (torch.from_numpy(indices) for indices in split(labels))
+    return TensorDataset(images[train], targets[train]), TensorDataset(images[held_out], targets[held_out])
+
+
+def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Indices of 80 % for training and 20 % for evaluation, of every class alike; the same on every machine."""
+    random = np.random.Generator(np.random.PCG64(_SPLIT_SEED))
+    held_out = []
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        held_out.append(members[: round(0.2 * len(members))])
+    chosen = np.sort(np.concatenate(held_out))
+    return np.setdiff1d(np.arange(len(labels)), chosen), chosen

@@ -1,0 +1,182 @@
+"""text: a byte-level GPT on the source of Python's own standard library, which every machine that runs this has.
+
+About a million parameters in the shape of GPT-2 (Radford et al., 2019): layers normalised first, learned positions, GELU, weights
+of the input embedding used again for the output. Whole files are held out, chosen by their names, so that no line of them was seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import Dataset
+
+from lockstep.errors import TaskError
+from lockstep.task import Task
+
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+_EVERY = 10  # one file in ten is held out
+_HEADS = 4
+
+
+class Sequences(Dataset[tuple[Tensor, Tensor]]):
+    """A text as pairs of [length] bytes and the bytes that follow each of them. Sequences meet, they do not overlap."""
+
+    def __init__(self, text: bytes, length: int) -> None:
+        self._bytes = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+        self._length = length
+
+    def __len__(self) -> int:
+        return max(0, len(self._bytes) - 1) // self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        piece = self._bytes[index * self._length : (index + 1) * self._length + 1].long()
+        return piece[:-1], piece[1:]
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a layer on each position; each added to its input."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.mixed = nn.Linear(width, width, bias=False)
+        self.layer_norm = nn.LayerNorm(width)
+        self.layer = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, _HEADS, width // _HEADS)
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+        x = x + F.dropout(self.mixed(seen.transpose(1, 2).reshape(batch, length, width)), dropout)
+        return x + F.dropout(self.layer(self.layer_norm(x)), dropout)
+
+
+class GPT(nn.Module):
+    """Bytes [batch, length] -> logits of the next byte [batch, length, 256]."""
+
+    def __init__(self, width: int, depth: int, length: int, dropout: float) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, dropout) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, text: Tensor) -> Tensor:
+        places = torch.arange(text.shape[1], device=text.device)
+        x = self.norm(self.blocks(self.bytes(text) + self.positions(places)))
+        return F.linear(x, self.bytes.weight)
+
+
+def task(
+    *,
+    epochs: int = 1,
+    lr: float = 3e-3,
+    seed: int = 0,
+    global_batch: int = 32,
+    micro_batch: int = 4,
+    length: int = 128,
+    width: int = 128,
+    depth: int = 5,
+    dropout: float = 0.0,
+    train_bytes: int = 1_600_000,
+    eval_bytes: int = 131_072,
+) -> Task:
+    """The task, each of these a --set key=value. `lr` is the peak: a twentieth of the steps to rise, the rest to fall to a tenth."""
+    if width % _HEADS:
+        raise TaskError(f"width={width} is not a multiple of {_HEADS}, the attention heads")
+    train_text, eval_text = texts(train_bytes, eval_bytes)
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, partial(_share_of_peak, steps=steps))
+
+    return Task(
+        name="text",
+        model=lambda: GPT(width, depth, length, dropout),
+        train_data=Sequences(train_text, length),
+        eval_data=Sequences(eval_text, length),
+        loss=loss,
+        metrics=metrics,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip=1.0,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        eval_micro_batch=16,
+        epochs=epochs,
+        seed=seed,
+        best="bits_per_byte",
+        best_mode="min",
+    )
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Cross-entropy in nats, summed, and the number of bytes foretold."""
+    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+
+
+def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """bits_per_byte: the cross-entropy in bits; 8 without any knowledge."""
+    nats, weight = loss(output, batch)
+    return {"bits_per_byte": (nats / math.log(2), weight)}
+
+
+def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[bytes, bytes]:
+    """(train, evaluation): the library's files, one after the other, at most so many bytes of each, in an order that mixes packages.
+
+    Which files there are follows from the Python version. Raises TaskError where the library's source is not installed.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    found: tuple[list[bytes], list[bytes]] = ([], [])
+    room = [train_bytes, eval_bytes]
+    for key, file in files(root):
+        part = int(key % _EVERY == 0)
+        if room[part] > 0:
+            text = file.read_bytes()[: room[part]]
+            found[part].append(text)
+            room[part] -= len(text)
+        if max(room) <= 0:
+            break
+    train, held_out = (b"".join(part) for part in found)
+    if not train or not held_out:
+        raise TaskError(
+            f"text learns from the .py files of Python's standard library, but {root} holds too few: install Python with its source"
+        )
+    return train, held_out
+
+
+def files(root: Path) -> list[tuple[int, Path]]:
+    """The library's files with a number drawn from each one's name, in the order of these numbers; tests and installed packages left out."""
+    names = [file.relative_to(root) for file in root.rglob("*.py")]
+    wanted = [name for name in names if not _LEFT_OUT.intersection(name.parts)]
+    return sorted((int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name) for name in wanted)
+
+
+def _share_of_peak(step: int, steps: int) -> float:
+    rise = max(1, steps // 20)
+    if step < rise:
+        return (step + 1) / rise
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, steps - rise))))

@@ -1,0 +1,94 @@
+"""From a batch to what the task's functions see, in the task's precision, each answer of the task checked once where it arrives.
+
+Autocast covers the model alone. Its output is float32 again before a loss is summed: sums over a batch need more than 8 or 11 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import TaskError
+from lockstep.task import Precision, Task
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Forward:
+    """`forward(batch)` is the model's output; `forward.loss(output, batch)` the task's (sum of losses, weight)."""
+
+    def __init__(self, model: nn.Module, task: Task, precision: Precision, device: torch.device) -> None:
+        self.model = model
+        self._task = task
+        self._device = device
+        self._dtype = _AUTOCAST.get(precision)
+
+    def __call__(self, batch: Any) -> Any:
+        inputs = self._task.inputs(batch)
+        if not isinstance(inputs, (tuple, list)):
+            raise TaskError(
+                f"Task: inputs returned a {type(inputs).__name__}; it must return the model's arguments as a tuple, such as (x,)"
+            )
+        if self._dtype is None:
+            return self.model(*inputs)
+        with torch.autocast(self._device.type, self._dtype):
+            output = self.model(*inputs)
+        return as_float32(output)
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
+        found: Any = self._task.loss(output, batch)
+        if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[0], Tensor):
+            raise TaskError(
+                f"Task: loss returned {_shape(found)}; it must return (sum of the losses, weight), such as (F.cross_entropy(..., reduction='sum'), len(y))"
+            )
+        return found[0], found[1]
+
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        """The task's metrics and "loss", each (sum, weight)."""
+        found: Any = self._task.metrics(output, batch) if self._task.metrics else {}
+        good = isinstance(found, Mapping) and all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values())
+        if not good:
+            raise TaskError(f"Task: metrics returned {_shape(found)}; it must return a dict of name -> (sum, weight)")
+        if "loss" in found:
+            raise TaskError("Task: metrics returned a 'loss': that name is the evaluated loss, which is there without asking; rename yours")
+        return {**found, "loss": self.loss(output, batch)}
+
+
+def as_float32(output: Any) -> Any:
+    """Half-precision tensors in a tensor, tuple, list or dict made float32; anything else as it is."""
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in _AUTOCAST.values() else output
+    if type(output) in (tuple, list):
+        return type(output)(map(as_float32, output))
+    if type(output) is dict:
+        return {name: as_float32(value) for name, value in output.items()}
+    return output
+
+
+def grad_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """fp16 needs its small gradients scaled up; the others have float32's range."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+@contextmanager
+def matmul_precision(precision: Precision) -> Iterator[None]:
+    """tf32: float32 matrix products may round their factors to 10 bits within the block. The old setting comes back."""
+    before = torch.get_float32_matmul_precision()
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _shape(found: Any) -> str:
+    if isinstance(found, (tuple, list)):
+        return f"a {type(found).__name__} of {', '.join(type(part).__name__ for part in found) or 'nothing'}"
+    if isinstance(found, Mapping):
+        return f"a dict of {', '.join(f'{name!r}: {type(value).__name__}' for name, value in found.items())}"
+    return f"a {type(found).__name__}"

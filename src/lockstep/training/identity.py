@@ -1,0 +1,38 @@
+"""Which weights are these? One SHA-256 that two runs can compare, and that can be computed again from a checkpoint's file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import TaskError
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a model, by sorted name: what a checkpoint holds. The tensors are the model's own.
+
+    A tensor that has several names (tied weights) is there once, under the first of them; `safetensors.torch.load_model` fills in
+    the rest. Raises TaskError where a module keeps extra state that is not a tensor: it could not be stored without pickle.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(value, Tensor):
+            raise TaskError(
+                f"the model's {name} is a {type(value).__name__}: get_extra_state() must return a tensor, since checkpoints hold no pickled objects"
+            )
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[name] = value.detach()
+    return found
+
+
+def sha256(tensors: Mapping[str, Tensor]) -> str:
+    """64 hexadecimal digits over the tensors' raw bytes, in the order of their sorted names."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

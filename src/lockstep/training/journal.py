@@ -1,0 +1,100 @@
+"""Where a training's records go: metrics.jsonl and the screen on rank 0, the task's callbacks on the ranks that asked.
+
+The training loop reports what happened and knows none of these places.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from lockstep.data.windows import Window
+from lockstep.stepper import StepResult
+from lockstep.task import Record, Task
+from lockstep.training.metrics import MetricsFile
+from lockstep.training.progress import Progress, progress
+from lockstep.training.run_directory import RunDirectory
+from lockstep.world import World
+
+
+class Journal:
+    """One training's. `steps` and `epochs` are how long it is meant to be."""
+
+    def __init__(self, task: Task, world: World, run: RunDirectory | None, *, steps: int, epochs: int) -> None:
+        self._world, self._epochs = world, epochs
+        self._open = ExitStack()
+        self._file: MetricsFile | None = None
+        self._screen: Progress | None = None
+        if world.rank == 0:
+            self._file = self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
+            self._screen = progress(steps, epochs)
+            self._open.callback(self._screen.close)
+        calls = world.rank == 0 or task.callbacks_on == "all"
+        self._on_step = task.on_step if calls else None
+        self._on_evaluate = task.on_evaluate if calls else None
+        self._last: Mapping[str, Any] | None = None
+        self._clock, self._sent = time.perf_counter(), world.group.bytes_sent
+
+    def event(self, event: str, line: str | None = None, **facts: Any) -> None:
+        """Something that happened once. `line` is shown."""
+        self._write({"kind": "event", "event": event, **({"line": line} if line else {}), **facts})
+        if line:
+            self._say(line)
+
+    def step(self, window: Window, lr: float, result: StepResult) -> None:
+        """One optimizer step, taken with learning rate `lr`."""
+        now = time.perf_counter()
+        record = {
+            "kind": "step",
+            "step": window.step + 1,
+            "epoch": window.epoch + 1,
+            "loss": result.loss,
+            "weight": result.weight,
+            "samples_by_rank": list(result.samples_by_rank),
+            "lr": lr,
+            "samples_per_s": sum(result.samples_by_rank) / max(now - self._clock, 1e-9),
+            "bytes_sent": result.bytes_sent - self._sent,
+        }
+        self._clock, self._sent, self._last = now, result.bytes_sent, record
+        self._write(record)
+        if self._screen is not None:
+            self._screen.step(record)
+        if not result.applied:
+            self.event("step not applied", f"step {record['step']} was not applied: {result.reason}", step=record["step"])
+        _call(self._on_step, record)
+
+    def evaluated(self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
+        """One evaluation, after `step` steps, in or at the end of `epoch`, both counted from 1."""
+        record = {"kind": "evaluate", "step": step, "epoch": epoch, "metrics": dict(metrics), "seconds": seconds}
+        self._write(record)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        trained = f", training loss {self._last['loss']:.4f}, {self._last['samples_per_s']:,.0f} samples/s" if self._last else ""
+        self._say(f"epoch {epoch}/{self._epochs}, step {step}: {shown}{trained}")
+        _call(self._on_evaluate, record)
+        self._start_watch()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.close()
+
+    def _start_watch(self) -> None:
+        """What passes between here and the next step is that step's."""
+        self._clock, self._sent = time.perf_counter(), self._world.group.bytes_sent
+
+    def _write(self, record: Record) -> None:
+        if self._file is not None:
+            self._file.write(record)
+
+    def _say(self, line: str) -> None:
+        if self._screen is not None:
+            self._screen.say(line)
+
+
+def _call(callback: Callable[[Record], None] | None, record: Record) -> None:
+    if callback is not None:
+        callback(record)

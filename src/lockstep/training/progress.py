@@ -1,0 +1,102 @@
+"""What rank 0 shows while training goes on: a live bar on a terminal, plain lines anywhere else.
+
+All of it goes to stderr: stdout of `lockstep train` is its last line alone. The bar is redrawn by `step` itself, at most ten times
+a second, so that it needs no thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
+
+_REDRAW_SECONDS = 0.1
+_LINE_SECONDS = 10.0
+
+
+class Progress(Protocol):
+    """Shows one training."""
+
+    def say(self, line: str) -> None: ...
+    def step(self, record: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+def progress(steps: int, epochs: int) -> Progress:
+    """For a training of that many optimizer steps: a bar if stderr is a terminal, else lines."""
+    return Live(steps, epochs) if sys.stderr.isatty() else Plain(steps, epochs)
+
+
+class Plain:
+    """Lines, at most one every ten seconds besides what is said."""
+
+    def __init__(self, steps: int, epochs: int) -> None:
+        self._steps, self._epochs = steps, epochs
+        self._began = self._shown = time.monotonic()
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._shown >= _LINE_SECONDS:
+            self._shown = now
+            where = f"epoch {record['epoch']}/{self._epochs}, step {record['step']}/{self._steps}"
+            self.say(f"{where}: {describe(record, time_left(record['step'], self._steps, now - self._began))}")
+
+    def close(self) -> None:
+        pass
+
+
+class Live:
+    """One line that is redrawn; what is said stands above it."""
+
+    def __init__(self, steps: int, epochs: int) -> None:
+        self._steps, self._epochs = steps, epochs
+        self._console = Console(stderr=True)
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[state]}", markup=False))
+        self._bars = Bars(*columns, console=self._console, auto_refresh=False, transient=True)
+        self._bar = self._bars.add_task("starting", total=steps, state="")
+        self._began = time.monotonic()
+        self._drawn = 0.0
+        self._bars.start()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self._drawn < _REDRAW_SECONDS and record["step"] < self._steps:
+            return
+        self._drawn = now
+        state = describe(record, time_left(record["step"], self._steps, now - self._began))
+        self._bars.update(self._bar, completed=record["step"], description=f"epoch {record['epoch']}/{self._epochs}", state=state)
+        self._bars.refresh()
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+def describe(record: Mapping[str, Any], seconds: float) -> str:
+    """A step in a few words: "loss 0.1234, 5,210 samples/s, 12 s left"."""
+    return f"loss {record['loss']:.4f}, {record['samples_per_s']:,.0f} samples/s, {clock(seconds)} left"
+
+
+def time_left(done: int, steps: int, elapsed: float) -> float:
+    """Seconds, if the rest goes as what is done went."""
+    return (steps - done) * elapsed / done
+
+
+def clock(seconds: float) -> str:
+    """12 s, 3:05, 2:03:05."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

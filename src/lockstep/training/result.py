@@ -1,0 +1,88 @@
+"""What a training came to: an object for Python, a file for the run directory, and the one line that ends the command.
+
+No torch at the top: the launcher prints the line after the ranks have gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Returned by `lockstep.train` on every rank."""
+
+    task: str
+    model: nn.Module
+    """As it is after the last step, on this rank's device."""
+    metrics: dict[str, float]
+    """Of the last evaluation; empty without eval_data."""
+    best: dict[str, Any] | None
+    """metric, value and step of the best evaluation, if the task names a metric that decides."""
+    loss: float
+    """Of the last step's global batch, before its update."""
+    headline: tuple[str, float]
+    """The metric that the last line shows."""
+    epochs: int
+    """Completed."""
+    steps: int
+    """Optimizer steps."""
+    workers: int
+    """The world size."""
+    update: str
+    reduce: str
+    seconds: float
+    """Of training, evaluations included, without start and end."""
+    stopped_early: str | None
+    """Why training ended before its time, if it did."""
+    sha256: str
+    """Over the weights; see training/identity.py."""
+    run: Path | None
+    """The run directory."""
+    checkpoint: Path | None
+    """The newest checkpoint's folder."""
+
+    def as_json(self) -> dict[str, Any]:
+        """What result.json holds; paths relative to the run directory."""
+        name, value = self.headline
+        return {
+            "task": self.task,
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "workers": self.workers,
+            "update": self.update,
+            "reduce": self.reduce,
+            "headline": {"name": name, "value": value},
+            "metrics": self.metrics,
+            "best": self.best,
+            "loss": self.loss,
+            "seconds": self.seconds,
+            "stopped_early": self.stopped_early,
+            "sha256": self.sha256,
+            "checkpoint": None if self.checkpoint is None or self.run is None else str(self.checkpoint.relative_to(self.run)),
+        }
+
+
+def last_line(result: Mapping[str, Any]) -> str:
+    """The command's last line, from what result.json holds."""
+    counts = ", ".join(_count(result[f"{what}s"], what) for what in ("epoch", "step", "worker"))
+    headline = result["headline"]
+    metric = f"{headline['name']} {float(headline['value']):.4f}"
+    return f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights sha256 {result['sha256']}"
+
+
+def read(file: Path) -> dict[str, Any]:
+    """result.json as it was written."""
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,126 @@
+"""The folder of one run, and the lock that keeps a second run out of it.
+
+The lock is the kernel's (flock), held for as long as the owner lives: it cannot be left behind by a process that was killed.
+No torch here: the launcher claims the folder before any rank starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+from lockstep.errors import UsageError
+
+METRICS = "metrics.jsonl"
+RESULT = "result.json"
+_LOCK = "lock"
+_CHECKPOINTS = "checkpoints"
+
+
+class RunDirectory:
+    """A claimed folder: `path` and what lies in it. Made by `claim`, or by `of_launcher` in a rank whose launcher holds the claim."""
+
+    def __init__(self, path: Path, lock: int | None = None, *, made_here: bool = False) -> None:
+        self.path = path
+        self._lock = lock
+        self._made_here = made_here
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def result(self) -> Path:
+        return self.path / RESULT
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / _CHECKPOINTS
+
+    @classmethod
+    def claim(cls, path: Path | str | None, name: str) -> RunDirectory:
+        """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder.
+
+        Raises UsageError where it cannot be written, is used by another run (naming its pid and host), or holds a run already.
+        """
+        chosen = Path(path) if path is not None else _unused(name)
+        made_here = not chosen.exists()
+        with _sentences(chosen):
+            chosen.mkdir(parents=True, exist_ok=True)
+            lock = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _take(lock, chosen)
+            if (chosen / METRICS).exists() or (chosen / RESULT).exists():
+                raise UsageError(f"run directory {chosen} already holds a run: choose another --run, or remove it")
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(chosen, lock, made_here=made_here)
+
+    @classmethod
+    def of_launcher(cls, path: Path) -> RunDirectory:
+        """The same folder, in a rank: the launcher, which outlives it, holds the lock."""
+        return cls(path)
+
+    def release(self) -> None:
+        """Unlock. If it was made here and nothing was trained, it is removed: a mistake can be mended and tried again."""
+        if self._lock is None:
+            return
+        if self._made_here and all(map(_says_nothing, self.path.iterdir())):
+            shutil.rmtree(self.path)
+        os.close(self._lock)
+        self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+
+def _says_nothing(file: Path) -> bool:
+    return file.name in (_LOCK, "settings.json") or (file.suffix == ".log" and file.stat().st_size == 0)
+
+
+def _unused(name: str) -> Path:
+    base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 2
+    path = base
+    while path.exists():
+        path = base.with_name(f"{base.name}-{number}")
+        number += 1
+    return path
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"run directory {path} is in use by {_owner(lock)}: wait for it, or choose another --run") from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+
+def _owner(lock: int) -> str:
+    with suppress(ValueError, KeyError):
+        owner = json.loads(os.pread(lock, 4096, 0))
+        return f"process {owner['pid']} on {owner['host']}"
+    return "another process"  # it has locked the file and not yet written its name
+
+
+@contextmanager
+def _sentences(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"run directory {path} cannot be made: it, or a folder above it, is a file; choose another --run") from None
+    except OSError as error:
+        raise UsageError(f"run directory {path} cannot be written ({error.strerror}): choose another --run") from None

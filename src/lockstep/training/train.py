@@ -1,0 +1,298 @@
+"""`lockstep.train`: the loop that every task goes through, on one rank or many.
+
+The loop is the one that a user would write with Loader and Stepper (README); around it stand evaluation, records and checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep import randomness
+from lockstep.data.loader import Loader
+from lockstep.data.windows import Window
+from lockstep.errors import PeerFailed, TaskError, UsageError
+from lockstep.settings import Device, Reduce, Settings
+from lockstep.stepper import Stepper, StepResult
+from lockstep.task import Precision, Task
+from lockstep.training.evaluate import Evaluation
+from lockstep.training.forward import Forward, grad_scaler, matmul_precision
+from lockstep.training.identity import sha256, weights
+from lockstep.training.journal import Journal
+from lockstep.training.keep import Keeper
+from lockstep.training.metrics import finite
+from lockstep.training.result import Result
+from lockstep.training.run_directory import RunDirectory
+from lockstep.training.watch import Watch
+from lockstep.world import World, init
+
+_BACKEND: dict[Device, str | None] = {"auto": None, "cpu": "gloo", "cuda": "nccl"}
+
+
+def train(
+    task: Task,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    run: Path | str | RunDirectory | None = None,
+    device: Device = "auto",
+    precision: Precision | None = None,
+    compile: bool | None = None,
+    reduce: Reduce = "native",
+    loader_workers: int = 0,
+    world: World | None = None,
+) -> Result:
+    """Train a task: all ranks of the open world call this, or it opens a world of its own and closes it again.
+
+    Args:
+        epochs, steps: when to end; default: the task's epochs. `steps` (optimizer steps) may end inside an epoch.
+        run: a folder for settings, metrics, checkpoints and result; None writes nothing.
+        device, precision, compile: None or "auto" follows the hardware and the task.
+        reduce: how gradients are summed.
+        loader_workers: processes of each rank that load data.
+
+    It evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on stderr.
+
+    Returns:
+        The result, with the trained model, on every rank.
+
+    Raises:
+        UsageError: values that cannot work, or a run directory that is in use, not writable, or holds a run already.
+        TaskError: one of the task's functions returned something that cannot be used.
+    """
+    if not isinstance(task, Task):
+        raise TaskError(f"train() was given a {type(task).__name__}; it takes a lockstep.Task")
+    with _world(world, device) as found:
+        settings = Settings(
+            task=task.name or "task",
+            workers=found.size,
+            epochs=epochs,
+            steps=steps,
+            device=device,
+            precision=precision,
+            compile=compile,
+            reduce=reduce,
+            loader_workers=loader_workers,
+        )
+        with _run_directory(run, settings, found) as directory:
+            return _Training(task, settings, found, directory).run()
+
+
+class _Training:
+    """One training, being done."""
+
+    def __init__(self, task: Task, settings: Settings, world: World, run: RunDirectory | None) -> None:
+        self.task, self.settings, self.world, self.directory = task, settings, world, run
+        self.loader = Loader(
+            task.train_data,
+            global_batch=task.global_batch,
+            micro_batch=task.micro_batch,
+            seed=task.seed,
+            num_workers=settings.loader_workers,
+            collate_fn=task.collate,
+            device=world.device,
+            rank=world.rank,
+            size=world.size,
+        )
+        self.length = Length.of(task, settings, len(self.loader))
+        self.precision: Precision = settings.precision or task.precision
+        randomness.shared(task.seed)
+        self.model = _model(task).to(world.device)
+        if task.compile if settings.compile is None else settings.compile:
+            self.model.compile()  # in place: the weights keep their names
+        self.optimizer = _optimizer(task, self.model)
+        self.scheduler = _scheduler(task, self.optimizer, self.length)
+        self.stepper = Stepper(
+            self.model,
+            self.optimizer,
+            clip=task.clip,
+            scaler=grad_scaler(self.precision, world.device),
+            scheduler=self.scheduler if task.scheduler_per == "step" else None,
+            seed=task.seed,
+            reduce=settings.reduce,
+            world=world,
+        )
+        self.forward = Forward(self.model, task, self.precision, world.device)
+        self.evaluation: Evaluation | None = None
+        if task.eval_data is not None:
+            self.evaluation = Evaluation(task, self.forward, world, loader_workers=settings.loader_workers)
+        self.keeper = Keeper(self.model, run, writes=world.rank == 0)
+        self.best = Watch(task.best, task.best_mode) if task.best and task.best_mode else None
+        self.patience = Watch(task.early_stopping.metric, task.early_stopping.mode) if task.early_stopping else None
+        self.epochs_done = 0
+        self.metrics: dict[str, float] = {}
+        self.last: StepResult | None = None
+        self.stopped_early: str | None = None
+
+    def run(self) -> Result:
+        lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
+        with Journal(self.task, self.world, self.directory, **lengths) as journal, matmul_precision(self.precision):
+            journal.event("start", self.loader.describe(), workers=self.world.size, **lengths)
+            began = time.perf_counter()
+            self._epochs(journal)
+            seconds = time.perf_counter() - began
+            if self.stopped_early:
+                journal.event("early stop", f"stopped early: {self.stopped_early}", step=self.stepper.steps)
+            journal.event("end", step=self.stepper.steps, seconds=seconds)
+        return self._result(seconds)
+
+    def _epochs(self, journal: Journal) -> None:
+        for epoch in self.loader.epochs(self.length.epochs):
+            for window in epoch:
+                self._step(window, journal)
+                if self.stepper.steps == self.length.steps:
+                    break
+            self.epochs_done = self.stepper.steps // len(epoch)
+            if self.task.scheduler_per == "epoch" and self.scheduler is not None:
+                self.scheduler.step()
+            self._evaluate(journal, epoch.number + 1)
+            if self.stopped_early:
+                break
+
+    def _step(self, window: Window, journal: Journal) -> None:
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        for batch in self.stepper.micro_batches(window):
+            loss, weight = self.forward.loss(self.forward(batch), batch)
+            self.stepper.backward(loss, weight)
+        self.last = self.stepper.step()
+        journal.step(window, lr, self.last)
+
+    def _evaluate(self, journal: Journal, epoch: int) -> None:
+        if self.evaluation is None:
+            return
+        began = time.perf_counter()
+        self.metrics = self.evaluation()
+        steps = self.stepper.steps
+        if self.best is not None and self.best.better(self.metrics, steps):
+            self.keeper.best(self.best, steps, self._state())
+        journal.evaluated(steps, epoch, self.metrics, time.perf_counter() - began)
+        stopping = self.task.early_stopping
+        if self.patience is not None and stopping is not None:
+            better = self.patience.better(self.metrics, steps)
+            if not better and self.patience.waited >= stopping.patience:
+                value = f"{stopping.metric} has not been better than {self.patience.value:.4f} (step {self.patience.step})"
+                self.stopped_early = f"{value} for {stopping.patience} evaluations"
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint says beside the weights."""
+        return {"task": self.task.name, "seed": self.task.seed, "epochs": self.epochs_done, "metrics": finite(self.metrics)}
+
+    def _result(self, seconds: float) -> Result:
+        assert self.last is not None, "there is at least one step"
+        result = Result(
+            task=self.task.name or "task",
+            model=self.model,
+            metrics=self.metrics,
+            best=self.best.as_json() if self.best else None,
+            loss=self.last.loss,
+            headline=self._headline(),
+            epochs=self.epochs_done,
+            steps=self.stepper.steps,
+            workers=self.world.size,
+            update=self.stepper.update.name,
+            reduce=self.stepper.reducer.reduction.name,
+            seconds=seconds,
+            stopped_early=self.stopped_early,
+            sha256=sha256(weights(self.model)),
+            run=self.directory.path if self.directory else None,
+            checkpoint=self.keeper.newest(self.stepper.steps, self._state()),
+        )
+        if self.directory is not None and self.world.rank == 0:
+            self.directory.result.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
+        return result
+
+    def _headline(self) -> tuple[str, float]:
+        """The metric that decides, else the task's first, else the loss."""
+        assert self.last is not None
+        watched = self.best or self.patience
+        names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
+        name = watched.metric if watched else next(iter(names), "loss")
+        return name, self.metrics.get(name, self.last.loss)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a training is meant to be."""
+
+    epochs: int
+    steps: int
+
+    @classmethod
+    def of(cls, task: Task, settings: Settings, steps_per_epoch: int) -> Length:
+        """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch that is begun counts as one."""
+        if settings.steps is not None:
+            return cls(math.ceil(settings.steps / steps_per_epoch), settings.steps)
+        epochs = settings.epochs or task.epochs
+        return cls(epochs, epochs * steps_per_epoch)
+
+
+def _model(task: Task) -> nn.Module:
+    model: Any = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Task: model returned a {type(model).__name__}; it must return a torch.nn.Module")
+    return model
+
+
+def _optimizer(task: Task, model: nn.Module) -> Optimizer:
+    optimizer: Any = task.optimizer(model)
+    if not isinstance(optimizer, Optimizer):
+        raise TaskError(f"Task: optimizer returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+    return optimizer
+
+
+def _scheduler(task: Task, optimizer: Optimizer, length: Length) -> LRScheduler | None:
+    if task.scheduler is None:
+        return None
+    scheduler: Any = task.scheduler(optimizer, length.steps if task.scheduler_per == "step" else length.epochs)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise TaskError(
+            f"Task: scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler that steps without a metric"
+        )
+    return scheduler
+
+
+@contextmanager
+def _world(world: World | None, device: Device) -> Iterator[World]:
+    """The one that is given, else the open one, else one for this training."""
+    if device not in get_args(Device):
+        raise UsageError(f"device={device!r} is unknown: choose one of {', '.join(get_args(Device))}")
+    if world is None and not dist.is_initialized():
+        with init(backend=_BACKEND[device]) as own:
+            yield own
+        return
+    world = world or World.current()
+    if device not in ("auto", world.device.type):
+        raise UsageError(
+            f"device={device!r}, but the open world's is {world.device.type!r}: leave device out, or open it with another backend"
+        )
+    yield world
+
+
+@contextmanager
+def _run_directory(run: Path | str | RunDirectory | None, settings: Settings, world: World) -> Iterator[RunDirectory | None]:
+    """The run's folder on all ranks. A path is claimed by rank 0, whose failure all ranks must hear of."""
+    if run is None or isinstance(run, RunDirectory):
+        yield run
+        return
+    claimed, failure = None, None
+    if world.rank == 0:
+        try:
+            claimed = RunDirectory.claim(run, settings.task)
+            settings.write(claimed.path)
+        except (UsageError, OSError) as error:
+            failure = error
+    if world.agree(failure is not None):
+        raise failure or PeerFailed(f"rank 0 could not use the run directory {run}")
+    with claimed or RunDirectory.of_launcher(Path(run)) as directory:
+        yield directory

@@ -1,0 +1,31 @@
+"""`python -m lockstep.training.worker RUN`: one rank of `lockstep train`. What to do stands in the run directory's settings.json."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lockstep.settings import Settings
+from lockstep.training.resolve import resolve
+from lockstep.training.run_directory import RunDirectory
+from lockstep.training.train import train
+
+
+def main(directory: Path) -> None:
+    """Train as `directory`/settings.json says. The task is loaded before the ranks meet: a mistake in it needs no meeting."""
+    settings = Settings.read(directory)
+    train(
+        resolve(settings.task, settings.overrides),
+        run=RunDirectory.of_launcher(directory),
+        epochs=settings.epochs,
+        steps=settings.steps,
+        device=settings.device,
+        precision=settings.precision,
+        compile=settings.compile,
+        reduce=settings.reduce,
+        loader_workers=settings.loader_workers,
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,116 @@
+"""Data sets for the loader's tests, at the top of a module so that any process can import them."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+
+def draws() -> Tensor:
+    """One number from each of the three libraries."""
+    return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is the number i."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Augmented(Numbers):
+    """Sample i is (i, what the three libraries draw while it is fetched)."""
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, draws()
+
+
+class AtOnce(Augmented):
+    """Fetches a list of samples in one call, and no single one."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[int, Tensor]]:
+        return [(index, draws()) for index in indices]
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        raise AssertionError("a single sample was asked for")
+
+
+class Broken(Numbers):
+    """Raises for one sample."""
+
+    def __init__(self, samples: int, bad: int) -> None:
+        super().__init__(samples)
+        self.bad = bad
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.bad:
+            raise KeyError("the user's own error")
+        return index
+
+
+class Counted(Numbers):
+    """Keeps what was fetched; for loading in this process."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.fetched: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched.append(index)
+        return index
+
+
+class WorkerPids(Numbers):
+    """Sample i is the pid of who fetched it."""
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid() if get_worker_info() is not None else 0
+
+
+class Sleeping(Numbers):
+    """Says in a file which process fetches, and never finishes."""
+
+    def __init__(self, samples: int, file: Path) -> None:
+        super().__init__(samples)
+        self.file = file
+
+    def __getitem__(self, index: int) -> Any:
+        part = self.file.with_suffix(f".{os.getpid()}")
+        part.write_text(str(os.getpid()))
+        part.rename(self.file)
+        time.sleep(600)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def with_draws(samples: list[Any]) -> tuple[list[Any], Tensor]:
+    """A collate function that draws, as those that mask tokens or mix images do."""
+    return samples, draws()
+
+
+def as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+Collate = Callable[[list[Any]], Any]

@@ -1,0 +1,88 @@
+"""What is random in a data set belongs to (seed, epoch, index): not to a process, an order or a neighbour."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, as_list, with_draws
+from torch.utils.data import StackDataset, Subset
+
+from lockstep import randomness
+from lockstep.data.keyed import KeyedDataset, fetches_at_once
+
+
+def drawn(dataset: KeyedDataset, *keys: tuple[int, int]) -> list[tuple[float, ...]]:
+    return [tuple(values.tolist()) for _, values in dataset.__getitems__(keys)]
+
+
+def test_a_samples_draws_do_not_depend_on_its_neighbours() -> None:
+    dataset = KeyedDataset(Augmented(9), 3, as_list)
+    together = drawn(dataset, (0, 4), (0, 5), (0, 6))
+    assert drawn(dataset, (0, 6), (0, 5)) == [together[2], together[1]]
+    assert drawn(dataset, (0, 4)) == together[:1]
+
+
+def test_samples_epochs_and_seeds_draw_differently_from_every_library() -> None:
+    rows = [drawn(KeyedDataset(Augmented(9), seed, as_list), (epoch, index))[0] for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)]
+    for library in range(3):
+        assert len({row[library] for row in rows}) == 8
+
+
+def test_the_process_keeps_its_random_states() -> None:
+    with randomness.preserved():
+        randomness.shared(9)
+        expected = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+        randomness.shared(9)
+        KeyedDataset(Augmented(9), 0, with_draws).__getitems__([(0, 1), (0, 2)])
+        with pytest.raises(KeyError):
+            KeyedDataset(Broken(9, bad=2), 0, with_draws).__getitems__([(0, 2)])
+        assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()) == expected
+
+
+def test_a_collate_function_draws_from_the_batchs_own_stream() -> None:
+    dataset = KeyedDataset(Numbers(9), 0, with_draws)
+    first = dataset.__getitems__([(0, 1), (0, 2)])[1]
+    assert torch.equal(dataset.__getitems__([(0, 1), (0, 2)])[1], first)
+    others = [dataset.__getitems__([key, (0, 3)])[1] for key in ((0, 2), (1, 1))]
+    others += [KeyedDataset(Numbers(9), 1, with_draws).__getitems__([(0, 1), (0, 2)])[1]]
+    others += [KeyedDataset(Augmented(9), 0, as_list).__getitems__([(0, 1)])[0][1]]  # nor is it the sample's stream
+    assert all((first != other).all() for other in others)
+
+
+def test_torchs_collate_is_the_default() -> None:
+    assert torch.equal(KeyedDataset(Numbers(9), 0, None).__getitems__([(0, 4), (0, 1)]), torch.tensor([4, 1]))
+
+
+def test_a_data_set_that_fetches_at_once_is_asked_once() -> None:
+    dataset = KeyedDataset(AtOnce(9), 0, as_list)
+    batch = dataset.__getitems__([(2, 4), (2, 1)])
+    assert [index for index, _ in batch] == [4, 1]
+    assert drawn(dataset, (2, 4), (2, 1)) == [tuple(values.tolist()) for _, values in batch]
+    assert drawn(dataset, (3, 4), (3, 1)) != drawn(dataset, (2, 4), (2, 1))
+
+
+def test_torchs_wrappers_are_looked_through() -> None:
+    plain, at_once = Augmented(9), AtOnce(9)
+    assert not fetches_at_once(plain)
+    assert not fetches_at_once(Subset(Subset(plain, [1, 2]), [0]))
+    assert not fetches_at_once(StackDataset(plain, plain))
+    assert not fetches_at_once(StackDataset(x=plain))
+    assert fetches_at_once(at_once)
+    assert fetches_at_once(Subset(at_once, [1, 2]))
+    assert fetches_at_once(StackDataset(plain, at_once))
+
+
+def test_a_subset_keeps_its_samples_streams_apart() -> None:
+    dataset = KeyedDataset(Subset(Augmented(9), [3, 5, 7]), 0, as_list)
+    batch = dataset.__getitems__([(0, 2), (0, 1)])
+    assert [index for index, _ in batch] == [7, 5]
+    assert drawn(dataset, (0, 2), (0, 1))[1] == drawn(dataset, (0, 1))[0]
+
+
+def test_an_error_says_which_sample_it_was() -> None:
+    with pytest.raises(KeyError, match="the user's own error") as caught:
+        KeyedDataset(Broken(9, bad=5), 0, None).__getitems__([(2, 4), (2, 5)])
+    assert caught.value.__notes__ == ["This was sample 5 of Broken, in epoch 2."]

@@ -1,0 +1,338 @@
+"""The Loader: the same micro-batches whatever the world size and the number of loader workers, none padded, lost or repeated."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tests.data.datasets import AtOnce, Augmented, Broken, Counted, Numbers, Stream, WorkerPids, as_list, with_draws
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.data.loader import Epoch, Loader
+from lockstep.errors import LockstepError, UsageError
+from lockstep.testing import run_ranks
+
+
+def loader(dataset: Any, *, rank: int = 0, size: int = 1, **options: Any) -> Loader:
+    defaults = {"global_batch": 8, "micro_batch": 2, "device": "cpu"}
+    if "batch_per_rank" in options:
+        del defaults["global_batch"], defaults["micro_batch"]
+    return Loader(dataset, rank=rank, size=size, **(defaults | options))
+
+
+def as_data(batch: Any) -> Any:
+    """Tensors as tuples, so that batches can be compared."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return [as_data(item) for item in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def by_slot(size: int, dataset: Any, epochs: int = 2, **options: Any) -> dict[tuple[int, int, int], Any]:
+    """(epoch, step, slot) -> the batch, over all ranks."""
+    found: dict[tuple[int, int, int], Any] = {}
+    for rank in range(size):
+        for epoch in loader(dataset, rank=rank, size=size, **options).epochs(epochs):
+            for window in epoch:
+                for slot, positions, batch in zip(window.slots, window.positions, window, strict=True):
+                    assert (window.epoch, slot in window.cut.share(rank, size)) == (epoch.number, True)
+                    assert positions == window.cut.positions(slot)
+                    assert (epoch.number, window.step, slot) not in found
+                    found[epoch.number, window.step, slot] = as_data(batch)
+    return found
+
+
+@pytest.mark.parametrize("dataset", [Augmented(21), AtOnce(21)], ids=["samples", "at once"])
+@pytest.mark.parametrize("collate", [None, with_draws], ids=["collate", "random collate"])
+def test_world_size_and_workers_change_no_batch(dataset: Any, collate: Any) -> None:
+    expected = by_slot(1, dataset, collate_fn=collate)
+    assert len(expected) == 2 * (4 + 4 + 3)  # steps of 8, 8 and 5 samples
+    for size, workers in [*product((2, 3, 4, 5), (0,)), (1, 1), (1, 2), (2, 2)]:
+        assert by_slot(size, dataset, collate_fn=collate, num_workers=workers) == expected, (size, workers)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_holds_every_sample_once_in_its_own_order(shuffle: bool) -> None:
+    found = by_slot(3, Numbers(21), shuffle=shuffle)
+    epochs = [[index for key in sorted(found) if key[0] == epoch for index in found[key]] for epoch in (0, 1)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(21))] * 2
+    assert (epochs[0] == list(range(21)), epochs[0] == epochs[1]) == ((False, False) if shuffle else (True, True))
+
+
+def test_a_window_carries_the_samples_that_its_positions_name() -> None:
+    ours = loader(Numbers(21), rank=1, size=2, seed=4)
+    for window in next(ours.epochs(3, start=2)):
+        for positions, batch in zip(window.positions, window, strict=True):
+            assert batch.tolist() == [int(ours.order.at(2, torch.tensor([place]).numpy())[0]) for place in positions]
+
+
+def test_the_ragged_tail_keeps_its_size_and_steps_count_on() -> None:
+    steps = [(window.step, [len(batch) for batch in window]) for epoch in loader(Numbers(11)).epochs(2) for window in epoch]
+    assert steps == [(0, [2, 2, 2, 2]), (1, [2, 1]), (2, [2, 2, 2, 2]), (3, [2, 1])]
+
+
+def test_drop_last_leaves_the_short_step_out() -> None:
+    ours = loader(Numbers(11), drop_last=True)
+    assert [[len(batch) for batch in window] for window in next(ours.epochs(1))] == [[2, 2, 2, 2]]
+    assert len(ours) == len(next(ours.epochs(1))) == 1
+
+
+def test_all_ranks_have_equally_many_windows_also_idle_ones() -> None:
+    ranks = [loader(Numbers(10), rank=rank, size=6, global_batch=8) for rank in range(6)]
+    assert [[len(window) for window in next(each.epochs(1))] for each in ranks] == [[1, 1], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
+    assert {len(each) for each in ranks} == {2}
+
+
+def test_epochs_begin_where_asked() -> None:
+    ours = loader(Numbers(8))
+    assert [epoch.number for epoch in ours.epochs(3)] == [0, 1, 2]
+    assert [epoch.number for epoch in ours.epochs(5, start=3)] == [3, 4]
+    assert list(ours.epochs(2, start=2)) == []
+    assert [window.step for epoch in ours.epochs(5, start=3) for window in epoch] == [3, 4]
+    assert repr(next(ours.epochs(1))) == "Epoch(0, 1 steps)"
+
+
+# -- what a batch may be -------------------------------------------------------------------------------------------------------------------
+
+
+def test_cpu_batches_are_not_copied() -> None:
+    made: list[Any] = []
+
+    def collate(samples: list[Any]) -> Any:
+        made.append({"x": (torch.tensor(samples), "text")})
+        return made[-1]
+
+    batches = [batch for window in next(loader(Numbers(8), collate_fn=collate).epochs(1)) for batch in window]
+    assert all(batch is original for batch, original in zip(batches, made, strict=True))
+
+
+def test_batches_arrive_on_the_device() -> None:
+    dataset = TensorDataset(torch.arange(8), torch.arange(8.0))
+    window = next(iter(next(loader(dataset, device="meta").epochs(1))))
+    assert {tensor.device.type for batch in window for tensor in batch} == {"meta"}
+
+
+def test_nothing_is_pinned_without_a_gpu() -> None:
+    ours = loader(Numbers(8))
+    assert ours.device == torch.device("cpu")
+    assert not ours._loader.pin_memory
+    assert Loader(Numbers(8), global_batch=8).device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert loader(Numbers(8), device="cuda:0")._loader.pin_memory
+    assert not loader(Numbers(8), device="cuda:0", pin_memory=False)._loader.pin_memory
+
+
+def test_the_callers_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        for epoch in loader(Augmented(9), num_workers=workers).epochs(2):
+            for window in epoch:
+                list(window)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- walking it otherwise than in order ----------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_fetched_when_they_are_walked_and_once() -> None:
+    dataset = Counted(8)
+    window = next(iter(next(loader(dataset, shuffle=False).epochs(1))))
+    assert dataset.fetched == []
+    assert window[0].tolist() == [0, 1]
+    assert dataset.fetched == [0, 1]
+    assert as_data(list(window)) == as_data(list(window)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert dataset.fetched == list(range(8))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_window_left_half_way_moves_nothing(workers: int) -> None:
+    expected = by_slot(1, Augmented(21), num_workers=workers)
+    for epoch in loader(Augmented(21), num_workers=workers).epochs(2):
+        for number, window in enumerate(epoch):
+            for place, batch in enumerate(window):
+                assert as_data(batch) == expected[epoch.number, window.step, window.slots[place]]
+                if place == number:
+                    break
+
+
+def test_windows_can_be_kept_and_walked_later() -> None:
+    expected = by_slot(1, Numbers(21), epochs=1)
+    windows = list(next(loader(Numbers(21)).epochs(1)))
+    found = {(0, window.step, slot): as_data(batch) for window in windows for slot, batch in zip(window.slots, window, strict=True)}
+    assert found == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_left_half_way_does_not_disturb_the_next(workers: int) -> None:
+    expected = by_slot(1, Augmented(21))
+    ours = loader(Augmented(21), num_workers=workers)
+    for _ in range(2):
+        for window in Epoch(ours, 0):
+            assert as_data(window[0]) == expected[0, window.step, 0]
+            break
+    for window in Epoch(ours, 1):
+        assert as_data(list(window)) == [expected[1, window.step, slot] for slot in window.slots]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_later_walk_ends_an_earlier_one(workers: int) -> None:
+    ours = loader(Numbers(16), num_workers=workers, shuffle=False)
+    earlier = iter(Epoch(ours, 0))
+    old = next(earlier)
+    assert as_data(old[0]) == [0, 1]
+    new = next(iter(Epoch(ours, 1)))
+    with pytest.raises(LockstepError, match="a window of epoch 0 has batches that were not fetched before another walk"):
+        list(old)
+    assert as_data(old[0]) == [0, 1]
+    assert as_data(list(new)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_last_window_of_a_closed_epoch_can_still_be_walked() -> None:
+    window = next(iter(next(loader(Numbers(16), shuffle=False, num_workers=1).epochs(1))))
+    assert as_data(list(window)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+# -- workers -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_stay_from_epoch_to_epoch_and_go_with_the_loader() -> None:
+    ours = loader(WorkerPids(32), num_workers=2)
+    pids = [{pid for window in epoch for batch in window for pid in batch.tolist()} for epoch in ours.epochs(3)]
+    assert pids[0] == pids[1] == pids[2]
+    assert len(pids[0]) == 2
+    assert 0 not in pids[0]
+    del ours
+    gc.collect()
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids[0])
+
+
+def test_a_rank_that_never_has_samples_starts_no_workers() -> None:
+    for samples, rank in ((32, 4), (2, 1)):  # no slot; a slot that the only, short step leaves empty
+        ours = loader(Numbers(samples), rank=rank, size=5, num_workers=2)
+        before = set(psutil.Process().children())
+        assert sum(map(len, next(ours.epochs(1)))) == 0
+        assert set(psutil.Process().children()) == before
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_sample_shows_the_users_own_error(workers: int) -> None:
+    ours = loader(Broken(16, bad=5), num_workers=workers, shuffle=False)
+    epoch = iter(next(ours.epochs(1)))
+    window = next(epoch)
+    assert as_data(window[1]) == [2, 3]
+    with pytest.raises(KeyError) as caught:
+        window[2]
+    text = str(caught.value) if workers else f"{caught.traceback[-1].statement} {caught.value} {caught.value.__notes__}"
+    for part in ("raise KeyError(", "the user's own error", "sample 5 of Broken, in epoch 0"):
+        assert part in text
+    with pytest.raises(LockstepError, match="a sample of this epoch could not be fetched"):
+        window[2]  # and not slot 3's samples
+    with pytest.raises(LockstepError, match="a sample of this epoch could not be fetched"):
+        next(epoch)
+    assert as_data(next(iter(Epoch(ours, 1)))[0]) == [0, 1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel cannot be asked to do it")
+def test_workers_die_with_their_rank_even_while_they_fetch(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    script = textwrap.dedent(f"""
+        from pathlib import Path
+        from lockstep import Loader
+        from tests.data.datasets import Sleeping
+        list(next(iter(next(Loader(Sleeping(4, Path({str(file)!r})), global_batch=4, num_workers=1).epochs(1)))))
+    """)
+    rank = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
+    try:
+        until(file.exists)
+        worker = psutil.Process(int(file.read_text()))
+        assert worker.ppid() == rank.pid
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.wait()
+        until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=4)
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def until(happened: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+# -- sizes and places ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_follow_the_world_size_say_so() -> None:
+    free = loader(Numbers(100), size=4)
+    assert (free.depends_on_world_size, free.describe()) == (False, "global batch 8 = 4 micro-batches x 2; 4 ranks x 1")
+    one_each = loader(Numbers(100), size=3, micro_batch=None)
+    assert one_each.depends_on_world_size
+    assert one_each.describe() == "global batch 8 = 3 micro-batches x 3, the last 2; 3 ranks x 1 (this recipe depends on the world size)"
+    weak = loader(Numbers(100), size=3, batch_per_rank=8)
+    assert (weak.depends_on_world_size, weak.plan.global_batch, weak.plan.micro_batch, weak.plan.slots) == (True, 24, 8, 3)
+    cut = loader(Numbers(100), size=3, batch_per_rank=8, micro_batch=4)
+    assert [cut.plan.cut(0).samples_of(rank, 3) for rank in range(3)] == [8, 8, 8]
+    assert (cut.plan.micro_batch, cut.plan.slots) == (4, 6)
+
+
+def test_more_ranks_than_samples_of_a_step() -> None:
+    few = loader(Numbers(100), rank=7, size=9, global_batch=4, micro_batch=None)
+    assert few.describe().startswith("global batch 4 = 4 micro-batches x 1; 9 ranks: 4 x 1, 5 idle")
+    assert [list(window) for window in next(few.epochs(1))] == [[]] * 25
+
+
+def by_default(world: lockstep.World) -> tuple[int, int, list[Any]]:
+    ours = Loader(Numbers(8), global_batch=8, micro_batch=2, shuffle=False, num_workers=1)
+    return ours.rank, ours.size, [as_data(batch) for window in next(ours.epochs(1)) for batch in window]
+
+
+def test_ranks_come_from_the_process_group() -> None:
+    assert run_ranks(by_default, 2) == [(0, 2, [[0, 1], [2, 3]]), (1, 2, [[4, 5], [6, 7]])]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": []}, "the dataset is empty"),
+        ({"dataset": Stream()}, "Stream is iterable-style: a Loader needs a map-style dataset"),
+        ({"dataset": iter([1])}, "list_iterator is iterable-style"),
+        ({"global_batch": None}, "global_batch=None and batch_per_rank=None: give exactly one"),
+        ({"batch_per_rank": 4, "global_batch": 8}, "global_batch=8 and batch_per_rank=4: give exactly one"),
+        ({"micro_batch": 9}, "micro_batch=9 is larger than global_batch=8"),
+        ({"micro_batch": 0}, "micro_batch=0 is too small"),
+        ({"micro_batch": 2.5}, r"micro_batch=2\.5 is not a whole number"),
+        ({"global_batch": 0}, "global_batch=0 is too small"),
+        ({"global_batch": "8", "micro_batch": None}, "global_batch='8' is not a whole number"),
+        ({"batch_per_rank": 0}, "batch_per_rank=0 is too small"),
+        ({"batch_per_rank": 8, "micro_batch": 3}, "batch_per_rank=8 is not a multiple of micro_batch=3"),
+        ({"batch_per_rank": 2, "micro_batch": 4}, "batch_per_rank=2 is not a multiple of micro_batch=4"),
+        ({"num_workers": -1}, "num_workers=-1 is too small: give at least 0"),
+        ({"num_workers": 1.5}, r"num_workers=1\.5 is not a whole number"),
+        ({"seed": 0.5}, r"seed=0\.5 is not a whole number"),
+        ({"rank": 2, "size": 2}, "rank=2 and size=2"),
+        ({"rank": 0, "size": None}, "rank=0 and size=None: give both or neither"),
+        ({"drop_last": True, "global_batch": 64}, "drops the only step"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    dataset = options.pop("dataset", Numbers(10))
+    with pytest.raises(UsageError, match=message):
+        loader(dataset, **options)
+
+
+def test_epochs_that_do_not_exist_are_named() -> None:
+    for arguments, message in (((-1,), "count=-1"), ((3, -1), "start=-1"), ((2.5,), "count=2.5")):
+        with pytest.raises(UsageError, match=message):
+            loader(Numbers(8)).epochs(*arguments)

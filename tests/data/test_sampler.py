@@ -1,0 +1,116 @@
+"""torch's DistributedSampler, index for index; blocks; data sets shorter than the padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DistributedSampler as TorchSampler
+
+import lockstep
+from lockstep.data.sampler import DistributedSampler
+from lockstep.errors import UsageError
+from lockstep.testing import run_ranks
+
+
+def data(samples: int) -> Any:
+    return range(samples)
+
+
+def ranks_of(samples: int, size: int, **options: Any) -> list[list[int]]:
+    return [list(DistributedSampler(data(samples), size, rank, **options)) for rank in range(size)]
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 2**40), st.integers(0, 5), st.data())
+def test_interleaved_is_torchs(samples: int, size: int, shuffle: bool, drop_last: bool, seed: int, epoch: int, draw: st.DataObject) -> None:
+    rank = draw.draw(st.integers(0, size - 1))
+    ours = DistributedSampler(data(samples), size, rank, shuffle, seed, drop_last)
+    torchs = TorchSampler(data(samples), size, rank, shuffle, seed, drop_last)
+    ours.set_epoch(epoch)
+    torchs.set_epoch(epoch)
+    assert list(ours) == list(torchs)
+    assert len(ours) == len(torchs)
+    assert (ours.num_samples, ours.total_size) == (torchs.num_samples, torchs.total_size)
+
+
+def test_ten_samples_on_four_ranks() -> None:
+    assert ranks_of(10, 4, shuffle=False) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
+    assert ranks_of(10, 4, shuffle=False, split="blocks") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
+    assert ranks_of(10, 4, shuffle=False, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert ranks_of(10, 4, shuffle=False, drop_last=True, split="blocks") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("split", ["interleaved", "blocks"])
+def test_a_data_set_shorter_than_the_padding_is_repeated(split: str) -> None:
+    assert ranks_of(1, 4, shuffle=False, split=split) == [[0], [0], [0], [0]]
+    assert [len(part) for part in ranks_of(3, 8, split=split)] == [1] * 8
+    assert ranks_of(3, 8, shuffle=False, split=split) == [[0], [1], [2], [0], [1], [2], [0], [1]]
+    assert ranks_of(3, 8, drop_last=True, split=split) == [[]] * 8
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.integers(0, 3))
+def test_blocks_are_the_same_order_cut_otherwise(samples: int, size: int, drop_last: bool, epoch: int) -> None:
+    def flat(split: str) -> list[int]:
+        parts = []
+        for rank in range(size):
+            sampler = DistributedSampler(data(samples), size, rank, True, 5, drop_last, split)  # type: ignore[arg-type]
+            sampler.set_epoch(epoch)
+            parts.append(list(sampler))
+        if split == "interleaved":
+            return [index for row in zip(*parts, strict=True) for index in row]
+        return [index for part in parts for index in part]
+
+    assert flat("blocks") == flat("interleaved")
+
+
+def test_only_set_epoch_changes_the_order() -> None:
+    sampler = DistributedSampler(data(100), 2, 0)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+def test_the_callers_random_state_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    list(DistributedSampler(data(100), 2, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dataloader_takes_it() -> None:
+    dataset = TensorDataset(torch.arange(10))
+    loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 4, 3, shuffle=False, split="blocks"))
+    assert [batch.tolist() for (batch,) in loader] == [[9, 0], [1]]
+
+
+def test_without_a_process_group_there_is_one_rank() -> None:
+    sampler = DistributedSampler(data(5), shuffle=False)
+    assert (sampler.rank, sampler.num_replicas, list(sampler)) == (0, 1, [0, 1, 2, 3, 4])
+
+
+def by_default(world: lockstep.World) -> list[int]:
+    return list(DistributedSampler(data(10), shuffle=False))
+
+
+def test_ranks_come_from_the_process_group() -> None:
+    assert run_ranks(by_default, 2) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 4}, "rank=4 and num_replicas=4"),
+        ({"rank": -1}, "rank=-1 and num_replicas=4"),
+        ({"num_replicas": 0}, "rank=0 and num_replicas=0"),
+        ({"split": "stripes"}, "split='stripes': choose 'interleaved' or 'blocks'"),
+        ({"dataset": []}, "dataset is empty"),
+        ({"dataset": iter([1])}, "has no length"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DistributedSampler(**({"dataset": data(10), "num_replicas": 4, "rank": 0} | options))
