@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "place", "orphans", "randomness", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting"},
     {"world"},
-    {"gradients", "checkpoints"},
+    {"gradients", "checks", "checkpoints"},
     {"updates"},
     {"data_parallel", "stepper"},
     {"training"},

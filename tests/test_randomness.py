@@ -90,14 +90,19 @@ def test_seed_all_is_torchs_own_manual_seed() -> None:
     assert torch.equal(ours, torch.rand(4))
 
 
+def _draw_and_fail() -> None:
+    with randomness.preserved():
+        randomness.sample(0, 0, 0)
+        draw()
+        raise RuntimeError("from inside")
+
+
 def test_preserved_puts_the_states_back_also_after_an_error() -> None:
     randomness.shared(3)
     expected = draw()
     randomness.shared(3)
-    with pytest.raises(RuntimeError, match="from inside"), randomness.preserved():
-        randomness.sample(0, 0, 0)
-        draw()
-        raise RuntimeError("from inside")
+    with pytest.raises(RuntimeError, match="from inside"):
+        _draw_and_fail()
     assert draw() == expected
 
 

@@ -12,45 +12,78 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from lockstep.checks.replicas import ReplicaCheck
+from lockstep.checks.start import compare_start, model_fields
+from lockstep.checks.unused import UnusedCheck
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
 from lockstep.world import World
 
+Checks = Literal["full", "start", "off"]
+
 
 class DistributedDataParallel(nn.Module):
     """Averages the gradients of `module` over all ranks at the end of each backward.
 
-    Parameters and buffers are made equal to rank 0's here. `bucket_cap_mb` bounds a bucket (MiB); `reduce` names how gradients are
-    summed (auto, native, central). The wrapped module is `.module`; the hooks are on its parameters, so a forward through `.module`
-    is reduced as well. Raises UsageError for a module without trainable parameters.
+    Ranks that were set up differently are an error here; then parameters and buffers are made equal to rank 0's. A parameter that gets no
+    gradient on any rank is an error at the end of its backward, unless `find_unused_parameters` (or `static_graph`) says that it is
+    meant: then its `.grad` stays None, as in torch. `checks`: "full" compares the replicas before the forwards that follow steps 1, 2 and
+    every 100th; "start" only the set-up; "off" nothing.
+    `bucket_cap_mb` bounds a bucket (MiB); `reduce` names how gradients are summed (auto, native, central). The wrapped module is
+    `.module`; the hooks are on its parameters, so a forward through `.module` is reduced as well.
+    Raises UsageError for a module without trainable parameters, ReplicaDivergence and UnusedParameters on all ranks alike.
     """
 
-    def __init__(self, module: nn.Module, *, bucket_cap_mb: float = 25, reduce: str = "auto", world: World | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        checks: Checks = "full",
+        reduce: str = "auto",
+        world: World | None = None,
+    ) -> None:
         super().__init__()
         if not bucket_cap_mb > 0:
             raise UsageError(f"bucket_cap_mb={bucket_cap_mb}: a bucket holds more than 0 MiB")
+        check_checks(checks)
         self.module = module
         self._world = world or World.current()
-        replicate(module, self._world.group)
-        named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        self._reducer: Reducer | None = Reducer(
-            named, self._world.group, choose_reduction(reduce, self._world.group), bucket_bytes=int(bucket_cap_mb * 2**20)
-        )
-        self._reducer.closing = True
-        self._reducer.scale = 1 / self._world.size
-        self._reducer.end_of_backward = self._reducer.finish
+        group = self._world.group
+        if checks != "off":
+            compare_start(group, model_fields(module))
+        replicate(module, group)
+        reducer = Reducer(module, group, choose_reduction(reduce, group), bucket_bytes=int(bucket_cap_mb * 2**20))
+        reducer.closing = True
+        reducer.scale = 1 / group.size
+        reducer.end_of_backward = self._finish
+        self._reducer: Reducer | None = reducer
+        self._unused = UnusedCheck(reducer, "skip" if find_unused_parameters or static_graph else "error")
+        self._replicas = ReplicaCheck(group) if checks == "full" else None
+        self._unchecked = 0  # backwards since the last forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._reducer is not None and self.training and torch.is_grad_enabled():
-            self._reducer.follow_arrivals()
+            if self._unchecked and self._replicas is not None:
+                self._replicas([(name, parameter) for name, parameter in self.module.named_parameters()])
+            self._unchecked = 0
+            self._reducer.renew()
         return self.module(*args, **kwargs)
+
+    def _finish(self) -> None:
+        assert self._reducer is not None
+        self._reducer.finish()
+        self._unchecked += 1
+        self._unused()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -69,3 +102,8 @@ class DistributedDataParallel(nn.Module):
         reducer.closing = False
         reducer.scale = 1.0
         return reducer
+
+
+def check_checks(checks: str) -> None:
+    if checks not in ("full", "start", "off"):
+        raise UsageError(f"checks={checks!r}: choose 'full', 'start' or 'off'")

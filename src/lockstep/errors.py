@@ -34,6 +34,10 @@ class LockstepError(RuntimeError):
     """Base class: catch this to catch everything that Lockstep raises on purpose."""
 
 
+class LockstepWarning(UserWarning):
+    """Something that Lockstep did and that you may not have meant. Said once."""
+
+
 class UsageError(LockstepError, ValueError):
     """A value that the user gave cannot work. The commands print it without a traceback and exit with 2."""
 

@@ -22,8 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import randomness
+from lockstep.checks.replicas import ReplicaCheck
+from lockstep.checks.start import compare_start, model_fields, optimizer_fields
+from lockstep.checks.unused import POLICIES, Unused, UnusedCheck
 from lockstep.data.windows import Window
-from lockstep.data_parallel import DistributedDataParallel
+from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
 from lockstep.errors import UsageError
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.facts import FactsMessage
@@ -63,7 +66,10 @@ class Stepper:
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
     not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central).
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
-    Raises UsageError for an optimizer over other parameters, and where `backward` and `step` are called out of their place.
+    `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
+    "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
+    Raises UsageError for an optimizer over other parameters, and where `backward` and `step` are called out of their place;
+    ReplicaDivergence and UnusedParameters on all ranks alike.
     """
 
     def __init__(
@@ -76,11 +82,18 @@ class Stepper:
         scheduler: LRScheduler | None = None,
         seed: int = 0,
         reduce: str = "auto",
+        unused: Unused = "error",
+        checks: Checks = "full",
         world: World | None = None,
     ) -> None:
         if clip is not None and not clip > 0:
             raise UsageError(f"clip={clip}: the largest norm that a gradient may have is above 0; leave it out for no clipping")
+        if unused not in POLICIES:
+            raise UsageError(f"unused={unused!r}: choose one of {', '.join(POLICIES)}")
+        check_checks(checks)
         self.world = world or World.current()
+        if checks != "off":
+            compare_start(self.world.group, {**model_fields(model), **optimizer_fields(optimizer), "clip": clip, "seed": seed})
         self.reducer, self.model = _reducer(model, reduce, self.world)
         self.optimizer = optimizer
         self.update = Replicated()
@@ -88,6 +101,8 @@ class Stepper:
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.world.group, self.world.device)
+        self._unused = UnusedCheck(self.reducer, unused)
+        self._replicas = ReplicaCheck(self.world.group) if checks == "full" else None
         self._stop = False
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
@@ -178,6 +193,8 @@ class Stepper:
         if applied.applied and self._scheduler is not None:
             self._scheduler.step()
         self.steps += 1
+        if self._replicas is not None:
+            self._replicas([*self.model.named_parameters(), *self._buffers.named()])
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,
@@ -192,6 +209,7 @@ class Stepper:
     def _apply(self, weight: float) -> Applied:
         if weight == 0:
             return Applied(None, False, "every rank's weight is 0: the window holds nothing to learn from")
+        self._unused()
         return self.update.apply(weight * self._loss_scale, self._clip, self._scaler)
 
 
@@ -210,8 +228,7 @@ def _reducer(model: nn.Module, reduce: str, world: World) -> tuple[Reducer, nn.M
             )
         return model.give_up_reducer(), model.module
     replicate(model, world.group)
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return Reducer(named, world.group, choose_reduction(reduce, world.group)), model
+    return Reducer(model, world.group, choose_reduction(reduce, world.group)), model
 
 
 def _summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:

@@ -82,7 +82,9 @@ class World:
             raise UsageError("no world is open: call lockstep.init() first (it needs no arguments, also for one process)")
         assert dist.group.WORLD is not None
         if dist.group.WORLD in World._failed:
-            raise UsageError("this process's world was closed after a failure; its process group cannot be used again: start the ranks anew")
+            raise UsageError(
+                "this process's world was closed after a failure; its process group cannot be used again: start the ranks anew"
+            )
         return World._open.get(dist.group.WORLD) or _adopt()
 
     @staticmethod

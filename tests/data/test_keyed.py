@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, as_list, with_draws
 from torch.utils.data import StackDataset, Subset
 
 from lockstep import randomness
 from lockstep.data.keyed import KeyedDataset, fetches_at_once
+from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, as_list, with_draws
 
 
 def drawn(dataset: KeyedDataset, *keys: tuple[int, int]) -> list[tuple[float, ...]]:

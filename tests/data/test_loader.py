@@ -16,13 +16,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.data.datasets import AtOnce, Augmented, Broken, Counted, Numbers, Stream, WorkerPids, as_list, with_draws
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError, UsageError
 from lockstep.testing import run_ranks
+from tests.data.datasets import AtOnce, Augmented, Broken, Counted, Numbers, Stream, WorkerPids, with_draws
 
 
 def loader(dataset: Any, *, rank: int = 0, size: int = 1, **options: Any) -> Loader:
@@ -191,7 +191,7 @@ def test_a_later_walk_ends_an_earlier_one(workers: int) -> None:
     old = next(earlier)
     assert as_data(old[0]) == [0, 1]
     new = next(iter(Epoch(ours, 1)))
-    with pytest.raises(LockstepError, match="a window of epoch 0 has batches that were not fetched before another walk"):
+    with pytest.raises(LockstepError, match="a window of epoch 0 has batches that were not fetched before another epoch was begun"):
         list(old)
     assert as_data(old[0]) == [0, 1]
     assert as_data(list(new)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -216,6 +216,22 @@ def test_workers_stay_from_epoch_to_epoch_and_go_with_the_loader() -> None:
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids[0])
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_closing_ends_the_workers_and_a_later_epoch_starts_others(workers: int) -> None:
+    ours = loader(WorkerPids(32), num_workers=workers)
+    before = set(psutil.Process().children())
+    window = next(iter(Epoch(ours, 0)))
+    assert len(window[0]) == 2
+    assert len(set(psutil.Process().children()) - before) == workers
+    ours.close()
+    ours.close()
+    assert set(psutil.Process().children()) == before
+    with pytest.raises(LockstepError, match="or the Loader closed"):
+        list(window)
+    assert sum(len(batch) for later in Epoch(ours, 1) for batch in later) == 32
+    ours.close()
+
+
 def test_a_rank_that_never_has_samples_starts_no_workers() -> None:
     for samples, rank in ((32, 4), (2, 1)):  # no slot; a slot that the only, short step leaves empty
         ours = loader(Numbers(samples), rank=rank, size=5, num_workers=2)
@@ -235,11 +251,12 @@ def test_a_failing_sample_shows_the_users_own_error(workers: int) -> None:
     text = str(caught.value) if workers else f"{caught.traceback[-1].statement} {caught.value} {caught.value.__notes__}"
     for part in ("raise KeyError(", "the user's own error", "sample 5 of Broken, in epoch 0"):
         assert part in text
-    with pytest.raises(LockstepError, match="a sample of this epoch could not be fetched"):
+    with pytest.raises(LockstepError, match="before a sample could not be fetched"):
         window[2]  # and not slot 3's samples
-    with pytest.raises(LockstepError, match="a sample of this epoch could not be fetched"):
+    with pytest.raises(LockstepError, match="before a sample could not be fetched"):
         next(epoch)
     assert as_data(next(iter(Epoch(ours, 1)))[0]) == [0, 1]
+    ours.close()  # the caught error keeps the Loader
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel cannot be asked to do it")

@@ -22,21 +22,21 @@ def picture(layout: Layout) -> list[str]:
 
 
 def test_gradients_start_at_multiples_of_64_elements() -> None:
-    assert picture(plan(entries(10, 64, 65), [2, 1, 0])) == ["p2[0:65] p1[128:192] p0[192:202] of 256"]
+    assert picture(plan(entries(10, 64, 65), [2, 1, 0])) == ["p2[0:65] p1[128:192] p0[192:202] of 320"]
 
 
 def test_the_first_bucket_is_small_and_a_large_gradient_has_its_own() -> None:
     layout = plan(entries(64, 64, 640, 64, 64), range(5), bucket=4 * 256, first_bucket=4 * 64)
-    assert picture(layout) == ["p0[0:64] of 64", "p1[0:64] of 64", "p2[0:640] of 640", "p3[0:64] p4[64:128] of 128"]
+    assert picture(layout) == ["p0[0:64] of 64", "p1[0:64] of 64", "p2[0:640] of 640", "p3[0:64] p4[64:128] of 192"]
 
 
 def test_dtypes_do_not_mix_and_buckets_leave_as_they_fill() -> None:
     mixed = [Entry("a", 5, torch.float32, CPU), Entry("b", 5, torch.bfloat16, CPU), Entry("c", 5, torch.float32, CPU)]
-    assert picture(plan(mixed, [0, 1, 2])) == ["b[0:5] of 64", "a[0:5] c[64:69] of 128"]
+    assert picture(plan(mixed, [0, 1, 2])) == ["b[0:5] of 64", "a[0:5] c[64:69] of 192"]
 
 
 def test_an_empty_gradient_has_a_place() -> None:
-    assert picture(plan(entries(0, 3), [0, 1])) == ["p0[0:0] p1[0:3] of 64"]
+    assert picture(plan(entries(0, 3), [0, 1])) == ["p0[0:0] p1[0:3] of 128"]
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=40), st.randoms(use_true_random=False), st.integers(256, 40_000))
@@ -54,4 +54,7 @@ def test_every_gradient_has_one_place_and_none_overlap(sizes: list[int], random:
             assert span.stop - span.start == sizes[span.parameter]
             end = span.stop
         assert bucket.numel >= end
-        assert len(bucket.spans) == 1 or bucket.numel * 4 <= limit
+        assert (bucket.flag is None) == (bucket is not layout.buckets[-1])
+        held = bucket.numel if bucket.flag is None else bucket.flag
+        assert len(bucket.spans) == 1 or held * 4 <= limit
+        assert end <= held <= bucket.numel

@@ -84,7 +84,8 @@ def one_process(name: str, kind: str, clip: float | None) -> Trained:
 def on_ranks(world: lockstep.World, name: str, kind: str, clip: float | None, reduce: str) -> Trained:
     torch.manual_seed(world.rank)  # replicas begin equal although their random states differ
     model = zoo.MODELS[name]() if world.rank else zoo.build(name)
-    stepper = lockstep.Stepper(model, optimizer(kind, model), clip=clip, reduce=reduce)
+    unused = "zeros" if name == "awkward" else "error"
+    stepper = lockstep.Stepper(model, optimizer(kind, model), clip=clip, reduce=reduce, unused=unused)
     loader = lockstep.Loader(TensorDataset(*zoo.samples(SAMPLES)), global_batch=GLOBAL, micro_batch=MICRO, shuffle=False)
     seen, losses = [], []
     for epoch in loader.epochs(4):
@@ -156,7 +157,7 @@ def wrapped(world: lockstep.World, name: str, wrapper: str, steps: int) -> dict[
     if wrapper == "torch":
         ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=name == "awkward")
     else:
-        ddp = lockstep.DistributedDataParallel(model)
+        ddp = lockstep.DistributedDataParallel(model, find_unused_parameters=name == "awkward")
     sgd = optimizer("sgd", model)
     x, y = zoo.samples(8 * world.size * steps)
     for step in range(steps):

@@ -151,7 +151,7 @@ class Group:
         if self.size == 1 or tensor.numel() == 0:
             return piece.repeat(self.size, *[1] * (piece.dim() - 1))
         joined = piece.new_empty((self.size * piece.shape[0], *piece.shape[1:]))
-        dist.all_gather_into_tensor(joined, piece, group=self.process_group)
+        dist.all_gather(list(joined.chunk(self.size)), piece, group=self.process_group)
         return joined
 
     def send(self, tensor: Tensor, to: int) -> None:

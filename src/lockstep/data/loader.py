@@ -96,6 +96,13 @@ class Loader:
         numbers = range(whole("start", start, least=0), whole("count", count, least=0))
         return (Epoch(self, number) for number in numbers)
 
+    def close(self) -> None:
+        """End the workers now, not when the Loader is collected; what was not fetched is lost. A later epoch starts new ones."""
+        self._walks += 1
+        iterator, self._loader._iterator = self._loader._iterator, None
+        if iterator is not None:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
+
 
 class Epoch:
     """One epoch of a Loader: iterating yields its windows in order; `len` is their number, the same on all ranks."""
@@ -140,7 +147,7 @@ class _Walk:
         """The next batch of this rank, on its device."""
         loader = self._loader
         if self._failed or loader._walks != self._number:
-            why = "a sample of this epoch could not be fetched" if self._failed else "another walk through this Loader's epochs has begun"
+            why = "a sample could not be fetched" if self._failed else "another epoch was begun or the Loader closed"
             raise LockstepError(
                 f"a window of epoch {self._epoch} has batches that were not fetched before {why}: walk a window before you go on"
             )

@@ -22,6 +22,7 @@ class Bucket:
         more = f" and {len(plan.spans) - 1} more" if len(plan.spans) > 1 else ""
         self.place = f"for gradient bucket {plan.index} ({plan.spans[0].name}{more})"  # in errors
         self.sum = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+        self.flag = None if plan.flag is None else self.sum[plan.flag : plan.flag + 1]
         self.parameters = [parameters[span.parameter] for span in plan.spans]
         self.views = [_view(self.sum, span, parameter) for span, parameter in zip(plan.spans, self.parameters, strict=True)]
 

@@ -47,6 +47,14 @@ class MovingBuffers:
         """What changes when a buffer is written to: the tensor itself, or its version."""
         return [(id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))]
 
+    def named(self) -> Sequence[tuple[str, Tensor]]:
+        """The buffers that move, equal on all ranks between steps."""
+        return [
+            (f"buffer {name} of {type(module).__name__}", self._buffer(n))
+            for n, (module, name) in enumerate(self._owners)
+            if n in self._moving
+        ]
+
     def begin(self) -> None:
         """A new step: keep the values that every micro-batch starts from."""
         self._start = [self._buffer(number).detach().clone() for number in self._moving]

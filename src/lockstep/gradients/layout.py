@@ -8,7 +8,7 @@ vector width of an optimizer kernel. The plan depends on the parameters and the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,8 @@ class BucketPlan:
     device: torch.device
     numel: int
     spans: tuple[Span, ...]
+    flag: int | None = None
+    """In the last bucket, an element behind its gradients: every rank adds how many gradients it is missing. It travels at no cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,10 @@ def plan(entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET
     closed += filling.values()
     place = {number: index for index, number in enumerate(order)}
     closed.sort(key=lambda members: place[members[-1]])
-    return Layout(tuple(order), tuple(_bucket(index, members, entries) for index, members in enumerate(closed)))
+    buckets = [_bucket(index, members, entries) for index, members in enumerate(closed)]
+    last = buckets[-1]
+    buckets[-1] = replace(last, numel=last.numel + ALIGNMENT, flag=last.numel)
+    return Layout(tuple(order), tuple(buckets))
 
 
 def _bucket(index: int, members: Sequence[int], entries: Sequence[Entry]) -> BucketPlan:

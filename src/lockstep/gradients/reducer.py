@@ -9,7 +9,7 @@ leave during this backward?) is only an optimisation of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
@@ -25,62 +25,71 @@ from lockstep.errors import LateGradient, UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
+from lockstep.gradients.trainable import Trainable
 
 
 class Reducer:
     """The gradients of one model's trainable parameters, summed over the ranks of a group.
 
-    `finish`, and `reset` or `follow_arrivals` before the next window, are collective: every rank of the group calls them.
+    `finish`, and `reset` or `renew` before the next window, are collective: every rank of the group calls them.
     """
 
     _owners: ClassVar[MutableMapping[Tensor, ref[Reducer]]] = WeakIdKeyDictionary()
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, reduction: Reduction, *, bucket_bytes: int = BUCKET
+        self, module: nn.Module, group: Group, reduction: Reduction, *, bucket_bytes: int = BUCKET, ignored: Collection[str] = ()
     ) -> None:
-        if not named:
-            raise UsageError("the model has no parameter with requires_grad=True: there is nothing to train")
-        self.names = [name for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
         self.group = group
         self.reduction = reduction
         self.closing = False
         self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
+        self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
         self._bucket_bytes = bucket_bytes
-        self._arrivals: list[int] | None = []  # the order of the first closing backward; None once the buckets follow it
-        self._finished = False  # at least one window has been summed
-        self._claim()
-        self._build(list(reversed(range(len(named)))))
-        me = ref(self)  # a hook must not keep a dropped Reducer alive: a parameter outlives its Steppers
-        self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(partial(_hook, me, number)) for number, parameter in enumerate(self.parameters)
-        ]
+        self._trainable = Trainable(module, ignored)
+        self._handles: list[RemovableHandle] = []
+        self._take()
 
-    def _claim(self) -> None:
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+    # -- parameters and buckets ----------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Take charge of the module's trainable parameters."""
+        named = self._trainable.named()
+        if not named:
+            raise UsageError("the model has no parameter with requires_grad=True: there is nothing to train")
+        self.close()
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        for name, parameter in named:
             owner = self._owners.get(parameter, lambda: None)()
-            if owner is not None and owner._handles:
+            if owner is not None and owner is not self and owner._handles:
                 raise UsageError(
                     f"parameter {name!r} is already trained by another Stepper or DistributedDataParallel: two would both reduce its gradient; "
                     "give the Stepper the wrapper itself, or drop the other one first"
                 )
-        for parameter in self.parameters:
-            self._owners[parameter] = ref(self)
-
-    # -- buckets -------------------------------------------------------------------------------------------------------------------
+        self._arrivals: list[int] | None = []  # the order of the first closing backward; None once the buckets follow it
+        self._finished = False  # at least one window has been summed
+        self._build(list(reversed(range(len(named)))))
+        me = ref(self)  # a hook must not keep a dropped Reducer alive: a parameter outlives its Steppers
+        for number, parameter in enumerate(self.parameters):
+            self._owners[parameter] = me
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(_hook, me, number)))
 
     def _build(self, order: Sequence[int]) -> None:
+        """Lay the buckets; gradients that are there move into them."""
         entries = [
             Entry(name, parameter.numel(), parameter.dtype, parameter.device)
             for name, parameter in zip(self.names, self.parameters, strict=True)
         ]
         self.layout: Layout = plan(entries, order, bucket=self._bucket_bytes, first_bucket=min(FIRST_BUCKET, self._bucket_bytes))
+        self.buckets: list[Bucket] = []  # what nobody holds any more goes before the new memory comes
+        self._home: list[tuple[Bucket, Tensor]] = []
         self.buckets = [Bucket(bucket, self.parameters) for bucket in self.layout.buckets]
-        self._home: list[tuple[Bucket, Tensor]] = [None] * len(entries)  # type: ignore[list-item]  # each is set just below
-        for bucket in self.buckets:
-            for span, view in zip(bucket.spans, bucket.views, strict=True):
-                self._home[span.parameter] = (bucket, view)
+        homes = {span.parameter: (bucket, view) for bucket in self.buckets for span, view in zip(bucket.spans, bucket.views, strict=True)}
+        self._home = [homes[number] for number in range(len(entries))]
+        for (_, view), parameter in zip(self._home, self.parameters, strict=True):
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad = view.copy_(parameter.grad)
         self._works: list[Work] = []
         self._begin()
 
@@ -95,26 +104,31 @@ class Reducer:
         """Forget all gradients: a new window begins."""
         for parameter in self.parameters:
             parameter.grad = None
-        self.follow_arrivals()
+        self.renew()
         self._begin()
 
-    def follow_arrivals(self) -> None:
-        """Once, after the first window: lay the buckets in the order in which rank 0's gradients arrived, so that they fill one by one."""
-        if not self._finished or self._arrivals is None:
-            return
-        arrived, self._arrivals = list(dict.fromkeys(self._arrivals)), None
+    def renew(self) -> None:
+        """Before a forward: follow the model where its parameters have changed, else, once, the order in which gradients arrive.
+
+        Parameters that are new here (added to the model, or unfrozen) are made equal to rank 0's.
+        """
+        if self._trainable.changed():
+            known = {id(parameter) for parameter in self.parameters}
+            self._take()
+            for name, parameter in zip(self.names, self.parameters, strict=True):
+                if id(parameter) not in known:
+                    self.group.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
+        elif self._finished and self._arrivals is not None:
+            self._follow_arrivals(list(dict.fromkeys(self._arrivals)))
+
+    def _follow_arrivals(self, arrived: list[int]) -> None:
+        """Lay the buckets in the order in which rank 0's gradients arrived in the first window, so that they fill one by one."""
+        self._arrivals = None
         order = arrived + [number for number in self.layout.order if number not in set(arrived)]
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
-        self.group.broadcast(message).wait()
-        if (order := message.tolist()) == list(self.layout.order):
-            return
-        kept = [parameter.grad for parameter in self.parameters]
-        self._home.clear()
-        self.buckets.clear()  # what nobody holds any more goes before the new memory comes
-        self._build(order)
-        for (_, view), grad, parameter in zip(self._home, kept, self.parameters, strict=True):
-            if grad is not None:
-                parameter.grad = view.copy_(grad)
+        self.group.broadcast(message, place="for the order of gradients").wait()
+        if (order := message.tolist()) != list(self.layout.order):
+            self._build(order)
 
     # -- one backward --------------------------------------------------------------------------------------------------------------
 
@@ -134,39 +148,26 @@ class Reducer:
                 f"a gradient of {self.names[number]!r} arrived after its sum had left for the other ranks: "
                 "this was a second backward in the last micro-batch; add the losses and call backward once"
             )
-        self._into(view, parameter, self.scale if self.closing else 1.0)
+        if self.closing and not self._under_way:
+            self._under_way = True
+            if self.end_of_backward is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+        _into(view, parameter, self.scale if self.closing else 1.0)
         self._here[number] = True
         if not self.closing:
             return
         self._closed[number] = True
-        if not self._under_way:
-            self._under_way = True
-            if self.end_of_backward is not None:
-                torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
         if self._arrivals is not None:
             self._arrivals.append(number)
         self._expected[bucket.index] -= 1
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
 
-    def _into(self, view: Tensor, parameter: Tensor, scale: float) -> None:
-        """Make `.grad` the view, scaled: what autograd put elsewhere is copied once, in the same pass; later micro-batches it adds in place."""
-        grad = parameter.grad
-        if grad is None:
-            view.zero_()
-        elif grad is view:
-            if scale != 1:
-                view.mul_(scale)
-        else:
-            grad = grad.to_dense() if grad.is_sparse else grad
-            if scale != 1 and grad.dtype == view.dtype:
-                torch.mul(grad, scale, out=view)
-            else:
-                view.copy_(grad).mul_(scale)
-        parameter.grad = view
-
     def _leave(self, bucket: Bucket) -> None:
         assert bucket.index == len(self._works), "buckets leave in index order"
+        if bucket.flag is not None:
+            # A rank without any gradient had no micro-batch; it knows nothing of what is missing.
+            bucket.flag.fill_(self._here.count(False) if any(self._here) else 0)
         self._works.append(self.reduction.start(bucket))
 
     # -- the sum -------------------------------------------------------------------------------------------------------------------
@@ -176,12 +177,21 @@ class Reducer:
         for bucket in self.buckets[len(self._works) :]:
             for span, view in zip(bucket.spans, bucket.views, strict=True):
                 if not self._closed[span.parameter]:
-                    self._into(view, self.parameters[span.parameter], self.scale)
+                    _into(view, self.parameters[span.parameter], self.scale)
             self._leave(bucket)
         for work in self._works:
             work.wait()
+        flag = self.buckets[-1].flag
+        assert flag is not None
+        self.someone_misses = flag.item()
+        flag.zero_()  # it is no part of the gradient's norm
         self._finished = True
+        self._landed_here = self._here
         self._begin()
+
+    def landed_here(self) -> Sequence[bool]:
+        """Of each parameter whether this rank had a gradient for it in the window that was finished last."""
+        return self._landed_here
 
     def missing(self) -> Sequence[str]:
         """The names of the parameters that have got no gradient in this window yet, on this rank."""
@@ -197,3 +207,22 @@ def _hook(reducer: ref[Reducer], number: int, parameter: Tensor) -> None:
     alive = reducer()
     if alive is not None:
         alive._landed(number, parameter)
+
+
+def _into(view: Tensor, parameter: Tensor, scale: float) -> None:
+    """Make `.grad` the view, scaled. What autograd put elsewhere is copied once, in the same pass; later micro-batches it adds in place."""
+    grad = parameter.grad
+    if grad is None:
+        view.zero_()
+    elif grad is view:
+        if scale != 1:
+            view.mul_(scale)
+    else:
+        grad = grad.to_dense() if grad.is_sparse else grad
+        if scale != 1 and grad.dtype == view.dtype:
+            torch.mul(grad, scale, out=view)
+        else:
+            view.copy_(grad)
+            if scale != 1:
+                view.mul_(scale)
+    parameter.grad = view

@@ -56,6 +56,8 @@ class _Later:
     def wait(self, timeout: timedelta | None = None) -> None:
         for span, view in zip(self._bucket.spans, self._bucket.views, strict=True):
             central_all_reduce(self._group, view, place=f"for the gradient of {span.name}")
+        if self._bucket.flag is not None:
+            central_all_reduce(self._group, self._bucket.flag, place="for the number of missing gradients")
 
 
 REDUCTIONS: dict[str, type[Native] | type[Central]] = {"native": Native, "central": Central}

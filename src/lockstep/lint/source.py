@@ -82,6 +82,7 @@ class Source:
         self.nodes = list(ast.walk(tree))
         self.parents = {child: parent for parent in self.nodes for child in ast.iter_child_nodes(parent)}
         self._bindings: dict[ast.AST, dict[str, list[Binding]]] = {}
+        self._attributes: dict[ast.AST, dict[str, list[Binding]]] = {}  # of each class
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """From the parent up to and with the function (or the module) that `node` runs in."""
@@ -110,6 +111,18 @@ class Source:
         for node in self.nodes:
             if isinstance(node, Function) and not isinstance(self.parents[node], ast.ClassDef):
                 found[node.name] = None if node.name in found else node
+        return found
+
+    def named(self, name: str) -> list[Function]:
+        """All functions and methods of that name."""
+        return self._named.get(name, [])
+
+    @cached_property
+    def _named(self) -> dict[str, list[Function]]:
+        found: dict[str, list[Function]] = {}
+        for node in self.nodes:
+            if isinstance(node, Function):
+                found.setdefault(node.name, []).append(node)
         return found
 
     @cached_property
@@ -177,8 +190,13 @@ class Source:
             home = self.parents.get(home)
         if home is None:
             return []
-        methods = [method for method in ast.walk(home) if isinstance(method, Function)]
-        return sorted((each for method in methods for each in self.bindings(method).get(name, [])), key=lambda each: each.line)
+        if home not in self._attributes:
+            found: dict[str, list[Binding]] = {}
+            for method in ast.walk(home):
+                for each, bound in self.bindings(method).items() if isinstance(method, Function) else ():
+                    found.setdefault(each, []).extend(bound)
+            self._attributes[home] = {each: sorted(bound, key=lambda binding: binding.line) for each, bound in found.items()}
+        return self._attributes[home].get(name, [])
 
     def loops(self, node: ast.AST) -> list[Loop]:
         """The loops around `node` in its function, the innermost first; not one whose head or else branch it is in."""

@@ -6,19 +6,38 @@ and Kaynak, 1998), so nothing is downloaded. Eight micro-batches a step: up to e
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.errors import TaskError
 from lockstep.task import Task
+from lockstep.tasks.warmup import warmup_and_cosine
 
 _SPLIT_SEED = 0
+
+
+class Shifted(Dataset[tuple[Tensor, Tensor]]):
+    """The same images, each moved by up to `pixels` in both directions, anew every epoch. The Loader keys the draw by the sample."""
+
+    def __init__(self, digits: TensorDataset, pixels: int) -> None:
+        self._digits = digits
+        self._pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self._digits)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, label = self._digits[index]
+        down, right = torch.randint(2 * self._pixels + 1, (2,)).tolist()
+        padded = F.pad(image, (self._pixels,) * 4)
+        return padded[:, down : down + image.shape[1], right : right + image.shape[2]], label
 
 
 class Net(nn.Module):
@@ -55,25 +74,23 @@ def task(
     micro_batch: int = 8,
     width: int = 32,
     dropout: float = 0.25,
+    shift: int = 1, smoothing: float = 0.0,
 ) -> Task:
     """The task, each of these a --set key=value. `lr` is the peak: it rises for a quarter of the steps, then falls."""
 
     def optimizer(model: nn.Module) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
 
-    def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return OneCycleLR(optimizer, max_lr=lr, total_steps=steps + 1, pct_start=0.25)
-
     train_data, eval_data = datasets()
     return Task(
         name="digits",
         model=lambda: Net(width, dropout),
-        train_data=train_data,
+        train_data=Shifted(train_data, shift) if shift else train_data,
         eval_data=eval_data,
-        loss=loss,
+        loss=lambda o,b: (F.cross_entropy(o,b[1],reduction='sum',label_smoothing=smoothing),len(b[1])),
         metrics=metrics,
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=partial(warmup_and_cosine, warmup=0.25),
         global_batch=global_batch,
         micro_batch=micro_batch,
         eval_micro_batch=45,

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Dataset
 
 from lockstep.errors import TaskError
 from lockstep.task import Task
+from lockstep.tasks.warmup import warmup_and_cosine
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 _EVERY = 10  # one file in ten is held out
@@ -110,9 +110,6 @@ def task(
     def optimizer(model: nn.Module) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def scheduler(optimizer: Optimizer, steps: int) -> LRScheduler:
-        return LambdaLR(optimizer, partial(_share_of_peak, steps=steps))
-
     return Task(
         name="text",
         model=lambda: GPT(width, depth, length, dropout),
@@ -121,7 +118,7 @@ def task(
         loss=loss,
         metrics=metrics,
         optimizer=optimizer,
-        scheduler=scheduler,
+        scheduler=partial(warmup_and_cosine, warmup=0.05, floor=0.1),
         clip=1.0,
         global_batch=global_batch,
         micro_batch=micro_batch,
@@ -173,10 +170,3 @@ def files(root: Path) -> list[tuple[int, Path]]:
     names = [file.relative_to(root) for file in root.rglob("*.py")]
     wanted = [name for name in names if not _LEFT_OUT.intersection(name.parts)]
     return sorted((int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name) for name in wanted)
-
-
-def _share_of_peak(step: int, steps: int) -> float:
-    rise = max(1, steps // 20)
-    if step < rise:
-        return (step + 1) / rise
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, steps - rise))))

@@ -7,6 +7,7 @@ unpickle its classes. What goes wrong inside it is the user's own exception with
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +31,7 @@ def locate(name: str) -> str:
     if name in BUNDLED:
         return name
     path = Path(name).expanduser()
-    if path.suffix == ".py" or len(path.parts) > 1:
+    if path.suffix == ".py" or os.sep in name:
         if not path.is_file():
             kind = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
             raise TaskError(f"task file {name!r} {kind}: give the path of a .py file that has a task() function")

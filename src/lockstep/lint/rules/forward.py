@@ -9,11 +9,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from lockstep.lint.source import Problem, Source, calls, dotted, last_name
+from lockstep.lint.source import Problem, Source, calls, dotted, last_name, local
 from lockstep.lint.wrapped import torch_wrapper, without_gradients
 
 NAME = "forward-through-module"
-_BY_HAND = re.compile(r"reduce|average|sync_grad|requires_grad|toggle", re.I)
+_REDUCES = re.compile(r"reduce|average|sync", re.I)
+_OF_GRADIENTS = re.compile(r"(reduce|average|sync|mean)\w*grad|requires_grad|toggle", re.I)
 
 
 def check(source: Source) -> Iterator[Problem]:
@@ -43,7 +44,7 @@ def _trains(source: Source, node: ast.Call, wrapper: ast.expr) -> bool:
     if without_gradients(source, node) or (isinstance(parent, ast.Attribute) and parent.attr == "detach"):
         return False
     around = list(calls(source.scope(node)))
-    if not any(last_name(call) == "backward" for call in around) or any(_BY_HAND.search(last_name(call)) for call in around):
+    if not any(last_name(call) == "backward" for call in around) or any(_by_hand(source, call, wrapper) for call in around):
         return False
     if any(torch_wrapper(source, call.func, call) is not None and not without_gradients(source, call) for call in around):
         return False  # its forward has prepared the reduction; or the gradients through .module are another model's
@@ -55,3 +56,14 @@ def _trains(source: Source, node: ast.Call, wrapper: ast.expr) -> bool:
         if dotted(call.func) in {f"{name}{middle}{mode}" for middle in (".", ".module.") for mode in ("train", "eval")}
     ]
     return not modes or last_name(max(modes, key=lambda call: call.lineno)) == "train"
+
+
+def _by_hand(source: Source, call: ast.Call, wrapper: ast.expr) -> bool:
+    """Gradients that the script reduces, or switches off, itself: by the call's name, what it is given, or a `.grad` nearby."""
+    if _OF_GRADIENTS.search(last_name(call)):
+        return True
+    if not _REDUCES.search(last_name(call)) or last_name(call) in {"no_sync", "synchronize"}:
+        return False
+    given = " ".join(ast.unparse(each) for each in (*call.args, *call.keywords))
+    nearby = any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in local(source.scope(call)))
+    return nearby or "param" in given or dotted(wrapper) in {dotted(each) for each in call.args}

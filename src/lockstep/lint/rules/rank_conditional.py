@@ -45,17 +45,19 @@ def check(source: Source) -> Iterator[Problem]:
 
 def _parts(source: Source, scope: Scope) -> Iterator[_Part]:
     for call in calls(scope):
-        ranks = _ranks(source, call)
-        if ranks is None:
-            continue
-        what = collective(source, call)
-        if what is not None:
-            yield _Part(call, f"{what}()", what, ranks)
-        elif (forward := _forward(source, call)) is not None:
-            yield _Part(call, f"the forward of {forward}, a DistributedDataParallel that sends its buffers", f"forward {forward}", ranks)
-        elif isinstance(call.func, ast.Name):
-            for inner in _unconditional(source, call.func.id):
-                yield _Part(call, f"{inner}() in {call.func.id}()", inner, ranks)
+        if (found := _joint(source, call)) is not None and (ranks := _ranks(source, call)) is not None:
+            yield _Part(call, *found, ranks)
+
+
+def _joint(source: Source, call: ast.Call) -> tuple[str, str] | None:
+    """If all ranks have to take part in a call: what it is, in words and as a key that is the same on both sides of a condition."""
+    if (what := collective(source, call)) is not None:
+        return f"{what}()", what
+    if (forward := _forward(source, call)) is not None:
+        return f"the forward of {forward}, a DistributedDataParallel that sends its buffers", f"forward {forward}"
+    if isinstance(call.func, ast.Name) and (inner := _unconditional(source, call.func.id)) is not None:
+        return f"{inner}() in {call.func.id}()", inner
+    return None
 
 
 def _ranks(source: Source, node: ast.AST) -> Side | None:
@@ -91,8 +93,7 @@ def _elsewhere(source: Source, scope: Scope, part: _Part) -> bool:
             continue
         others = node.orelse if found.inside == part.side.inside else node.body
         for call in (call for statement in others for call in calls(statement)):
-            name = call.func.id if isinstance(call.func, ast.Name) else ""
-            if part.key in _contains(source, name, set()):
+            if part.key in _contains(source, last_name(call), set()):
                 return True
         if source.inside(part.call, node) and any(calls_unseen(source, statement) for statement in others):
             return True
@@ -100,39 +101,44 @@ def _elsewhere(source: Source, scope: Scope, part: _Part) -> bool:
 
 
 def calls_unseen(source: Source, statement: ast.AST) -> bool:
-    """Does it call a function whose code is neither in this file nor known to be without collectives?"""
+    """Does it call a function whose code is neither in this file nor known to be without collectives? Methods of other objects are."""
     for call in calls(statement):
-        if not isinstance(call.func, ast.Name) or call.func.id in source.functions or hasattr(builtins, call.func.id):
-            continue
+        name = dotted(call.func) or ""
+        ours = source.named(last_name(call)) or hasattr(builtins, name)
+        may_be = isinstance(call.func, ast.Name) or source.is_imported(call.func) or name.startswith("self.")
         home = (source.full_name(call.func) or "").split(".")[0]
-        if home not in sys.stdlib_module_names and home not in {"torch", "numpy"}:
+        if may_be and not ours and home not in sys.stdlib_module_names and home not in {"torch", "numpy"}:
             return True
     return False
 
 
 def _contains(source: Source, name: str, seen: set[str]) -> set[str]:
-    """The keys of all collectives in a function of this file, also through others that it calls."""
-    function = source.functions.get(name)
-    if function is None or name in seen:
-        return set()
+    """The keys of all collectives in this file's functions and methods of that name, also through others that they call."""
     found: set[str] = set()
-    for call in calls(function):
+    if name in seen:
+        return found
+    seen.add(name)
+    for call in (call for function in source.named(name) for call in calls(function)):
         found |= {what} if (what := collective(source, call)) else set()
-        found |= _contains(source, last_name(call), seen | {name})
+        found |= _contains(source, last_name(call), seen)
     return found
 
 
-def _unconditional(source: Source, name: str) -> list[str]:
-    """The collectives that a function of this file makes whenever it is called, at its top level or in loops and with blocks."""
+def _unconditional(source: Source, name: str) -> str | None:
+    """A collective that a function of this file makes whenever it is called, at its top level or in loops and with blocks."""
     function = source.functions.get(name)
-    if function is None or function.args.defaults or any(isinstance(node, (ast.Return, ast.Yield, ast.Raise)) for node in _early(function)):
-        return []
-    found = []
+    if (
+        function is None
+        or function.decorator_list
+        or function.args.defaults
+        or any(isinstance(node, (ast.Return, ast.Yield, ast.Raise)) for node in _early(function))
+    ):
+        return None
     for call in calls(function):
         guarded = any(isinstance(above, (ast.If, ast.IfExp, ast.Try, ast.BoolOp)) for above in source.ancestors(call))
         if not guarded and (what := collective(source, call)) is not None:
-            found.append(what)
-    return found[:1]
+            return what
+    return None
 
 
 def _early(function: Function) -> Iterator[ast.AST]:

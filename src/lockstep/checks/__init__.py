@@ -1,0 +1,1 @@
+"""What could go wrong in silence, looked for: replicas that differ, parameters without gradients, ranks that were set up differently."""

@@ -1,0 +1,72 @@
+"""Replicas that must be equal: looked at after steps 1, 2 and every K, by one number a parameter.
+
+The number is the sum of the bits, read as integers: any change of one element changes it, and equal replicas have equal numbers on
+every machine. All numbers travel in one small all-gather; where two ranks differ, all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.collectives.tags import listed
+from lockstep.errors import ReplicaDivergence
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CAUSES = "Usual causes: weights changed by hand on one rank; an own no_sync() or modulo around the step; a parameter that the other ranks do not train"
+
+
+class ReplicaCheck:
+    """Compares named tensors among the ranks of a group when it is due: after calls 1, 2 and every `every`."""
+
+    def __init__(self, group: Group, every: int = 100) -> None:
+        self._group = group
+        self._every = every
+        self.steps = 0
+
+    def __call__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Count a step, and compare if it is time. All ranks call it. Raises ReplicaDivergence on all of them."""
+        self.steps += 1
+        if self.steps <= 2 or self.steps % self._every == 0:
+            self.compare(named, f"after step {self.steps}")
+
+    @torch.no_grad()
+    def compare(self, named: Sequence[tuple[str, Tensor]], when: str) -> None:
+        if self._group.size == 1 or not named:
+            return
+        mine = torch.stack([checksum(tensor) for _, tensor in named])
+        everyone = self._group.all_gather(mine, place="for the replica check").view(self._group.size, -1)
+        differ = everyone != everyone[0]
+        if not bool(differ.any()):
+            return
+        number = int(differ.any(0).nonzero()[0])
+        name, tensor = named[number]
+        ranks = differ[:, number].nonzero().flatten().tolist()
+        gap = self._largest_gap(tensor)
+        count = int(differ.any(0).sum())
+        raise ReplicaDivergence(
+            f"{when} {name!r} differs between rank 0 and {listed(ranks)} (max |difference| {gap:.2g}). "
+            f"{count} of {len(named)} tensors differ. {CAUSES}.",
+            name,
+            ranks,
+        )
+
+    def _largest_gap(self, tensor: Tensor) -> float:
+        first = tensor.detach().clone()
+        self._group.broadcast(first, place="for the replica check").wait()
+        gap = (first.double() - tensor.double()).abs().max() if tensor.numel() else torch.zeros((), dtype=torch.float64)
+        self._group.all_reduce(gap, "max", place="for the replica check").wait()
+        return float(gap)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, read as integers; int64, 0-d, on its device."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype == torch.bool:
+        tensor = tensor.to(torch.uint8)
+    return tensor.contiguous().view(_INTEGER[tensor.element_size()]).sum(dtype=torch.int64)

@@ -1,0 +1,111 @@
+"""Were all ranks set up alike? Compared once, before anything is broadcast: one hash, and only where it differs the whole story.
+
+A model built differently on one rank, another learning rate, another data set: each of them trains without an error and wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.collectives.group import Group
+from lockstep.collectives.tags import listed
+from lockstep.errors import ReplicaDivergence
+
+Fields = Mapping[str, Any]
+
+
+def model_fields(module: nn.Module) -> dict[str, Any]:
+    """What must be equal of a model: versions, and every parameter's and buffer's name, in order, with shape, dtype, requires_grad."""
+    fields: dict[str, Any] = {"torch version": torch.__version__}
+    fields["parameter names"] = [name for name, _ in module.named_parameters()]
+    for name, parameter in module.named_parameters():
+        fields[f"parameter {name!r}"] = [*_form(parameter), "trained" if parameter.requires_grad else "frozen"]
+    fields["buffer names"] = [name for name, _ in module.named_buffers()]
+    for name, buffer in module.named_buffers():
+        fields[f"buffer {name!r}"] = _form(buffer)
+    return fields
+
+
+def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
+    """What must be equal of an optimizer: its class and every group's settings."""
+    fields: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            fields[f"optimizer group {number} {name}"] = len(value) if name == "params" else _plain(value)
+    return fields
+
+
+def compare_start(group: Group, fields: Fields) -> None:
+    """Compare `fields` among all ranks; every rank calls it. Raises ReplicaDivergence, on all ranks, naming the first field that differs."""
+    if group.size == 1:
+        return
+    text = json.dumps(fields).encode()
+    mine = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.distributed.get_backend(group.process_group) == "nccl"
+        else torch.device("cpu")
+    )
+    hashes = group.all_gather(mine.to(device), place="for the comparison at the start").view(group.size, -1)
+    if bool((hashes == hashes[0]).all()):
+        return
+    raise _difference([json.loads(other) for other in _everyones(group, text, device)])
+
+
+def _everyones(group: Group, text: bytes, device: torch.device) -> list[bytes]:
+    sizes = group.all_gather(torch.tensor(len(text), device=device), place="for the comparison at the start").tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = group.all_gather(padded.to(device), place="for the comparison at the start").view(group.size, -1).cpu()
+    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _difference(everyone: Sequence[Fields]) -> ReplicaDivergence:
+    first = everyone[0]
+    for name in dict.fromkeys(name for fields in everyone for name in fields):
+        values = [fields.get(name, "missing") for fields in everyone]
+        ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+        if not ranks:
+            continue
+        ours, theirs = values[0], values[ranks[0]]
+        if isinstance(ours, list) and isinstance(theirs, list) and name.endswith(" names"):
+            return ReplicaDivergence(f"{name} differ: {_names(ours, theirs, ranks)}", name, ranks)
+        return ReplicaDivergence(f"{name} differs: rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)} {_shown(theirs)}", name, ranks)
+    raise AssertionError(f"hashes differ but no field does: {list(first)}")
+
+
+def _names(ours: list[str], theirs: list[str], ranks: Sequence[int]) -> str:
+    lacking, more = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
+    if not lacking and not more:
+        place = next(number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        return f"at position {place} rank 0 has {ours[place]!r}, {listed(ranks)} {_have(ranks)} {theirs[place]!r}; build the model alike on all ranks"
+    parts = [f"only rank 0 has {', '.join(map(repr, lacking[:5]))}"] if lacking else []
+    parts += [f"only {listed(ranks)} {_have(ranks)} {', '.join(map(repr, more[:5]))}"] if more else []
+    return "; ".join(parts)
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(str(part) for part in value)
+    return str(value)
+
+
+def _form(tensor: torch.Tensor) -> list[Any]:
+    return [str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch.")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)

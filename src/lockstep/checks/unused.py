@@ -1,0 +1,70 @@
+"""Parameters without a gradient, by name, before the optimizer steps.
+
+Every rank counts its own missing gradients, and the count travels in the last bucket; so where nothing is missing nothing is sent.
+Where something is, the ranks compare: a parameter that some of them used was averaged with zeros, which is right and said once; one that
+none of them used is usually a mistake.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+
+from lockstep.collectives.tags import listed
+from lockstep.errors import LockstepWarning, UnusedParameters
+from lockstep.gradients.reducer import Reducer
+
+Unused = Literal["error", "zeros", "skip"]
+POLICIES: tuple[Unused, ...] = ("error", "zeros", "skip")
+_NAMED = 5  # names before "and N more"
+
+
+class UnusedCheck:
+    """Looks at what a finished window was missing. `policy`: raise for parameters that no rank used, count them as zeros, or leave their `.grad` None."""
+
+    def __init__(self, reducer: Reducer, policy: Unused) -> None:
+        self._reducer = reducer
+        self._policy = policy
+        self._said: set[str] = set()
+
+    def __call__(self) -> None:
+        """Called by all ranks after `finish`. Raises UnusedParameters on all of them."""
+        reducer = self._reducer
+        if not reducer.someone_misses:
+            return
+        mine = torch.tensor(reducer.landed_here(), dtype=torch.uint8, device=reducer.parameters[0].device)
+        used = reducer.group.all_gather(mine, place="for the list of unused parameters").view(reducer.group.size, -1).bool().cpu()
+        used = torch.where(used.any(1, keepdim=True), used, True)  # a rank without micro-batches is no evidence
+        nowhere = [name for name, anywhere in zip(reducer.names, used.any(0).tolist(), strict=True) if not anywhere]
+        self._say_partly(
+            [(name, column) for name, column in zip(reducer.names, used.t(), strict=True) if column.any() and not column.all()]
+        )
+        if nowhere and self._policy == "error":
+            raise UnusedParameters(
+                f"{_names(nowhere)} got no gradient on any rank in this window. Freeze what is not trained (requires_grad_(False)), or say "
+                "what is meant: unused='zeros' counts it as zeros, unused='skip' leaves .grad None (find_unused_parameters=True with the wrapper)",
+                nowhere,
+            )
+        if self._policy == "skip":
+            for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
+                if name in nowhere:
+                    parameter.grad = None
+
+    def _say_partly(self, partly: list[tuple[str, torch.Tensor]]) -> None:
+        new = [(name, column) for name, column in partly if name not in self._said]
+        self._said.update(name for name, _ in new)
+        if new and self._reducer.group.rank == 0:
+            without = (~new[0][1]).nonzero().flatten().tolist()
+            names = _names([name for name, _ in new])
+            warnings.warn(
+                f"{names} got no gradient on {listed(without)}: averaged with zeros there. This is said once.",
+                LockstepWarning,
+                stacklevel=2,
+            )
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -1,0 +1,238 @@
+"""What torch's DDP does in silence (cases M1 to M6, M25): here each is an error that names it within the step, or trains right."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import LockstepWarning, ReplicaDivergence, UnusedParameters
+from lockstep.testing import run_ranks
+from tests import zoo
+
+
+def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    x, y = zoo.samples(512)
+    rows = slice(4 * (2 * number + rank), 4 * (2 * number + rank) + 4)
+    return x[rows], y[rows]
+
+
+def same_everywhere(model: nn.Module) -> bool:
+    for tensor in model.state_dict().values():
+        rows = lockstep.collectives.all_gather(tensor.reshape(1, -1))
+        if not all(torch.equal(row, rows[0]) for row in rows):
+            return False
+    return True
+
+
+def modulo(world: lockstep.World) -> tuple[str, int]:
+    """M1: no_sync when i % 4 != 0, step when (i + 1) % 4 == 0."""
+    model = zoo.build("mlp")
+    ddp = lockstep.DistributedDataParallel(model)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    try:
+        for i in range(64):
+            x, y = batch(world.rank, i)
+            if i % 4 != 0:
+                with ddp.no_sync():
+                    zoo.loss_sum(ddp(x), y).backward()
+            else:
+                zoo.loss_sum(ddp(x), y).backward()
+            if (i + 1) % 4 == 0:
+                sgd.step()
+                sgd.zero_grad()
+    except ReplicaDivergence as error:
+        return str(error), i
+    return "nothing said", i
+
+
+def test_m1_no_sync_by_the_wrong_modulo_is_found_by_the_second_check() -> None:
+    for message, step in run_ranks(modulo, 2):
+        assert re.match(r"after step 2 '0\.weight' differs between rank 0 and rank 1 \(max \|difference\| \d.*\)\. 6 of 6 tensors differ\. Usual causes", message)
+        assert step == 5  # the first forward after the second synchronising backward
+
+
+def through_module(world: lockstep.World) -> bool:
+    """M3: a forward through .module."""
+    model = zoo.build("mlp")
+    ddp = lockstep.DistributedDataParallel(model)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for i in range(4):
+        sgd.zero_grad()
+        x, y = batch(world.rank, i)
+        zoo.loss_sum(ddp.module(x), y).backward()
+        sgd.step()
+    return same_everywhere(model)
+
+
+def test_m3_a_forward_through_module_trains_right() -> None:
+    assert run_ranks(through_module, 2) == [True, True]
+
+
+class WithHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.aux_head = nn.Linear(6, 3)
+        self.use = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.aux_head(x) if self.use else self.body(x)
+
+
+def head() -> WithHead:
+    torch.manual_seed(2)
+    return WithHead()
+
+
+def unused(world: lockstep.World, door: str) -> str:
+    """M4: one layer gets no gradient."""
+    model = head()
+    before = model.body.weight.detach().clone()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch(world.rank, 0)
+    try:
+        if door == "wrapper":
+            zoo.loss_sum(lockstep.DistributedDataParallel(model)(x), y).backward()
+            sgd.step()
+        else:
+            stepper = lockstep.Stepper(model, sgd)
+            for u, v in stepper.micro_batches([(x, y)]):
+                stepper.backward(zoo.loss_sum(model(u), v), weight=4)
+            stepper.step()
+    except UnusedParameters as error:
+        assert torch.equal(model.body.weight, before)  # the error came before the step
+        return str(error)
+    return "nothing said"
+
+
+@pytest.mark.parametrize("door", ["wrapper", "stepper"])
+def test_m4_unused_parameters_are_named_before_the_step(door: str) -> None:
+    for message in run_ranks(unused, 2, args=(door,)):
+        assert message == (
+            "'aux_head.weight', 'aux_head.bias' got no gradient on any rank in this window. Freeze what is not trained "
+            "(requires_grad_(False)), or say what is meant: unused='zeros' counts it as zeros, unused='skip' leaves .grad None "
+            "(find_unused_parameters=True with the wrapper)"
+        )
+
+
+def used_by_some(world: lockstep.World) -> tuple[list[str], bool, float]:
+    model = head()
+    model.use = world.rank == 1
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    said = []
+    for number in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in stepper.micro_batches([batch(world.rank, number)]):
+                stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+            stepper.step()
+        said += [str(warning.message) for warning in caught if warning.category is LockstepWarning]
+    assert model.aux_head.weight.grad is not None
+    return said, same_everywhere(model), model.aux_head.weight.grad.abs().sum().item()
+
+
+def test_a_parameter_used_by_some_is_averaged_with_zeros_and_said_once() -> None:
+    first, second = run_ranks(used_by_some, 2)
+    assert first[0] == ["'aux_head.weight', 'aux_head.bias' got no gradient on rank 0: averaged with zeros there. This is said once."]
+    assert second[0] == []
+    assert first[1] and second[1]
+    assert first[2] == second[2] > 0
+
+
+def skipped(world: lockstep.World, policy: str) -> tuple[bool, float]:
+    model = head()
+    stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), unused=policy)  # type: ignore[arg-type]
+    before = model.aux_head.weight.detach().clone()
+    for x, y in stepper.micro_batches([batch(world.rank, 0)]):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+    stepper.step()
+    return model.aux_head.weight.grad is None, (model.aux_head.weight - before).abs().sum().item()
+
+
+def test_what_unused_means_is_the_users_word() -> None:
+    assert run_ranks(skipped, 2, args=("skip",)) == [(True, 0.0)] * 2
+    for without, moved in run_ranks(skipped, 2, args=("zeros",)):
+        assert not without
+        assert moved > 0  # a zero gradient is a gradient: weight decay applies
+
+
+def unfrozen(world: lockstep.World, door: str) -> bool:
+    """M5 and M6: a layer unfrozen, a layer added, after wrapping."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    ddp = lockstep.DistributedDataParallel(model)
+    stepper = lockstep.Stepper(ddp, torch.optim.SGD(model.parameters(), lr=0.1)) if door == "stepper" else None
+    sgd = stepper.optimizer if stepper else torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(6):
+        if number == 2:
+            model[0].requires_grad_(True)
+        if number == 4:
+            torch.manual_seed(world.rank)  # each rank initialises its own
+            model.append(nn.Linear(3, 3))
+            sgd.add_param_group({"params": list(model[3].parameters())})
+        x, y = batch(world.rank, number)
+        if stepper is not None:
+            for u, v in stepper.micro_batches([(x, y)]):
+                stepper.backward(zoo.loss_sum(ddp(u), v), weight=4)
+            stepper.step()
+        else:
+            sgd.zero_grad()
+            zoo.loss_sum(ddp(x), y).backward()
+            sgd.step()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+    return same_everywhere(model)
+
+
+@pytest.mark.parametrize("door", ["wrapper", "stepper"])
+def test_m5_m6_unfreezing_and_adding_after_wrapping_train_right(door: str) -> None:
+    assert run_ranks(unfrozen, 2, args=(door,)) == [True, True]
+
+
+def drifting(world: lockstep.World) -> tuple[str, int]:
+    model = zoo.build("cnn")
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(3):
+        for x, y in stepper.micro_batches([batch(world.rank, number)]):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+        if number == 1 and world.rank == 2:
+            with torch.no_grad():
+                model.last.bias[0] += 0.5
+        try:
+            stepper.step()
+        except ReplicaDivergence as error:
+            return str(error), number
+    return "nothing said", number
+
+
+def test_a_replica_changed_by_hand_is_named() -> None:
+    for message, step in run_ranks(drifting, 3):
+        assert message.startswith("after step 2 'last.bias' differs between rank 0 and rank 2 (max |difference| 0.5). 1 of 8 tensors differ.")
+        assert step == 1
+
+
+def weighted(world: lockstep.World) -> list[Tensor]:
+    """M25: tokens per micro-batch differ widely; a mean of means would weight them wrongly."""
+    model = zoo.build("mlp")
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = zoo.samples(64)
+    mine = [(x[:1], y[:1]), (x[1:33], y[1:33])] if world.rank == 0 else [(x[33:40], y[33:40])]
+    for u, v in stepper.micro_batches(mine):
+        stepper.backward(nn.functional.cross_entropy(model(u), v), weight=len(v), reduction="mean")
+    stepper.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_m25_every_token_counts_the_same() -> None:
+    model = zoo.build("mlp")
+    x, y = zoo.samples(64)
+    nn.functional.cross_entropy(model(x[:40]), y[:40]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for found in run_ranks(weighted, 2):
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            assert zoo.distance(ours, theirs) < 1e-6

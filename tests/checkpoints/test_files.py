@@ -1,0 +1,86 @@
+"""A checkpoint is there whole or not at all, and what is read back is what was written, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.checkpoints import files
+from lockstep.errors import LockstepError, UsageError
+
+TENSORS = {
+    "weight": torch.randn(3, 4),
+    "turned": torch.randn(4, 3).t(),
+    "part": torch.arange(10)[2:5],
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "none": torch.zeros(0, 2),
+    "half": torch.randn(5).bfloat16(),
+    "flags": torch.tensor([True, False]),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+}
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    folder = files.write(tmp_path / "checkpoints", 12, TENSORS, {"task": "toy", "metrics": {"loss": 0.5}})
+    assert folder == tmp_path / "checkpoints" / "step-0000012"
+    found = files.read(folder)
+    assert found.state == {"step": 12, "task": "toy", "metrics": {"loss": 0.5}}
+    assert set(found.tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+
+
+def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    found = files.read(files.write(tmp_path, 1, {"whole": whole, "tail": whole[3:], "again": whole.view(2, 3)}, {}))
+    assert torch.equal(found.tensors["tail"], whole[3:])
+    assert torch.equal(found.tensors["again"], whole.view(2, 3))
+
+
+def test_newest_goes_by_number_and_ignores_what_is_unfinished(tmp_path: Path) -> None:
+    assert files.newest(tmp_path / "nowhere") is None
+    for step in (9, 10_000_000, 200):
+        files.write(tmp_path, step, {"x": torch.tensor(step)}, {})
+    (tmp_path / ".step-0099999.1.unfinished").mkdir()
+    (tmp_path / "step-notes").mkdir()
+    assert [path.name for path in files.written(tmp_path)] == ["step-0000009", "step-0000200", "step-10000000"]
+    assert files.newest(tmp_path) == tmp_path / "step-10000000"
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = files.write(tmp_path, 3, {"x": torch.ones(2)}, {"good": True})
+    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(LockstepError, match=r"checkpoint .*step-0000003 could not be written: .*No space left on device"):
+        files.write(tmp_path, 3, {"x": torch.zeros(2)}, {})
+    assert files.read(folder).state["good"] is True
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000003"]
+
+
+def test_writing_again_replaces(tmp_path: Path) -> None:
+    files.write(tmp_path, 3, {"x": torch.ones(2)}, {})
+    assert files.read(files.write(tmp_path, 3, {"y": torch.ones(1)}, {})).tensors.keys() == {"y"}
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    assert files.best(tmp_path) is None
+    folders = [files.write(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]
+    files.mark_best(folders[0], "accuracy", 0.9)
+    files.mark_best(folders[1], "accuracy", 0.95)
+    files.keep_only(tmp_path, folders[1:])
+    assert files.best(tmp_path) == folders[1]
+    assert files.written(tmp_path) == folders[1:]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"checkpoint": "step-0000002", "metric": "accuracy", "value": 0.95}
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a checkpoint that can be read"):
+        files.read(tmp_path)
+    folder = files.write(tmp_path, 1, {"x": torch.ones(100)}, {})
+    model = folder / files.MODEL
+    model.write_bytes(model.read_bytes()[:-7])
+    with pytest.raises(UsageError, match="step-0000001 is not a checkpoint that can be read"):
+        files.read(folder)

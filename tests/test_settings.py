@@ -1,0 +1,63 @@
+"""Settings go to JSON and back, and refuse what cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.settings import Settings, overrides_of
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    settings = Settings(task="/a/b.py", overrides={"lr": "0.1"}, workers=3, steps=7, device="cpu", precision="bf16", compile=True, reduce="central")
+    settings.write(tmp_path)
+    assert Settings.read(tmp_path) == settings
+    assert json.loads((tmp_path / "settings.json").read_text())["overrides"] == {"lr": "0.1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workers": 0}, "workers=0: give a whole number of at least 1"),
+        ({"workers": None}, "workers=None"),
+        ({"epochs": -1}, "epochs=-1"),
+        ({"steps": 1.5}, "steps=1.5"),
+        ({"epochs": 2, "steps": 3}, "epochs=2 and steps=3 exclude each other"),
+        ({"loader_workers": -1}, "loader_workers=-1"),
+        ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
+        ({"reduce": "ring"}, "reduce='ring' is unknown: choose one of native, central"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Settings(task="digits", **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read .*is not a run directory"),
+        ("{", "cannot be read"),
+        ("[]", "holds a list, not settings"),
+        ("{}", "no task named"),
+        ('{"task": "digits", "colour": 1, "age": 2}', "age, colour unknown to this version"),
+        ('{"task": "digits", "workers": 0}', "workers=0"),
+    ],
+)
+def test_a_foreign_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "settings.json").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        Settings.read(tmp_path)
+
+
+def test_overrides_are_pairs() -> None:
+    assert overrides_of(["lr=0.1", " name = a=b", "empty="]) == {"lr": "0.1", "name": " a=b", "empty": ""}
+    for pairs, message in ([["lr"], "--set lr: write it as --set key=value"], [["=3"], "write it"], [["a=1", "a=2"], "--set a is given twice"]):
+        with pytest.raises(UsageError, match=message):
+            overrides_of(list(pairs))

@@ -1,0 +1,91 @@
+"""Two runs never share a folder, and every reason to refuse one is a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.training.run_directory import RunDirectory
+
+
+def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    with RunDirectory.claim(None, "toy") as first, RunDirectory.claim(None, "toy") as second:
+        assert [str(first.path), str(second.path)] == ["runs/toy-20260102-030405", "runs/toy-20260102-030405-2"]
+
+
+def test_a_folder_in_use_names_pid_and_host(tmp_path: Path) -> None:
+    code = "import sys; from lockstep.training.run_directory import RunDirectory as R; r = R.claim(sys.argv[1], 'x'); print('claimed', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "claimed\n"
+        with pytest.raises(UsageError, match=rf"run is in use by process {other.pid} on {socket.gethostname()}: .*another --run"):
+            RunDirectory.claim(tmp_path / "run", "x")
+        other.kill()
+        other.wait()
+    RunDirectory.claim(tmp_path / "run", "x").release()  # a killed owner leaves no lock behind
+
+
+def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path, "x"):
+        with pytest.raises(UsageError, match=f"in use by process {os.getpid()} on "):
+            RunDirectory.claim(tmp_path, "x")
+        assert json.loads((tmp_path / "lock").read_text()) == {"pid": os.getpid(), "host": socket.gethostname()}
+    RunDirectory.claim(tmp_path, "x").release()
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "result.json"])
+def test_a_folder_that_holds_a_run_is_refused_and_kept(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(UsageError, match="already holds a run: choose another --run, or remove it"):
+        RunDirectory.claim(tmp_path, "x")
+    assert (tmp_path / file).exists()
+
+
+def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UsageError, match=f"run directory {path} cannot be made: .* is a file"):
+            RunDirectory.claim(path, "x")
+    monkeypatch.setattr("os.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(UsageError, match=r"cannot be written \(Permission denied\): choose another --run"):
+        RunDirectory.claim(tmp_path / "run", "x")
+
+
+def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path / "new", "x") as run:
+        (run.path / "settings.json").touch()
+        (run.path / "rank-0.log").touch()
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "rank-1.log"])
+def test_a_folder_in_which_something_happened_stays(tmp_path: Path, file: str) -> None:
+    with RunDirectory.claim(tmp_path / "new", "x") as run:
+        (run.path / file).write_text("something")
+    assert run.path.exists()
+
+
+def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path, "x"):
+        pass
+    assert tmp_path.exists()
+
+
+def test_a_rank_neither_locks_nor_removes(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path / "run", "x") as run:
+        with RunDirectory.of_launcher(run.path):
+            pass
+        assert run.path.exists()
+        with pytest.raises(UsageError, match="in use"):
+            RunDirectory.claim(run.path, "x")

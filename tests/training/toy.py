@@ -1,0 +1,62 @@
+"""A task small enough to be trained in a test, with what makes training depend on care: BatchNorm, dropout, ragged tails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lockstep import Task
+
+SAMPLES, HELD_OUT = 44, 21
+
+
+def data(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16, bias=False)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.drop(F.relu(self.norm(self.first(x)))))
+        return out
+
+
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def metrics(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
+    return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(batch[1]))}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def task(**changes: Any) -> Task:
+    """11 samples a step in micro-batches of 4 (the last of 3): 4 steps an epoch."""
+    fields: dict[str, Any] = {
+        "name": "toy",
+        "model": Net,
+        "train_data": data(SAMPLES, 1),
+        "eval_data": data(HELD_OUT, 2),
+        "loss": loss,
+        "metrics": metrics,
+        "optimizer": sgd,
+        "global_batch": 11,
+        "micro_batch": 4,
+        "epochs": 2,
+    }
+    return Task(**{**fields, **changes})
