@@ -87,7 +87,8 @@ def _described(child: psutil.Process) -> str:
 
 
 def _segments() -> set[str]:
-    return set(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else set()
+    # Semaphores of multiprocessing have a name for an instant only, also those of other programs on this machine.
+    return {name for name in os.listdir(_SHARED_MEMORY) if not name.startswith("sem.")} if _SHARED_MEMORY.is_dir() else set()
 
 
 def _used_by_others(name: str) -> bool:

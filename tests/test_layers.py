@@ -17,7 +17,7 @@ LAYERS = [
     {"world"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},
-    {"data_parallel", "stepper"},
+    {"data_parallel", "stepper", "uneven"},
     {"training"},
     {"testing", "tasks"},
     {"cli", "__main__"},

@@ -83,6 +83,19 @@ def test_streams_differ_in_torch_in_numpy_and_in_random() -> None:
         assert len({values[library] for values in drawn}) == len(STREAMS)
 
 
+def test_a_stream_begins_with_the_number_of_its_key() -> None:
+    for enter, key in (
+        (randomness.shared, (1,)),
+        (randomness.step, (2, 4, 5)),
+        (randomness.sample, (3, 4, 5)),
+        (randomness.collate, (4, 4, 5)),
+    ):
+        enter(7, *key[1:])
+        drawn = draw()
+        randomness.seed_all(randomness.derive(7, *key))
+        assert draw() == drawn
+
+
 def test_seed_all_is_torchs_own_manual_seed() -> None:
     randomness.seed_all(2**64 - 3)
     ours = torch.rand(4)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 _MASK = 2**64 - 1
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER = range(1, 6)  # part of every recorded run: add to them, never renumber
@@ -27,8 +28,15 @@ def derive(seed: int, *key: int) -> int:
     """
     state = _mix(seed & _MASK)
     for number in key:
-        state = _mix(state ^ _mix((number + 0x9E3779B97F4A7C15) & _MASK))
+        state = _extend(state, number)
     return state
+
+
+_prefix = lru_cache(maxsize=64)(derive)  # every sample of an epoch begins with the same three numbers
+
+
+def _extend(state: int, number: int) -> int:
+    return _mix(state ^ _mix((number + 0x9E3779B97F4A7C15) & _MASK))
 
 
 def _mix(value: int) -> int:
@@ -68,7 +76,7 @@ def step(seed: int, step: int, slot: int) -> None:
 
 def sample(seed: int, epoch: int, index: int) -> None:
     """Enter the stream of one sample in one epoch. On the CPU only: a fetch must not disturb what the GPU draws for the model."""
-    _seed_host(derive(seed, _SAMPLE, epoch, index))
+    _seed_host(_extend(_prefix(seed, _SAMPLE, epoch), index))
 
 
 def collate(seed: int, epoch: int, index: int) -> None:

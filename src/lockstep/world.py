@@ -143,6 +143,12 @@ class World:
         self._share_tags(made)
         return made
 
+    def group_of(self, process_group: dist.ProcessGroup) -> Group:
+        """The Group of a process group that the user's own code made. Called by all its members."""
+        group = Group.of(process_group)
+        self._share_tags(group)
+        return group
+
     def _share_tags(self, group: Group) -> None:
         """Where all ranks are on this host and gradients on its CPUs, have every collective compared before it is issued."""
         here = sys.platform == "linux" and self.local_size == self.size and self.device.type == "cpu"

@@ -46,6 +46,8 @@ def test_a_collate_function_draws_from_the_batchs_own_stream() -> None:
     dataset = KeyedDataset(Numbers(9), 0, with_draws)
     first = dataset.__getitems__([(0, 1), (0, 2)])[1]
     assert torch.equal(dataset.__getitems__([(0, 1), (0, 2)])[1], first)
+    assert torch.equal(dataset.__getitems__([(0, 1), (0, 5)])[1], first)
+    assert torch.equal(KeyedDataset(Augmented(9), 0, with_draws).__getitems__([(0, 1), (0, 2)])[1], first)
     others = [dataset.__getitems__([key, (0, 3)])[1] for key in ((0, 2), (1, 1))]
     others += [KeyedDataset(Numbers(9), 1, with_draws).__getitems__([(0, 1), (0, 2)])[1]]
     others += [KeyedDataset(Augmented(9), 0, as_list).__getitems__([(0, 1)])[0][1]]  # nor is it the sample's stream

@@ -28,7 +28,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 def test_an_order_has_no_memory() -> None:
     order = Shuffled(5000, 1)
     third = epoch_of(order, 3)
-    order.at(0, np.array([5], dtype=np.int64))
+    assert epoch_of(order, 0) == epoch_of(Shuffled(5000, 1), 0) != third
     assert order.at(3, np.array([4999, 17], dtype=np.int64)).tolist() == [third[4999], third[17]]
     assert epoch_of(Shuffled(5000, 1), 3) == third
 

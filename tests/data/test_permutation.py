@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -51,6 +51,9 @@ def test_any_position_of_any_size_comes_back(n: int, key: int, data: st.DataObje
 
 
 @given(st.integers(4097, 2**62))
+@example(2**62)
+@example(2**62 - 1)
+@example(4097)
 def test_the_table_is_hardly_larger_than_n(n: int) -> None:
     rows, columns = map(int, Permutation(n, 0)._sides)
     assert n <= rows * columns <= n + math.isqrt(n) + 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sklearn.datasets  # noqa: F401 - sets environment variables, which no test shall be blamed for
 
 from lockstep.errors import TaskError
 from lockstep.task import Task

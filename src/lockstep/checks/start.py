@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from lockstep.errors import ReplicaDivergence
 Fields = Mapping[str, Any]
 
 
-def model_fields(module: nn.Module) -> dict[str, Any]:
+def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
     """What must be equal of a model: versions, and every parameter's and buffer's name, in order, with shape, dtype, requires_grad."""
     fields: dict[str, Any] = {"torch version": torch.__version__}
-    fields["parameter names"] = [name for name, _ in module.named_parameters()]
+    fields["parameter names"] = [name for name, _ in module.named_parameters() if name not in ignored]
     for name, parameter in module.named_parameters():
+        if name in ignored:
+            continue
         fields[f"parameter {name!r}"] = [*_form(parameter), "trained" if parameter.requires_grad else "frozen"]
-    fields["buffer names"] = [name for name, _ in module.named_buffers()]
-    for name, buffer in module.named_buffers():
-        fields[f"buffer {name!r}"] = _form(buffer)
+    fields["buffer names"] = [name for name, _ in module.named_buffers() if name not in ignored]
+    fields.update({f"buffer {name!r}": _form(buffer) for name, buffer in module.named_buffers() if name not in ignored})
     return fields
 
 

@@ -116,3 +116,16 @@ class MovingBuffers:
                 self._group.broadcast(self._buffer(number), place="for a buffer that began to move").wait()
             self._moving = sorted(moving)
         self._agreed = True
+
+
+@torch.no_grad()
+def average_buffers(model: nn.Module, group: Group) -> None:
+    """Make the buffers equal on all ranks: floating-point statistics of BatchNorm's family by their mean, all others by rank 0's value."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if isinstance(module, _NormBase) and buffer.is_floating_point():
+                group.all_reduce(buffer, "mean", place=f"for buffer {name}").wait()
+            else:
+                group.broadcast(buffer, place=f"for buffer {name}").wait()

@@ -9,6 +9,8 @@ leave during this backward?) is only an optimisation of it.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +28,8 @@ from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
 from lockstep.gradients.trainable import Trainable
+
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 
 class Reducer:
@@ -151,7 +155,7 @@ class Reducer:
         if self.closing and not self._under_way:
             self._under_way = True
             if self.end_of_backward is not None:
-                torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         _into(view, parameter, self.scale if self.closing else 1.0)
         self._here[number] = True
         if not self.closing:
@@ -162,6 +166,13 @@ class Reducer:
         self._expected[bucket.index] -= 1
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
+
+    def _backward_over(self) -> None:
+        """Called by autograd when a backward has ended: the user's, or one that reentrant checkpointing runs inside it."""
+        if len(self._works) < len(self.buckets) and _inside_checkpoint():
+            self._under_way = False  # the next gradient asks to be called again
+        elif self.end_of_backward is not None:
+            self.end_of_backward()
 
     def _leave(self, bucket: Bucket) -> None:
         assert bucket.index == len(self._works), "buckets leave in index order"
@@ -183,6 +194,8 @@ class Reducer:
             work.wait()
         flag = self.buckets[-1].flag
         assert flag is not None
+        if not self.reduction.carries_all:
+            self.group.all_reduce(flag, place="for the number of missing gradients").wait()
         self.someone_misses = flag.item()
         flag.zero_()  # it is no part of the gradient's norm
         self._finished = True
@@ -226,3 +239,12 @@ def _into(view: Tensor, parameter: Tensor, scale: float) -> None:
             if scale != 1:
                 view.mul_(scale)
     parameter.grad = view
+
+
+def _inside_checkpoint() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -18,6 +18,8 @@ class Reduction(Protocol):
     """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the same order."""
 
     name: str
+    carries_all: bool
+    """Whether what lies behind the gradients in a bucket is summed with them."""
 
     def start(self, bucket: Bucket) -> Work: ...
 
@@ -26,6 +28,7 @@ class Native:
     """The backend's own all-reduce of the whole bucket; it goes on while backward does."""
 
     name = "native"
+    carries_all = True
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -41,6 +44,7 @@ class Central:
     """
 
     name = "central"
+    carries_all = True
 
     def __init__(self, group: Group) -> None:
         self._group = group

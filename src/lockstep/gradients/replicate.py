@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import chain
 
 import torch
@@ -11,8 +12,8 @@ from lockstep.collectives.group import Group
 
 
 @torch.no_grad()
-def replicate(module: nn.Module, group: Group) -> None:
-    """Overwrite every parameter and buffer by rank 0's. Buffers too: BatchNorm statistics are part of the model."""
+def replicate(module: nn.Module, group: Group, ignored: Collection[str] = (), root: int = 0) -> None:
+    """Overwrite every parameter and buffer by those of rank `root`. Buffers too: BatchNorm statistics are part of the model."""
     named = chain(module.named_parameters(), module.named_buffers())
-    for work in [group.broadcast(tensor.detach(), place=f"for {name} at the start") for name, tensor in named]:
+    for work in [group.broadcast(tensor.detach(), root, f"for {name} to be equal") for name, tensor in named if name not in ignored]:
         work.wait()

@@ -1,0 +1,73 @@
+"""Communication hooks written for torch's DistributedDataParallel run on our buckets as they are.
+
+torch's GradBucket cannot be constructed from Python; hooks only call its six methods, and those are here. A hook returns a future of
+the *mean* over the ranks: it divides, so nobody else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.collectives.group import Work
+from lockstep.gradients.bucket import Bucket
+
+Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+class GradBucket:
+    """What a hook sees of a bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+
+    def index(self) -> int:
+        return self._bucket.index
+
+    def buffer(self) -> Tensor:
+        """The whole bucket, flat; between and behind the gradients are zeros."""
+        return self._bucket.sum
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replace the content of the bucket."""
+        self._bucket.sum.copy_(tensor)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients, as views of the buffer."""
+        return list(self._bucket.views)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last of its backward."""
+        return self._bucket.flag is not None
+
+
+class TorchHook:
+    """A reduction by a communication hook."""
+
+    name = "hook"
+    carries_all = False  # PowerSGD and its like send the gradients, not the bucket
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state = state
+        self._hook = hook
+
+    def start(self, bucket: Bucket) -> Work:
+        return _Promised(self._hook(self._state, GradBucket(bucket)), bucket)
+
+
+class _Promised:
+    def __init__(self, future: torch.futures.Future[Any], bucket: Bucket) -> None:
+        self._future, self._bucket = future, bucket
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        result = self._future.wait()
+        mean = result[0] if isinstance(result, (list, tuple)) else result
+        if mean.data_ptr() != self._bucket.sum.data_ptr():
+            self._bucket.sum.copy_(mean.view_as(self._bucket.sum))

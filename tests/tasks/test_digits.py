@@ -1,0 +1,57 @@
+"""digits: nothing of the training is in the evaluation, and every class has its share."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import sklearn.datasets  # sets environment variables, which no test shall be blamed for
+import torch
+from torch import nn
+
+from lockstep import train
+from lockstep.errors import TaskError
+from lockstep.tasks import digits
+
+
+def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced() -> None:
+    labels = sklearn.datasets.load_digits().target
+    training, evaluation = digits.split(labels)
+    assert not set(training) & set(evaluation)
+    assert sorted([*training, *evaluation]) == list(range(1797))
+    for label in range(10):
+        share = (labels[evaluation] == label).sum() / (labels == label).sum()
+        assert abs(share - 0.2) < 0.005
+    again = digits.split(labels)
+    assert np.array_equal(again[1], evaluation)
+
+
+def test_the_data_are_those_of_the_split() -> None:
+    training, evaluation = digits.datasets()
+    found = sklearn.datasets.load_digits()
+    chosen = digits.split(found.target)[1]
+    assert (len(training), len(evaluation)) == (1797 - len(chosen), len(chosen))
+    assert torch.equal(evaluation.tensors[1], torch.tensor(found.target[chosen]))
+    assert torch.equal(evaluation.tensors[0], torch.tensor(found.images[chosen] / 16, dtype=torch.float32).unsqueeze(1))
+
+
+def test_eight_micro_batches_and_no_bias_before_batchnorm() -> None:
+    task = digits.task()
+    assert task.global_batch // task.micro_batch == 8
+    layers = list(task.model().modules())
+    assert sum(isinstance(layer, nn.BatchNorm2d) for layer in layers) == 3
+    assert all(layer.bias is None for layer in layers if isinstance(layer, nn.Conv2d))
+    assert any(isinstance(layer, nn.Dropout) for layer in layers)
+
+
+def test_it_learns() -> None:
+    result = train(digits.task(), steps=40)
+    assert result.headline[0] == "accuracy"
+    assert result.metrics["accuracy"] > 0.9
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(TaskError, match=r'digits needs scikit-learn.*: pip install "lockstep-train\[tasks\]"'):
+        digits.task()

@@ -1,0 +1,260 @@
+"""The loop, end to end: the same training on any number of ranks, and everything that is recorded of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training import toy
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+import lockstep
+from lockstep import World
+from lockstep.checkpoints import files
+from lockstep.errors import PeerFailed, TaskError, UsageError, WorkerFailed
+from lockstep.task import EarlyStopping, Precision
+from lockstep.testing import run_ranks
+from lockstep.training.identity import sha256, weights
+from lockstep.training.train import train
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if record["kind"] == kind]
+
+
+def by_hand() -> torch.nn.Module:
+    """What DESIGN's example writes, without training/."""
+    with lockstep.init(backend="gloo"):
+        lockstep.randomness.shared(0)
+        model = toy.Net()
+        stepper = lockstep.Stepper(model, toy.sgd(model))
+        loader = lockstep.Loader(toy.data(toy.SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
+        for epoch in loader.epochs(2):
+            for window in epoch:
+                for batch in stepper.micro_batches(window):
+                    stepper.backward(*toy.loss(model(batch[0]), batch))
+                stepper.step()
+    return model
+
+
+def test_it_is_the_loop_that_a_user_would_write() -> None:
+    result = train(toy.task())
+    assert result.sha256 == sha256(weights(by_hand())) == sha256(weights(result.model))
+    assert (result.task, result.epochs, result.steps, result.workers) == ("toy", 2, 8, 1)
+    assert (result.update, result.reduce, result.run, result.checkpoint) == ("replicated", "native", None, None)
+    assert result.headline == ("accuracy", result.metrics["accuracy"])
+    assert set(result.metrics) == {"accuracy", "loss"}
+
+
+def on_rank(world: World, run: str | None = None, **options: Any) -> tuple[dict[str, float], dict[str, torch.Tensor], str]:
+    result = train(toy.task(), run=run, **options)
+    assert World.current() is world  # the caller's world stays open
+    return result.metrics, weights(result.model), result.sha256
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("reduce", ["native", "central"])
+def test_any_number_of_ranks_trains_the_same(workers: int, reduce: str, tmp_path: Path) -> None:
+    ranks = run_ranks(on_rank, workers, kwargs={"run": str(tmp_path / "run"), "reduce": reduce})
+    alone = train(toy.task())
+    assert len({sha for _, _, sha in ranks}) == 1
+    for metrics, found, _ in ranks:
+        assert metrics == ranks[0][0]
+        for name, tensor in weights(alone.model).items():
+            assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
+    steps = records(tmp_path / "run", "step")
+    assert [step["weight"] for step in steps] == [11.0] * 8
+    shares = {2: [8, 3], 4: [4, 4, 3, 0]}[workers]
+    assert all(step["samples_by_rank"] == shares for step in steps)
+    assert all(step["bytes_sent"] > 0 for step in steps)
+
+
+def test_what_a_run_directory_holds(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = train(toy.task(best="accuracy", best_mode="max"), run=run, epochs=3)
+    assert result.run == run
+    starts = records(run, "event")
+    assert starts[0]["line"] == "global batch 11 = 3 micro-batches x 4 (the last: 3); 1 rank x 3"
+    assert [event["event"] for event in starts] == ["start", "end"]
+    steps = records(run, "step")
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert [step["epoch"] for step in steps] == [1] * 4 + [2] * 4 + [3] * 4
+    assert set(steps[0]) == {"kind", "step", "epoch", "loss", "weight", "samples_by_rank", "lr", "samples_per_s", "bytes_sent"}
+    evaluations = records(run, "evaluate")
+    assert [(found["step"], found["epoch"]) for found in evaluations] == [(4, 1), (8, 2), (12, 3)]
+    assert evaluations[-1]["metrics"] == result.metrics
+    written = json.loads((run / "result.json").read_text())
+    assert written == result.as_json()
+    assert written["checkpoint"] == "checkpoints/step-0000012"
+    checkpoint = files.read(run / written["checkpoint"])
+    assert sha256(checkpoint.tensors) == result.sha256 == checkpoint.state["sha256"]
+    best = max(evaluations, key=lambda found: found["metrics"]["accuracy"])
+    assert result.best == {"metric": "accuracy", "value": best["metrics"]["accuracy"], "step": best["step"]}
+    assert files.best(run / "checkpoints") == run / "checkpoints" / f"step-{best['step']:07d}"
+    assert json.loads((run / "settings.json").read_text())["epochs"] == 3
+    with pytest.raises(UsageError, match="already holds a run"):
+        train(toy.task(), run=run)
+
+
+@pytest.mark.parametrize(("steps", "epochs", "evaluated"), [(3, 0, [3]), (4, 1, [4]), (6, 1, [4, 6])])
+def test_steps_may_end_inside_an_epoch(tmp_path: Path, steps: int, epochs: int, evaluated: list[int]) -> None:
+    result = train(toy.task(), steps=steps, run=tmp_path / "run")
+    assert (result.steps, result.epochs) == (steps, epochs)
+    assert [record["step"] for record in records(tmp_path / "run", "evaluate")] == evaluated
+
+
+def test_without_evaluation_the_loss_is_shown() -> None:
+    result = train(toy.task(eval_data=None, metrics=None), steps=2)
+    assert (result.metrics, result.headline) == ({}, ("loss", result.loss))
+
+
+def test_rank_0_says_how_the_batch_is_split_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    train(toy.task(), steps=4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == "global batch 11 = 3 micro-batches x 4 (the last: 3); 1 rank x 3"
+    assert err.splitlines()[1].startswith("epoch 1/1, step 4: accuracy 0.")
+
+
+def halving(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 - step / steps)
+
+
+@pytest.mark.parametrize(
+    ("per", "rates"),
+    [("step", [0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]), ("epoch", [0.1] * 4 + [0.05] * 4)],
+)
+def test_the_scheduler_knows_how_often_it_is_stepped(tmp_path: Path, per: str, rates: list[float]) -> None:
+    train(toy.task(scheduler=halving, scheduler_per=per), run=tmp_path / "run")
+    assert [record["lr"] for record in records(tmp_path / "run", "step")] == pytest.approx(rates)
+
+
+def stopping(world: World) -> tuple[int, int, str | None]:
+    never = EarlyStopping(metric="constant", mode="max", patience=2)
+    task = toy.task(epochs=9, metrics=lambda output, batch: {"constant": (1.0, 1)}, early_stopping=never)
+    result = train(task)
+    return result.epochs, result.steps, result.stopped_early
+
+
+def test_all_ranks_stop_early_together() -> None:
+    reason = "constant has not been better than 1.0000 (step 4) for 2 evaluations"
+    assert run_ranks(stopping, 2) == [(3, 12, reason)] * 2
+
+
+def calling(world: World, where: str) -> list[list[int]]:
+    seen: list[list[int]] = [[], []]
+    on_step, on_evaluate = (lambda record, into=into: into.append(record["step"]) for into in seen)
+    train(toy.task(on_step=on_step, on_evaluate=on_evaluate, callbacks_on=where))
+    return seen
+
+
+@pytest.mark.parametrize("where", ["first", "all"])
+def test_callbacks_get_the_records(where: str) -> None:
+    called = [list(range(1, 9)), [4, 8]]
+    assert run_ranks(calling, 2, [where]) == [called, called if where == "all" else [[], []]]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
+def test_other_precisions_train_and_leave_float32_weights(precision: Precision) -> None:
+    plain, found = train(toy.task()), train(toy.task(), precision=precision)
+    assert found.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=0.1)
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in weights(found.model).values())
+    assert (found.sha256 == plain.sha256) == (precision == "tf32")  # which a CPU without it ignores
+    assert train(toy.task(precision=precision)).sha256 == found.sha256
+
+
+def test_compile_keeps_the_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compiled: list[torch.nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compiled.append(call.__self__) or call)
+    result = train(toy.task(), compile=True, steps=1, run=tmp_path / "run")
+    assert compiled == [result.model]
+    assert result.checkpoint is not None
+    assert set(files.read(result.checkpoint).tensors) == set(toy.Net().state_dict())
+    train(toy.task(compile=True), compile=False, steps=1)
+    assert len(compiled) == 1
+    train(toy.task(compile=True), steps=1)
+    assert len(compiled) == 2
+
+
+def test_a_skipped_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weightless = toy.task(loss=lambda output, batch: (output.sum() * 0, 0), metrics=None, eval_data=None)
+    train(weightless, steps=1, run=tmp_path / "run")
+    assert "step 1 was not applied: every rank's weight is 0" in capsys.readouterr().err
+    assert records(tmp_path / "run", "event")[1]["step"] == 1
+    assert records(tmp_path / "run", "step")[0]["loss"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": lambda: 3}, "model returned a int"),
+        ({"optimizer": lambda model: None}, "optimizer returned a NoneType"),
+        ({"scheduler": lambda optimizer, steps: None}, "scheduler returned a NoneType"),
+        ({"scheduler": lambda optimizer, steps: ReduceLROnPlateau(optimizer)}, "scheduler returned a ReduceLROnPlateau; .* without a metric"),
+        ({"best": "f1", "best_mode": "max"}, "'f1' shall be watched, but the metrics are accuracy, loss"),
+        ({"loss": lambda output, batch: output.sum()}, "loss returned a Tensor"),
+    ],
+)
+def test_what_the_tasks_functions_return_is_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        train(toy.task(**changes), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
+        ({"reduce": "ring"}, "reduce='ring' is unknown"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        train(toy.task(), **options)
+
+
+def test_only_a_task_is_trained_and_only_on_the_worlds_device() -> None:
+    with pytest.raises(TaskError, match=r"was given a Net; it takes a lockstep\.Task"):
+        train(toy.Net())  # type: ignore[arg-type]
+    with lockstep.init(backend="gloo"), pytest.raises(UsageError, match="device='cuda', but the open world's is 'cpu'"):
+        train(toy.task(), device="cuda")
+
+
+def in_use(world: World, run: str) -> str:
+    error = UsageError if world.rank == 0 else PeerFailed
+    with pytest.raises(error) as refused:
+        train(toy.task(), run=run)
+    return str(refused.value)
+
+
+def test_all_ranks_hear_that_the_run_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    first, second = run_ranks(in_use, 2, [str(tmp_path)])
+    assert "already holds a run" in first
+    assert second == f"rank 0 could not use the run directory {tmp_path}"
+
+
+class Failing(toy.Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if World.current().rank == 1:
+            raise ZeroDivisionError("mine")
+        return super().forward(x)
+
+
+def failing(world: World) -> None:
+    train(toy.task(model=Failing))
+
+
+def test_an_exception_in_the_model_on_one_rank_is_that_ranks() -> None:
+    with pytest.raises(WorkerFailed, match="ZeroDivisionError: mine") as failed:
+        run_ranks(failing, 2)
+    assert failed.value.rank == 1
+
+
+def test_loader_workers_change_nothing() -> None:
+    assert train(toy.task(), loader_workers=1).sha256 == train(toy.task()).sha256
