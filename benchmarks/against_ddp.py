@@ -105,7 +105,7 @@ class Variant:
             self.stepper.step()
             return
         self.optimizer.zero_grad()
-        F.cross_entropy(self.forward(x), y).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(self.forward(x), y).backward()
         self.optimizer.step()
 
 

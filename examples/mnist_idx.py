@@ -43,7 +43,8 @@ class Net(nn.Module):
         self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32 * 6 * 6, 10))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+        logits: Tensor = self.head(self.features(x))
+        return logits
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, float]:

@@ -12,7 +12,7 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "orphans", "randomness", "task", "settings", "lint"},
+    {"errors", "place", "orphans", "randomness", "learning_rate", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting"},
     {"world"},
     {"gradients", "checks", "checkpoints"},

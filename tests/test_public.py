@@ -20,6 +20,7 @@ NAMES = [
     "errors",
     "init",
     "launch",
+    "scale_lr",
     "testing",
     "train",
 ]

@@ -13,7 +13,9 @@ from lockstep.settings import Settings, overrides_of
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    settings = Settings(task="/a/b.py", overrides={"lr": "0.1"}, workers=3, steps=7, device="cpu", precision="bf16", compile=True, reduce="central")
+    settings = Settings(
+        task="/a/b.py", overrides={"lr": "0.1"}, workers=3, steps=7, device="cpu", precision="bf16", compile=True, reduce="central"
+    )
     settings.write(tmp_path)
     assert Settings.read(tmp_path) == settings
     assert json.loads((tmp_path / "settings.json").read_text())["overrides"] == {"lr": "0.1"}
@@ -58,6 +60,10 @@ def test_a_foreign_file_is_refused(tmp_path: Path, text: str | None, message: st
 
 def test_overrides_are_pairs() -> None:
     assert overrides_of(["lr=0.1", " name = a=b", "empty="]) == {"lr": "0.1", "name": " a=b", "empty": ""}
-    for pairs, message in ([["lr"], "--set lr: write it as --set key=value"], [["=3"], "write it"], [["a=1", "a=2"], "--set a is given twice"]):
+    for pairs, message in (
+        [["lr"], "--set lr: write it as --set key=value"],
+        [["=3"], "write it"],
+        [["a=1", "a=2"], "--set a is given twice"],
+    ):
         with pytest.raises(UsageError, match=message):
             overrides_of(list(pairs))

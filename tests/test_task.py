@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.training import toy
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.errors import TaskError, UsageError
 from lockstep.task import EarlyStopping, Task
+from tests.training import toy
 
 
 class Stream(IterableDataset[int]):
@@ -48,7 +48,10 @@ def test_defaults() -> None:
         ({"best": "accuracy"}, "best='accuracy' and best_mode=None: give the metric's name and 'max' or 'min'"),
         ({"best_mode": "max"}, "best=None and best_mode='max'"),
         ({"best": "accuracy", "best_mode": "most"}, "best_mode='most' is unknown"),
-        ({"best": "accuracy", "best_mode": "max", "eval_data": None, "metrics": None}, "best watches 'accuracy', but there is no eval_data"),
+        (
+            {"best": "accuracy", "best_mode": "max", "eval_data": None, "metrics": None},
+            "best watches 'accuracy', but there is no eval_data",
+        ),
         ({"best": "accuracy", "best_mode": "max", "metrics": None}, "metrics= is not given"),
         ({"early_stopping": EarlyStopping(metric="f1", mode="max", patience=1), "metrics": None}, "early_stopping watches 'f1'"),
         ({"eval_data": None}, "metrics is given, but there is no eval_data"),

@@ -19,6 +19,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "World": "lockstep.world",
     "init": "lockstep.world",
     "launch": "lockstep.launcher.spawn",
+    "scale_lr": "lockstep.learning_rate",
     "train": "lockstep.training.train",
 }
 _MODULES = ("collectives", "errors", "testing")
@@ -34,6 +35,7 @@ __all__ = [
     "errors",
     "init",
     "launch",
+    "scale_lr",
     "testing",
     "train",
 ]
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from lockstep.data.sampler import DistributedSampler
     from lockstep.data_parallel import DistributedDataParallel
     from lockstep.launcher.spawn import launch
+    from lockstep.learning_rate import scale_lr
     from lockstep.stepper import Stepper
     from lockstep.task import Task
     from lockstep.training.train import train

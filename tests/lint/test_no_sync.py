@@ -65,6 +65,11 @@ WRONG = {
             with model.no_sync() if i % 4 != 0 and not last else nullcontext():  # <- no-sync-modulo
                 model(batch).backward()
     """,
+    "nor does the length as a modulo": """
+        for i, batch in enumerate(loader):
+            with model.no_sync() if i % 4 != 0 and (i + 1) % len(loader) != 0 else nullcontext():  # <- no-sync-modulo
+                model(batch).backward()
+    """,
     "from one, one too late": """
         for i, batch in enumerate(loader, start=1):
             with model.no_sync() if (i - 1) % 4 else nullcontext():  # <- no-sync-modulo
@@ -178,6 +183,14 @@ RIGHT = {
                 break
             with model.no_sync() if (i + 1) % n != 0 else nullcontext():
                 model(batch).backward()
+    """,
+    "an endless stream that is returned from": """
+        def train(stream):
+            for i, batch in enumerate(stream):
+                if i == steps * n:
+                    return
+                with model.no_sync() if (i + 1) % n != 0 else nullcontext():
+                    model(batch).backward()
     """,
     "a counter that was raised before": """
         step = 0

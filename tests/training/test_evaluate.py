@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import toy
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -16,6 +15,7 @@ from lockstep.errors import TaskError, WorkerFailed
 from lockstep.testing import run_ranks
 from lockstep.training.evaluate import Evaluation
 from lockstep.training.forward import Forward
+from tests.training import toy
 
 
 def evaluated(world: lockstep.World, model: nn.Module, loader_workers: int = 0, **changes: Any) -> dict[str, float]:

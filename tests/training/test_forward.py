@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import toy
 from torch import nn
 
 from lockstep.errors import TaskError
 from lockstep.task import Precision
 from lockstep.training.forward import Forward, as_float32, grad_scaler, matmul_precision
+from tests.training import toy
 
 BATCH = toy.data(4, 0)[:]
 CPU = torch.device("cpu")

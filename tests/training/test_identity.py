@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_model
-from tests import zoo
 from torch import nn
 
 from lockstep.checkpoints import files
 from lockstep.errors import TaskError
 from lockstep.training.identity import sha256, weights
+from tests import zoo
 
 
 def test_it_is_the_raw_bytes_in_the_order_of_sorted_names() -> None:

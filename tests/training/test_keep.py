@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tests.training import toy
 
 from lockstep.checkpoints import files
 from lockstep.training.identity import sha256, weights
 from lockstep.training.keep import Keeper
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.watch import Watch
+from tests.training import toy
 
 
 def test_newest_and_best(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ def test_a_line_each_readable_at_once(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.write(STEP)
         file.write({"kind": "event", "event": "start"})
-        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [STEP, {"kind": "event", "event": "start"}]
+        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+            STEP,
+            {"kind": "event", "event": "start"},
+        ]
 
 
 def test_what_json_cannot_say_becomes_text() -> None:

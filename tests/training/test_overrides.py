@@ -70,7 +70,11 @@ def test_nothing_set_passes_nothing() -> None:
 @pytest.mark.parametrize(
     ("function", "overrides", "message"),
     [
-        (untyped, {"epoch": "1"}, r"--set epoch=1: task\(\) in t.py has no parameter 'epoch'; it takes lr, epochs, flag, name \(did you mean 'epochs'\?\)"),
+        (
+            untyped,
+            {"epoch": "1"},
+            r"--set epoch=1: task\(\) in t.py has no parameter 'epoch'; it takes lr, epochs, flag, name \(did you mean 'epochs'\?\)",
+        ),
         (lambda: None, {"lr": "1"}, "has no parameter 'lr'; it takes nothing"),
         (typed, {"epochs": "1.5"}, "--set epochs=1.5: epochs takes a whole number"),
         (typed, {"lr": "fast"}, "--set lr=fast: lr takes a number"),

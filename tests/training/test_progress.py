@@ -50,9 +50,7 @@ def test_plain_lines_at_most_every_ten_seconds(time: Clock, capsys: pytest.Captu
     ]
 
 
-def test_a_terminal_gets_a_bar_and_lines_above_it(
-    time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_gets_a_bar_and_lines_above_it(time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")

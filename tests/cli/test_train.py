@@ -1,0 +1,228 @@
+"""`lockstep train` from the outside: the last line, the run directory, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lockstep.checkpoints import files
+from lockstep.cli.train import train
+from lockstep.errors import UsageError
+from lockstep.launcher import agent
+from lockstep.training.identity import sha256
+from lockstep.training.run_directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+TASK = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from helper import LR
+from tests.training import toy
+
+class Net(toy.Net):
+    def __init__(self, fail, at):
+        super().__init__()
+        self.fail, self.at, self.calls = fail, at, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if os.environ["RANK"] == "1" and self.calls > self.at:
+            if self.fail == "raise":
+                raise ArithmeticError("in my model")
+            if self.fail == "hang":
+                Path("hanging").touch()
+                signal.pause()
+        return super().forward(x)
+
+def task(lr: float = LR, fail: str = "", at: int = 3, micro_batch: int = 4, samples: int = toy.SAMPLES, returns: str = "task"):
+    if returns != "task":
+        return returns
+    return toy.task(name=None, model=lambda: Net(fail, at), micro_batch=micro_batch, train_data=toy.data(samples, 1))
+"""
+
+
+def lockstep(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lockstep", "train", *args]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=90, check=False)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_task.py").write_text(TASK)
+    (tmp_path / "helper.py").write_text("LR = 0.1")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on(tmp_path: Path) -> Iterator[None]:
+    """No process is left in the test's folder, wherever it hangs in the process tree."""
+    yield
+    left = [
+        process for process in psutil.process_iter(["cwd", "pid"]) if process.info["cwd"] in (str(tmp_path), str(tmp_path / "elsewhere"))
+    ]
+    assert not left
+
+
+def test_the_main_job_from_another_folder(folder: Path) -> None:
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    done = lockstep("../my_task.py", "--workers", "2", "--epochs", "3", "--set", "lr=0.05", cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    (run,) = (elsewhere / "runs").iterdir()
+    assert re.fullmatch(r"my_task-\d{8}-\d{6}", run.name)
+    result = json.loads((run / "result.json").read_text())
+    checkpoint = files.read(run / result["checkpoint"])
+    accuracy = result["metrics"]["accuracy"]
+    expected = f"my_task: 3 epochs, 12 steps, 2 workers, replicated, native | accuracy {accuracy:.4f} | weights sha256 {sha256(checkpoint.tensors)}\n"
+    assert done.stdout == expected
+    progress = done.stderr.splitlines()
+    assert re.match(r"global batch 11 = 3 micro-batches x 4.*2 ranks: 2, 1", progress[0])
+    assert [line.partition(",")[0] for line in progress[1:]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert (run / "rank-0.log").read_text() == done.stderr
+    settings = json.loads((run / "settings.json").read_text())
+    assert settings["task"] == str(folder / "my_task.py")
+    assert (settings["workers"], settings["overrides"]) == (2, {"lr": "0.05"})
+    again = lockstep(str(folder / "my_task.py"), "--run", str(run), cwd=folder)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert re.fullmatch(r"error: run directory .* already holds a run: choose another --run, or remove it\n", again.stderr)
+
+
+def test_an_exception_in_the_model_on_one_rank(folder: Path) -> None:
+    done = lockstep("my_task.py", "--workers", "2", "--set", "fail=raise", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert re.fullmatch(r"rank 1 \(pid \d+, .*\) failed: ArithmeticError: in my model", lines[-1])
+    assert 'my_task.py", line' in done.stderr
+    assert 'raise ArithmeticError("in my model")' in done.stderr
+    assert "lockstep/launcher" not in done.stderr
+
+
+def test_ctrl_c(folder: Path) -> None:
+    command = [sys.executable, "-m", "lockstep", "train", "my_task.py", "--workers", "2", "--set", "fail=hang"]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        while not (folder / "hanging").exists():
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=30)
+    assert (running.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "stopped by Ctrl-C; all ranks have ended"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "message"),
+    [
+        ([], "x = 1", r"my_task.py has no task\(\) function: define `def task\(\):` in it, which returns a lockstep.Task"),
+        (["--set", "returns=a dict"], TASK, r"task\(\) in .*my_task.py returned a str; it must return a lockstep.Task"),
+        (["--set", "micro_batch=12"], TASK, "micro_batch=12 is larger than global_batch=11: .*make it at most 11"),
+        (["--set", "samples=0"], TASK, "train_data is empty: give it at least one sample"),
+        (["--set", "rate=1"], TASK, r"has no parameter 'rate'; it takes lr, fail, at, micro_batch, samples, returns"),
+    ],
+)
+def test_mistakes_in_the_file_are_sentences(folder: Path, args: list[str], text: str, message: str) -> None:
+    (folder / "my_task.py").write_text(text)
+    done = lockstep("my_task.py", *args, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match("error: .*" + message, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list((folder / "runs").iterdir()) == []  # nothing was trained: nothing is kept
+
+
+def test_the_users_own_import_error_is_the_users_traceback(folder: Path) -> None:
+    (folder / "helper.py").write_text("import no_such_module")
+    done = lockstep("my_task.py", cwd=folder)
+    assert done.returncode == 1
+    assert "helper.py" in done.stderr
+    assert "No module named 'no_such_module'" in done.stderr.splitlines()[-1]
+    assert "lockstep/training" not in done.stderr
+
+
+def test_a_task_that_leaves_is_noticed(folder: Path) -> None:
+    (folder / "my_task.py").write_text("import sys\ndef task():\n    sys.exit()")
+    done = lockstep("my_task.py", cwd=folder)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: task 'my_task.py' ended its process before the training was over")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "digit"}, r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean 'digits'\?\)"),
+        ({"task": "nowhere.py"}, "task file 'nowhere.py' does not exist"),
+        ({"workers": 0}, "workers=0: give a whole number of at least 1"),
+        ({"workers": -2}, "workers=-2"),
+        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
+        ({"device": "tpu"}, "device='tpu' is unknown"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown"),
+        ({"reduce": "ring"}, "reduce='ring' is unknown"),
+        ({"override": ["lr"]}, "--set lr: write it as --set key=value"),
+        ({"run": Path("file")}, "run directory file cannot be made: it, or a folder above it, is a file"),
+        ({"run": Path("file/run")}, "run directory file/run cannot be made"),
+    ],
+)
+def test_mistakes_on_the_command_line_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=message):
+        train(**{"task": "digits", **options})  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_run_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunDirectory.claim(tmp_path / "run", "x"), pytest.raises(UsageError, match=f"run is in use by process {os.getpid()} on "):
+        train("digits", run=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "message"),
+    [
+        (2, {"workers": 3}, "--workers 3: this host has 2 GPUs; give at most 2, or --device cpu"),
+        (1, {"workers": 2, "device": "cuda"}, "--workers 2: this host has 1 GPU; give at most 1"),
+        (0, {"device": "cuda"}, "--device cuda: this host has no GPU that torch can use"),
+    ],
+)
+def test_more_gpus_than_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(agent, "gpus", lambda: gpus)
+    with pytest.raises(UsageError, match=message):
+        train("digits", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gpus", "options", "workers"), [(4, {}, 4), (0, {}, 1), (4, {"device": "cpu"}, 1), (4, {"workers": 2}, 2)])
+def test_the_default_is_a_worker_for_each_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], workers: int
+) -> None:
+    from lockstep.launcher import supervise
+
+    asked = []
+
+    def note(target: object, workers: int, **options: object) -> None:
+        asked.append(workers)
+        raise UsageError("enough")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(agent, "gpus", lambda: gpus)
+    monkeypatch.setattr(supervise, "supervise", note)
+    with pytest.raises(UsageError, match="enough"):
+        train("digits", **options)  # type: ignore[arg-type]
+    assert asked == [workers]
