@@ -56,7 +56,9 @@ class Transformer(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(1024, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 1024))
+    return nn.Sequential(
+        nn.Linear(1024, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 1024)
+    )
 
 
 def cnn() -> nn.Module:
@@ -74,9 +76,7 @@ class Case:
 
 CASES = {
     "mlp": Case(mlp, lambda g: (torch.randn(32, 1024, generator=g), torch.randint(0, 1024, (32,), generator=g))),
-    "transformer": Case(
-        Transformer, lambda g: (torch.randint(0, 256, (4, 64), generator=g), torch.randint(0, 256, (256,), generator=g))
-    ),
+    "transformer": Case(Transformer, lambda g: (torch.randint(0, 256, (4, 64), generator=g), torch.randint(0, 256, (256,), generator=g))),
     "cnn": Case(cnn, lambda g: (torch.randn(32, 3, 32, 32, generator=g), torch.randint(0, 10, (32,), generator=g))),
 }
 
@@ -160,7 +160,9 @@ def main() -> None:
         best = min((kind for kind in kinds if kind.startswith("ddp")), key=median.__getitem__)
         print(f"{name}, {options.workers} workers, {options.steps} steps each; best DDP: {best}")
         for kind in kinds:
-            print(f"  {kind:<12} median {1e3 * median[kind]:8.1f} ms   p25 {1e3 * quarter[kind]:8.1f} ms   DDP / it {median[best] / median[kind]:5.2f}")
+            print(
+                f"  {kind:<12} median {1e3 * median[kind]:8.1f} ms   p25 {1e3 * quarter[kind]:8.1f} ms   DDP / it {median[best] / median[kind]:5.2f}"
+            )
         report[name] = {"seconds": seconds, "median": median, "p25": quarter, "best": best}
     if options.json:
         options.json.write_text(json.dumps({"workers": options.workers, "torch": torch.__version__, "models": report}, indent=1))

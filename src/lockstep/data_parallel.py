@@ -114,7 +114,7 @@ class DistributedDataParallel(nn.Module):
         """What all ranks do together before a forward that will be reduced; `active` of them still have inputs."""
         assert self._reducer is not None
         if self._unchecked and self._replicas is not None and active == self.group.size:
-            self._replicas([(name, parameter) for name, parameter in self.module.named_parameters()])
+            self._replicas(self.module.named_parameters)
         self._unchecked = 0
         self._reducer.renew()
 

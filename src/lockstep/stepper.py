@@ -194,7 +194,7 @@ class Stepper:
             self._scheduler.step()
         self.steps += 1
         if self._replicas is not None:
-            self._replicas([*self.model.named_parameters(), *self._buffers.named()])
+            self._replicas(lambda: [*self.model.named_parameters(), *self._buffers.named()])
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,

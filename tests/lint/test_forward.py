@@ -61,6 +61,8 @@ RIGHT = {
     "another attribute": "model = DDP(net)\nmodel.module.loss(y)\nloss.backward()\nmodel.module.state_dict()\n",
     "not a wrapper": "model = Box(net)\nmodel.module(x).backward()\n",
     "a parameter that has the name": "model = DDP(net)\ndef f(model):\n    model.module(x).backward()\n",
+    "a function in it": "def f():\n    model = DDP(net)\n    model.module(x)\n    def g():\n        loss.backward()\n",
+    "perhaps Lockstep's": "import lockstep\nmodel = lockstep.DistributedDataParallel(net)\nif other:\n    model = DDP(net)\nmodel.module(x).backward()\n",
     "its own DDP": "class DDP: ...\ndef f():\n    model = DDP(net)\n    model.module(x).backward()\n",
 }
 
@@ -94,3 +96,10 @@ def test_hooks_on_the_parameters_see_it_and_of_other_wrappers_nothing_is_known(i
 )
 def test_however_it_is_imported(call: str) -> None:
     agrees(f"import torch\nfrom torch import nn\nmodel = {call}\nmodel.module(x).backward()  # <- forward-through-module\n", mistakes=1)
+
+
+def test_by_a_star() -> None:
+    text = (
+        "from torch.nn.parallel import *\nmodel = DistributedDataParallel(net)\nmodel.module(x).backward()  # <- forward-through-module\n"
+    )
+    agrees(text, mistakes=1)

@@ -74,10 +74,17 @@ def test_only_fp16_scales() -> None:
 
 def test_tf32_is_put_back_also_after_an_exception() -> None:
     before = torch.get_float32_matmul_precision()
-    with pytest.raises(ZeroDivisionError), matmul_precision("tf32"):
-        assert torch.get_float32_matmul_precision() == "high"
-        raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == before
+    inside = ""
+
+    def fail() -> None:
+        nonlocal inside
+        with matmul_precision("tf32"):
+            inside = torch.get_float32_matmul_precision()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert (inside, torch.get_float32_matmul_precision()) == ("high", before)
     with matmul_precision("fp32"):
         assert torch.get_float32_matmul_precision() == before
 

@@ -57,5 +57,5 @@ class Remembers(nn.Linear):
 
 
 def test_state_that_only_pickle_could_keep_is_refused() -> None:
-    with pytest.raises(TaskError, match="0._extra_state is a dict: .*must return a tensor"):
+    with pytest.raises(TaskError, match=r"0\._extra_state is a dict: .*must return a tensor"):
         weights(nn.Sequential(Remembers(1, 1)))

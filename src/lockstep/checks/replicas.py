@@ -6,7 +6,7 @@ every machine. All numbers travel in one small all-gather; where two ranks diffe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,11 +27,11 @@ class ReplicaCheck:
         self._every = every
         self.steps = 0
 
-    def __call__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    def __call__(self, named: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         """Count a step, and compare if it is time. All ranks call it. Raises ReplicaDivergence on all of them."""
         self.steps += 1
         if self.steps <= 2 or self.steps % self._every == 0:
-            self.compare(named, f"after step {self.steps}")
+            self.compare(list(named()), f"after step {self.steps}")
 
     @torch.no_grad()
     def compare(self, named: Sequence[tuple[str, Tensor]], when: str) -> None:

@@ -35,7 +35,7 @@ def locate(name: str) -> str:
         if not path.is_file():
             kind = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
             raise TaskError(f"task file {name!r} {kind}: give the path of a .py file that has a task() function")
-        return str(path.absolute())
+        return os.path.abspath(path)
     raise TaskError(
         f"task {name!r} is unknown: the bundled tasks are {', '.join(BUNDLED)}{closest(name, BUNDLED)}. "
         "For your own, give the path of a .py file whose task() returns a lockstep.Task"
