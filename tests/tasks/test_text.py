@@ -32,6 +32,8 @@ def test_files_are_held_out_whole(library: Path) -> None:
     assert len(seen) + len(held_out) == 60
     assert 1 <= len(held_out) < 20
     assert "left out" not in training + evaluation
+    (library / "package" / "long.py").write_text("x" * 100_000)
+    assert sum(map(len, text.texts(10**6, 10**6, library))) == len(training) + len(evaluation) + 16_384
     assert [file for _, file in text.files(library)] != sorted(file for _, file in text.files(library))
 
 

@@ -42,7 +42,7 @@ class Stochastic(toy.Net):
     """Draws in the forward, also in eval mode."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + torch.randn(())
+        return super().forward(x) + torch.randn(3)
 
 
 def on_rank(world: lockstep.World) -> dict[str, dict[str, float]]:

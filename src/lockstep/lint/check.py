@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import sys
 import tokenize
 import warnings
 from collections.abc import Iterator
@@ -65,6 +66,4 @@ def _ignored(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _version() -> str:
-    import sys
-
     return f"{sys.version_info.major}.{sys.version_info.minor}"

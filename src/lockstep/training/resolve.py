@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,8 +92,5 @@ def _load(path: Path) -> ModuleType:
 def _module_name(path: Path) -> str:
     """The file's own name, unless another module has it: a task file may be called test.py or random.py."""
     known = sys.modules.get(path.stem)
-    taken = known is not None and getattr(known, "__file__", None) != str(path)
-    if not path.stem.isidentifier() or taken or path.stem in sys.stdlib_module_names:
-        return f"lockstep_task_file_{path.stem}"
-    spec = find_spec(path.stem)  # an installed package of that name would be found in the file's place by others
-    return path.stem if spec is None or spec.origin == str(path) else f"lockstep_task_file_{path.stem}"
+    taken = path.stem in sys.stdlib_module_names or (known is not None and getattr(known, "__file__", None) != str(path))
+    return path.stem if path.stem.isidentifier() and not taken else f"lockstep_task_file_{path.stem}"
