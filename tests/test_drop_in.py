@@ -100,8 +100,15 @@ def train(world: lockstep.World, family: str, wrapper: str) -> list[Tensor]:
     torch.manual_seed(4)
     model = FAMILIES[family]()
     make = nn.parallel.DistributedDataParallel if wrapper == "torch" else lockstep.DistributedDataParallel
-    ddp = make(model, broadcast_buffers=False, find_unused_parameters=family == "branches", gradient_as_bucket_view=wrapper == "torch" and family != "embedding")
-    sgd = torch.optim.SGD([parameter for parameter in ddp.parameters() if parameter.requires_grad], lr=0.02, momentum=0 if family == "embedding" else 0.9)
+    ddp = make(
+        model,
+        broadcast_buffers=False,
+        find_unused_parameters=family == "branches",
+        gradient_as_bucket_view=wrapper == "torch" and family != "embedding",
+    )
+    sgd = torch.optim.SGD(
+        [parameter for parameter in ddp.parameters() if parameter.requires_grad], lr=0.02, momentum=0 if family == "embedding" else 0.9
+    )
     for step in range(20):
         x, y = batch(world.rank, step)
         sgd.zero_grad()

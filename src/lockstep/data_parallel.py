@@ -88,7 +88,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self._world = world or World.current()
         self.group = _group(self._world, process_group, device_mesh)
-        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # where torch keeps them
+        self.ignored = ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # where torch keeps them
         if init_sync:
             if checks != "off":
                 compare_start(self.group, model_fields(module, ignored))
@@ -114,9 +114,13 @@ class DistributedDataParallel(nn.Module):
         """What all ranks do together before a forward that will be reduced; `active` of them still have inputs."""
         assert self._reducer is not None
         if self._unchecked and self._replicas is not None and active == self.group.size:
-            self._replicas(self.module.named_parameters)
+            self._replicas(self._trained)
         self._unchecked = 0
         self._reducer.renew()
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        assert self._reducer is not None
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._reducer.ignored]
 
     def _finish(self) -> None:
         assert self._reducer is not None
@@ -179,12 +183,14 @@ class DistributedDataParallel(nn.Module):
             uneven.settle(self.module)
         finally:
             self._uneven = None
-            self._reducer.scale = 1 / self.group.size
+            uneven.end()
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]) -> None:
         """Reduce by a communication hook, as torch's wrapper does: `hook(state, bucket)` returns a future of the mean over the ranks."""
         if self._reducer is None:
-            raise UsageError("register_comm_hook() comes before a Stepper takes the wrapper")
+            raise UsageError(
+                "this wrapper belongs to a Stepper, which divides by the true weight; a communication hook divides by the ranks"
+            )
         if isinstance(self._reducer.reduction, TorchHook):
             raise UsageError("a communication hook is registered already; a wrapper has one")
         self._reducer.reduction = TorchHook(state, hook)
@@ -198,6 +204,8 @@ class DistributedDataParallel(nn.Module):
         """Hand the reducer to a Stepper: backward no longer averages by itself."""
         if self._reducer is None:
             raise UsageError("this DistributedDataParallel already belongs to a Stepper")
+        if isinstance(self._reducer.reduction, TorchHook):
+            raise UsageError("a communication hook divides by the number of ranks and a Stepper by the true weight: use one of them")
         reducer, self._reducer = self._reducer, None
         reducer.end_of_backward = None
         reducer.closing = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -21,9 +21,10 @@ _ALL_HERE = "all"
 _HEARTBEAT = timedelta(seconds=1)
 
 
-def meet(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> None:
+def meet(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta, look: Callable[[], None] = lambda: None) -> None:
     """Return when all `size` ranks have called this with the same `name`; a name is used once.
 
+    `look` is called every now and then while this rank waits, to raise what else may have happened to the others.
     Raises BarrierTimeout on every rank, the late ones included, when some did not come within `timeout` of the first that gave up.
     """
     if size == 1:
@@ -42,6 +43,8 @@ def meet(store: dist.Store, name: str, rank: int, size: int, timeout: timedelta)
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
+            if pause == 0.02:
+                look()
         decided = store.get(outcome).decode()
     except dist.DistError as error:
         raise PeerFailed(

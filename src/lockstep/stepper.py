@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lockstep import randomness
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, model_fields, optimizer_fields
 from lockstep.checks.unused import POLICIES, Unused, UnusedCheck
+from lockstep.collectives.group import Group
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
 from lockstep.errors import UsageError
@@ -93,16 +94,20 @@ class Stepper:
         check_checks(checks)
         self.world = world or World.current()
         if checks != "off":
-            compare_start(self.world.group, {**model_fields(model), **optimizer_fields(optimizer), "clip": clip, "seed": seed})
+            compare_start(*_set_up(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
         self.reducer, self.model = _reducer(model, reduce, self.world)
+        self.group = self.reducer.group
         self.optimizer = optimizer
         self.update = Replicated()
         self.update.bind(self.reducer, optimizer)
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
-        self._buffers = MovingBuffers(self.model, self.world.group, self.world.device)
+        self._buffers = MovingBuffers(self.model, self.group, self.world.device)
+        self._generation = self.reducer.generation
+        if scaler is not None and scaler.is_enabled():
+            scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self._unused = UnusedCheck(self.reducer, unused)
-        self._replicas = ReplicaCheck(self.world.group) if checks == "full" else None
+        self._replicas = ReplicaCheck(self.group) if checks == "full" else None
         self._stop = False
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
@@ -118,8 +123,11 @@ class Stepper:
         if self._facts is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
         self.reducer.reset()
+        if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
+            self._generation = self.reducer.generation
+            self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         self._buffers.begin()
-        self._facts = FactsMessage(self.world.group, self.world.device)
+        self._facts = FactsMessage(self.group, self.world.device)
         self._loss_scale = self._scale_for(window)
         ours = window if isinstance(window, Window) else None
         step = self.steps if ours is None else ours.step
@@ -194,7 +202,7 @@ class Stepper:
             self._scheduler.step()
         self.steps += 1
         if self._replicas is not None:
-            self._replicas(lambda: [*self.model.named_parameters(), *self._buffers.named()])
+            self._replicas(self._replicated)
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,
@@ -203,8 +211,12 @@ class Stepper:
             reason=applied.reason,
             stop=facts.stop > 0,
             samples_by_rank=facts.samples_by_rank,
-            bytes_sent=self.world.group.bytes_sent,
+            bytes_sent=self.group.bytes_sent,
         )
+
+    def _replicated(self) -> list[tuple[str, Tensor]]:
+        parameters = [(name, parameter) for name, parameter in self.model.named_parameters() if name not in self.reducer.ignored]
+        return [*parameters, *self._buffers.named()]
 
     def _apply(self, weight: float) -> Applied:
         if weight == 0:
@@ -218,6 +230,13 @@ class _MicroBatch:
     last: bool
     done: bool = False
     weight: float | Tensor = 0.0
+
+
+def _set_up(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
+    """The ranks that must be set up alike, and what of this model they compare."""
+    if isinstance(model, DistributedDataParallel):
+        return model.group, {**model_fields(model.module, model.ignored), **fields}
+    return world.group, {**model_fields(model), **fields}
 
 
 def _reducer(model: nn.Module, reduce: str, world: World) -> tuple[Reducer, nn.Module]:
@@ -242,6 +261,8 @@ def _summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
     if reduction == "mean":
         if isinstance(weight, (int, float)) and weight == 0:
             return torch.zeros((), device=loss.device)  # the mean of nothing is nan, and so is its gradient
+        if isinstance(weight, Tensor):
+            loss = torch.where(weight > 0, loss.reshape(()), 0)
         return loss.reshape(()) * weight
     if reduction != "sum":
         raise UsageError(f"reduction={reduction!r}: choose 'sum' or 'mean', whichever the loss is")

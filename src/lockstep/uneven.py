@@ -15,6 +15,7 @@ from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.replicate import replicate
+from lockstep.gradients.torch_hook import TorchHook
 
 
 class Uneven:
@@ -23,7 +24,7 @@ class Uneven:
     def __init__(self, group: Group, reducer: Reducer, divide_by_all: bool, stop_early: bool) -> None:
         self._group, self._reducer = group, reducer
         self._divide_by_all, self._stop_early = divide_by_all, stop_early
-        self._hooked = reducer.scale == 1.0 and group.size > 1  # a communication hook divides by itself
+        self._before = reducer.scale
         self.steps = 0
 
     def step(self) -> int:
@@ -35,7 +36,7 @@ class Uneven:
         count = torch.tensor(mine, device=self._reducer.parameters[0].device)
         self._group.all_reduce(count, place="for join()").wait()
         active = int(count)
-        if active and not self._hooked:
+        if active and not isinstance(self._reducer.reduction, TorchHook):  # a hook divides by itself
             self._reducer.scale = 1 / (self._group.size if self._divide_by_all else active)
         if self._stop_early and 0 < active < self._group.size:
             raise UsageError(
@@ -55,4 +56,8 @@ class Uneven:
         """Give all ranks the model of the first rank that took the most steps; the others' weights have stood still meanwhile."""
         steps = self._group.all_gather(torch.tensor(self.steps, device=self._reducer.parameters[0].device), place="for join()")
         if bool((steps != steps[0]).any()):
-            replicate(module, self._group, root=int(steps.argmax()))
+            replicate(module, self._group, self._reducer.ignored, root=int(steps.argmax()))
+
+    def end(self) -> None:
+        """Divide as before again."""
+        self._reducer.scale = self._before

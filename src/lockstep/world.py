@@ -61,6 +61,8 @@ class World:
         self._meetings = 0
         self._depth = 0
         self._owned: list[_Closable] = []
+        self._groups: list[Group] = []
+        self._subgroups: dict[str, int] = {}  # made so far, by ranks
         self.group = Group.default()
         self._share_tags(self.group)
         self._open[self.group.process_group] = self
@@ -117,9 +119,12 @@ class World:
 
     def barrier(self, timeout: timedelta | None = None) -> None:
         """Return when all ranks are here. Raises BarrierTimeout on all ranks, naming the missing, when some are late."""
-        self._meetings += 1
         self.group.say(f"barrier {call_site()}")
-        meeting.meet(self._store, f"barrier/{self._meetings}", self.rank, self.size, timeout or self.timeout)
+        self._meet(timeout or self.timeout)
+
+    def _meet(self, timeout: timedelta) -> None:
+        self._meetings += 1
+        meeting.meet(self._store, f"barrier/{self._meetings}", self.rank, self.size, timeout, self.group.look)
 
     def first(self, timeout: timedelta | None = None) -> AbstractContextManager[bool]:
         """`with world.first() as mine:` runs the block on rank 0 first (mine is True), then on the others, however long rank 0 needs.
@@ -136,16 +141,29 @@ class World:
             raise UsageError(f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and {self.size - 1}")
         if self.rank not in ranks:
             raise UsageError(f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup make it")
+        self._same_number_of_groups(ranks)
         with _loopback(self.local_size == self.size):
             group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
         assert group is not None
-        made = Group.of(group)
-        self._share_tags(made)
-        return made
+        return self.group_of(group)
+
+    def _same_number_of_groups(self, ranks: Sequence[int]) -> None:
+        """torch names a group by its ranks and by how many groups a rank has already: where that differs the members would wait for ever."""
+        count = len(dist.distributed_c10d._world.pg_names)
+        key = f"subgroup/{'-'.join(map(str, ranks))}"
+        self._subgroups[key] = turn = self._subgroups.get(key, 0) + 1
+        self._store.set(f"{key}/{turn}/{self.rank}", str(count))
+        counts = {rank: int(self._store.get(f"{key}/{turn}/{rank}")) for rank in ranks}
+        if len(set(counts.values())) > 1:
+            raise UsageError(
+                f"subgroup of ranks {list(ranks)}: its members belong to different numbers of groups ({counts}), which torch cannot name; "
+                "make subgroups that overlap in rounds in which every rank makes one"
+            )
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
         """The Group of a process group that the user's own code made. Called by all its members."""
         group = Group.of(process_group)
+        self._groups.append(group)
         self._share_tags(group)
         return group
 
@@ -175,7 +193,7 @@ class World:
             if not failed and not self.adopted:
                 self.group.say("end of the world (close)")
                 self.group.wait_for_all(self.group.number)
-                self.barrier()
+                self._meet(self.timeout)
         except BaseException:
             failed = True
             raise
@@ -183,7 +201,8 @@ class World:
             del self._open[self.group.process_group]
             while self._owned:
                 self._owned.pop().close()
-            self.group.tags = None
+            for group in {self.group, self.control, *self._groups}:
+                group.forget()
             if not self.adopted:
                 self._end_process_group(failed)
 
@@ -279,7 +298,7 @@ def _adopt() -> World:
     if found is None or (found.rank, found.size) != (rank, size):
         local = device.index if device.index is not None else rank
         found = Placement(rank=rank, size=size, local_rank=local, local_size=size, node=0, source="adopted")
-    store = dist.PrefixStore("lockstep/adopted", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"lockstep/adopted/{next(_generations)}", dist.distributed_c10d._get_default_store())
     return World(found, device, store=store, timeout=_DEFAULT_TIMEOUT, adopted=True)
 
 
@@ -383,10 +402,14 @@ class _Threads:
     def __init__(self, local_size: int) -> None:
         self._before = torch.get_num_threads()
         if not _threads_set_by_user():
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+            torch.set_num_threads(max(1, _cores() // local_size))
 
     def close(self) -> None:
         torch.set_num_threads(self._before)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads_set_by_user() -> bool:

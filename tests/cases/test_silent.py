@@ -52,7 +52,10 @@ def modulo(world: lockstep.World) -> tuple[str, int]:
 
 def test_m1_no_sync_by_the_wrong_modulo_is_found_by_the_second_check() -> None:
     for message, step in run_ranks(modulo, 2):
-        assert re.match(r"after step 1 '0\.weight' differs between rank 0 and rank 1 \(max \|difference\| \d.*\)\. 6 of 6 tensors differ\. Usual causes", message)
+        assert re.match(
+            r"after step 1 '0\.weight' differs between rank 0 and rank 1 \(max \|difference\| \d.*\)\. 6 of 6 tensors differ\. Usual causes",
+            message,
+        )
         assert step == 4  # the first forward that is to be reduced after the step that parted them
 
 
@@ -140,7 +143,8 @@ def test_a_parameter_used_by_some_is_averaged_with_zeros_and_said_once() -> None
     first, second = run_ranks(used_by_some, 2)
     assert first[0] == ["'aux_head.weight', 'aux_head.bias' got no gradient on rank 0: averaged with zeros there. This is said once."]
     assert second[0] == []
-    assert first[1] and second[1]
+    assert first[1]
+    assert second[1]
     assert first[2] == second[2] > 0
 
 
@@ -212,7 +216,9 @@ def drifting(world: lockstep.World) -> tuple[str, int]:
 
 def test_a_replica_changed_by_hand_is_named() -> None:
     for message, step in run_ranks(drifting, 3):
-        assert message.startswith("after step 2 'last.bias' differs between rank 0 and rank 2 (max |difference| 0.5). 1 of 8 tensors differ.")
+        assert message.startswith(
+            "after step 2 'last.bias' differs between rank 0 and rank 2 (max |difference| 0.5). 1 of 8 tensors differ."
+        )
         assert step == 1
 
 

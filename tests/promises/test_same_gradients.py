@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from lockstep.data.windows import Plan
-from tests import zoo
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.data.windows import Plan
 from lockstep.testing import run_ranks
+from tests import zoo
 
 SAMPLES, GLOBAL, MICRO, STEPS = 42, 16, 4, 10  # three steps an epoch, of 16, 16 and 10 samples: the last slot of the tail holds 2
 

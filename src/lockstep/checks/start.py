@@ -109,4 +109,8 @@ def _form(tensor: torch.Tensor) -> list[Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)  # no repr: it may hold an address

@@ -48,8 +48,9 @@ class UnusedCheck:
                 nowhere,
             )
         if self._policy == "skip":
-            for name, parameter in zip(reducer.names, reducer.parameters, strict=True):
-                if name in nowhere:
+            skipped = set(nowhere)
+            for name, parameter, filled in zip(reducer.names, reducer.parameters, reducer.filled_here(), strict=True):
+                if filled and name in skipped:  # what an earlier backward had left in .grad stays
                     parameter.grad = None
 
     def _say_partly(self, partly: list[tuple[str, torch.Tensor]]) -> None:

@@ -53,7 +53,7 @@ class NativeWork:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the result is there (on a GPU: when the current stream will wait for it). A second call does nothing."""
-        work, self._work = self._work, None
+        work = self._work
         if work is None:
             return
         self._group.wait_for_all(self._number, timeout)
@@ -61,12 +61,13 @@ class NativeWork:
             work.wait()
         else:
             work.wait(timeout)
+        self._work = None  # only now: a wait that raised can be tried again
         if self._finish is not None:
             self._finish()
 
 
 class Group:
-    """Some ranks and the collectives among them. Made by a `World`; lives as long as it.
+    """Some ranks and the collectives among them. Made by a `World`, which forgets it when it closes.
 
     `ranks` are the members' ranks in the world, `rank` is this process's place among them, `number` that of the last collective issued,
     `bytes_sent` what this rank has sent so far: a ring's share for native collectives (what they really put on the wire is the backend's
@@ -92,6 +93,11 @@ class Group:
         if group is None:
             group = cls._of_process_group[process_group] = cls(process_group)
         return group
+
+    def forget(self) -> None:
+        """End of the world: the next Group of this process group is a new one."""
+        self.tags = None
+        self._of_process_group.pop(self.process_group, None)
 
     @classmethod
     def default(cls) -> Group:
@@ -174,6 +180,11 @@ class Group:
         if self.tags is not None:
             self.tags.post(self.number, text)
             self.tags.compare(self.number)
+
+    def look(self) -> None:
+        """Raise what the page has to say of the others while this rank waits for them elsewhere than in a collective."""
+        if self.tags is not None:
+            self.tags.look(self.number)
 
     def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
         """Wait until all ranks have come to collective `number`, naming those who have died or do not come.

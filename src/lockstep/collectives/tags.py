@@ -59,6 +59,7 @@ class Tags:
         """Say that this rank is about to do `text` as its collective `number`."""
         start = self._tag(self._rank, number)
         encoded = text.encode()[: _TAG - 8]
+        _NUMBER.pack_into(self._memory, start, 0)  # not to be read while it changes
         self._memory[start + 8 : start + _TAG] = encoded.ljust(_TAG - 8, b"\0")
         _NUMBER.pack_into(self._memory, start, number)
         _NUMBER.pack_into(self._memory, self._mine, number)
@@ -77,6 +78,8 @@ class Tags:
             here += 1
             start = self._tag(other, number)
             theirs = self._memory[start : start + _TAG]
+            if _NUMBER.unpack_from(self._memory, start)[0] != number:
+                continue  # it is far ahead, and has written over this tag
             if theirs != mine and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]:
                 raise self._mismatch(number)
         return here == len(self._others)
@@ -102,6 +105,11 @@ class Tags:
                     raise self._timeout(number, timeout)
         self.compared = number
 
+    def look(self, number: int) -> None:
+        """Compare once, and see whether a rank that has not come to `number` is dead."""
+        if not self.compare(number):
+            self._look_for_the_dead(number)
+
     # -- messages ------------------------------------------------------------------------------------------------------------------
 
     def _tag(self, rank: int, number: int) -> int:
@@ -124,7 +132,10 @@ class Tags:
             if text is not None:
                 said.setdefault(text, []).append(self._ranks[rank])
         parts = [f"{listed(ranks)} {text}" for text, ranks in said.items()]
-        return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. All ranks must call the same collectives in the same order.", number)
+        rule = "All ranks must call the same collectives in the same order."
+        if len({text.rsplit(" at ", 1)[0] for text in said}) == 1:
+            rule = "These are alike but stand at different places: all ranks must come to a collective by the same line."
+        return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number)
 
     def _missing(self, number: int) -> list[int]:
         return [other for other in self._others if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number]

@@ -6,7 +6,7 @@ between ranks. Integer buffers (`num_batches_tracked`) move by the same mean, ro
 
 Which buffers move is found out, not declared: after the first step the ranks agree on those that any forward has changed; those of
 BatchNorm's family always belong to them. One that begins to move later is seen by the rank concerned (its version counter changes)
-and announced with the facts of that step; it is taken from rank 0 that once.
+and announced with the facts of that step; it is taken from rank 0 that once. A buffer that changes its shape is a cache, and left alone.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class MovingBuffers:
         self._always = {number for number, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
         self._moving: list[int] = list(range(len(self._owners)))
         self._agreed = False
+        self._shapes = [self._buffer(number).shape for number in self._moving]
         self._start: list[Tensor] = []
         self._moved = torch.zeros(0)
         self._touched = torch.zeros(0)
@@ -43,9 +44,8 @@ class MovingBuffers:
         assert buffer is not None
         return buffer
 
-    def _marks(self) -> list[tuple[int, int]]:
-        """What changes when a buffer is written to: the tensor itself, or its version."""
-        return [(id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))]
+    def _resized(self, number: int) -> bool:
+        return self._buffer(number).shape != self._shapes[number]
 
     def named(self) -> Sequence[tuple[str, Tensor]]:
         """The buffers that move, equal on all ranks between steps."""
@@ -58,36 +58,51 @@ class MovingBuffers:
     def begin(self) -> None:
         """A new step: keep the values that every micro-batch starts from."""
         self._start = [self._buffer(number).detach().clone() for number in self._moving]
-        wide = torch.float64 if any(start.dtype == torch.float64 for start in self._start) else torch.float32
-        self._moved = torch.zeros(sum(start.numel() for start in self._start), dtype=wide, device=self._device)
+        wide = torch.float64 if any(start.dtype in (torch.float64, torch.complex128) for start in self._start) else torch.float32
+        self._moved = torch.zeros(sum(_real(start).numel() for start in self._start), dtype=wide, device=self._device)
         self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
+        self._seen = self._marks()
 
     @torch.no_grad()
     def open(self) -> None:
         """A micro-batch begins: it finds the step's starting values."""
         for number, start in zip(self._moving, self._start, strict=True):
-            self._buffer(number).copy_(start)
+            if not self._resized(number):
+                self._buffer(number).copy_(start)
         self._seen = self._marks()
 
     @torch.no_grad()
     def shut(self, weight: float | Tensor) -> None:
         """A micro-batch of that weight is over."""
         for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
-            movement = (self._buffer(number).to(piece) - start.to(piece)).reshape(-1)
+            if self._resized(number):
+                continue
+            movement = _movement(self._buffer(number), start).to(piece)
             piece.add_(movement * weight)
             if not self._agreed and movement.any():
                 self._touched[number] = 1
+        self._look()
+
+    def _look(self) -> None:
+        """Note which buffers this micro-batch has written to so far."""
         for number, (before, after) in enumerate(zip(self._seen, self._marks(), strict=True)):
-            if before != after:
+            if before != after and not self._resized(number):
                 self._touched[number] = 1
 
+    def _marks(self) -> list[tuple[int, int]]:
+        """What changes when a buffer is written to: the tensor itself, or its version."""
+        return [(id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))]
+
     def _pieces(self) -> Sequence[Tensor]:
-        return self._moved.split([start.numel() for start in self._start]) if self._start else ()
+        return self._moved.split([_real(start).numel() for start in self._start]) if self._start else ()
 
     @property
     def newly_moving(self) -> bool:
-        """Whether a forward of this rank has written to a buffer that was agreed not to move."""
-        return self._agreed and any(self._touched[number] for number in set(range(len(self._owners))) - set(self._moving))
+        """Whether a forward of this rank, also of the micro-batch that is open, has written to a buffer that was agreed not to move."""
+        if not self._agreed:
+            return False
+        self._look()
+        return any(self._touched[number] for number in set(range(len(self._owners))) - set(self._moving))
 
     @torch.no_grad()
     def finish(self, weight: float | Tensor, newly_moving: bool) -> None:
@@ -97,10 +112,8 @@ class MovingBuffers:
             share = torch.as_tensor(weight, dtype=self._moved.dtype, device=self._device)
             self._moved.mul_(torch.where(share > 0, 1 / share, 0))
         for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
-            moved = piece.view(start.shape)
-            if not start.is_floating_point() and not start.is_complex():
-                moved = moved.round()
-            self._buffer(number).copy_(start + moved.to(start.dtype))
+            if not self._resized(number):
+                self._buffer(number).copy_(_after(start, piece))
         self._start = []
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
@@ -116,6 +129,30 @@ class MovingBuffers:
                 self._group.broadcast(self._buffer(number), place="for a buffer that began to move").wait()
             self._moving = sorted(moving)
         self._agreed = True
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _movement(buffer: Tensor, start: Tensor) -> Tensor:
+    """How far a buffer has moved, flat. Subtracted in its own dtype: a large counter that moves by 1 moves by 1; inf minus inf is no movement."""
+    now, before = _real(buffer), _real(start)
+    if now.dtype == torch.bool:
+        now, before = now.to(torch.int8), before.to(torch.int8)
+    return torch.where(now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before).reshape(-1)
+
+
+def _after(start: Tensor, moved: Tensor) -> Tensor:
+    """The value that `start` has after moving by the mean movement."""
+    before = _real(start)
+    moved = moved.view(before.shape)
+    if start.dtype == torch.bool:
+        return (before.to(moved) + moved) >= 0.5
+    if not before.is_floating_point():
+        moved = moved.round()
+    after = before + moved.to(before.dtype)
+    return torch.view_as_complex(after) if start.is_complex() else after
 
 
 @torch.no_grad()

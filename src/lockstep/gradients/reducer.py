@@ -48,8 +48,14 @@ class Reducer:
         self.closing = False
         self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
+        self.ignored = frozenset(ignored)
+        self.generation = 0  # how often the model's parameters have changed
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
         self._bucket_bytes = bucket_bytes
+        self._taken = False
+        self._here: list[bool] = []
+        self._filled: list[bool] = []
+        self.parameters: list[nn.Parameter] = []
         self._trainable = Trainable(module, ignored)
         self._handles: list[RemovableHandle] = []
         self._take()
@@ -62,22 +68,26 @@ class Reducer:
         if not named:
             raise UsageError("the model has no parameter with requires_grad=True: there is nothing to train")
         self.close()
+        landed = {id(parameter) for parameter, here in zip(self.parameters, self._here, strict=True) if here}
+        self.generation += 1
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        for name, parameter in named:
+        for parameter in self.parameters:
             owner = self._owners.get(parameter, lambda: None)()
-            if owner is not None and owner is not self and owner._handles:
-                raise UsageError(
-                    f"parameter {name!r} is already trained by another Stepper or DistributedDataParallel: two would both reduce its gradient; "
-                    "give the Stepper the wrapper itself, or drop the other one first"
-                )
+            if owner is not None and owner is not self:
+                owner._give_up()
         self._arrivals: list[int] | None = []  # the order of the first closing backward; None once the buckets follow it
         self._finished = False  # at least one window has been summed
+        self._here = [id(parameter) in landed for parameter in self.parameters]  # landed in this window
         self._build(list(reversed(range(len(named)))))
-        me = ref(self)  # a hook must not keep a dropped Reducer alive: a parameter outlives its Steppers
         for number, parameter in enumerate(self.parameters):
-            self._owners[parameter] = me
-            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(_hook, me, number)))
+            self._owners[parameter] = ref(self)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, number)))
+
+    def _give_up(self) -> None:
+        """Another Reducer takes these parameters: two must never reduce the same gradient."""
+        self.close()
+        self._taken = True
 
     def _build(self, order: Sequence[int]) -> None:
         """Lay the buckets; gradients that are there move into them."""
@@ -95,11 +105,11 @@ class Reducer:
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad = view.copy_(parameter.grad)
         self._works: list[Work] = []
-        self._begin()
+        self._arm()
 
-    def _begin(self) -> None:
+    def _arm(self) -> None:
+        """Be ready for a closing backward."""
         self._under_way = False
-        self._here = [False] * len(self.parameters)  # landed in this window
         self._closed = [False] * len(self.parameters)  # landed in its closing backward, and scaled
         self._expected = [len(bucket.spans) for bucket in self.buckets]  # still to land in the closing backward
         self._works.clear()
@@ -108,14 +118,24 @@ class Reducer:
         """Forget all gradients: a new window begins."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._here = [False] * len(self.parameters)
         self.renew()
-        self._begin()
+        self._arm()
 
     def renew(self) -> None:
         """Before a forward: follow the model where its parameters have changed, else, once, the order in which gradients arrive.
 
-        Parameters that are new here (added to the model, or unfrozen) are made equal to rank 0's.
+        Parameters that are new here (added to the model, or unfrozen) are made equal to rank 0's. What an exception in a backward left
+        behind is cleared away: the sums that had left are waited for and forgotten.
         """
+        if self._taken:
+            raise UsageError(
+                "another Stepper or DistributedDataParallel has been made for these parameters since, and reduces their gradients: use that one"
+            )
+        if self._under_way:
+            for work in self._works:
+                work.wait()
+            self._arm()
         if self._trainable.changed():
             known = {id(parameter) for parameter in self.parameters}
             self._take()
@@ -147,10 +167,16 @@ class Reducer:
 
     def _landed(self, number: int, parameter: Tensor) -> None:
         bucket, view = self._home[number]
-        if bucket.index < len(self._works):
+        if bucket.index < len(self._works) or (self.closing and self._closed[number]):
             raise LateGradient(
-                f"a gradient of {self.names[number]!r} arrived after its sum had left for the other ranks: "
-                "this was a second backward in the last micro-batch; add the losses and call backward once"
+                f"a second gradient of {self.names[number]!r} arrived in one window's last backward, when its sum was on its way to the other ranks. "
+                "Usual causes: two backwards (add the losses and call backward once); a block used twice under reentrant checkpointing "
+                "(use_reentrant=False)"
+            )
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise UsageError(
+                f"backward(create_graph=True) left a graph on the gradient of {self.names[number]!r}, which cannot travel to other ranks: "
+                "take derivatives of gradients with torch.autograd.grad, and call backward once, without create_graph"
             )
         if self.closing and not self._under_way:
             self._under_way = True
@@ -185,9 +211,11 @@ class Reducer:
 
     def finish(self) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
+        self._filled = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
             for span, view in zip(bucket.spans, bucket.views, strict=True):
                 if not self._closed[span.parameter]:
+                    self._filled[span.parameter] = self.parameters[span.parameter].grad is None
                     _into(view, self.parameters[span.parameter], self.scale)
             self._leave(bucket)
         for work in self._works:
@@ -200,26 +228,21 @@ class Reducer:
         flag.zero_()  # it is no part of the gradient's norm
         self._finished = True
         self._landed_here = self._here
-        self._begin()
+        self._here = [False] * len(self.parameters)
+        self._arm()
 
     def landed_here(self) -> Sequence[bool]:
         """Of each parameter whether this rank had a gradient for it in the window that was finished last."""
         return self._landed_here
 
-    def missing(self) -> Sequence[str]:
-        """The names of the parameters that have got no gradient in this window yet, on this rank."""
-        return [name for name, here in zip(self.names, self._here, strict=True) if not here]
+    def filled_here(self) -> Sequence[bool]:
+        """Of each parameter whether its `.grad` was None on this rank when the window was finished, and became zeros."""
+        return self._filled
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         while self._handles:
             self._handles.pop().remove()
-
-
-def _hook(reducer: ref[Reducer], number: int, parameter: Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive._landed(number, parameter)
 
 
 def _into(view: Tensor, parameter: Tensor, scale: float) -> None:

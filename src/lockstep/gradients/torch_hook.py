@@ -29,7 +29,7 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """The whole bucket, flat; between and behind the gradients are zeros."""
+        """The whole bucket, flat. Between the gradients are zeros, behind those of the last bucket a count."""
         return self._bucket.sum
 
     def set_buffer(self, tensor: Tensor) -> None:

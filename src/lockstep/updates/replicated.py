@@ -26,7 +26,7 @@ class Replicated:
                 if parameter.requires_grad and id(parameter) not in known:
                     raise UsageError(
                         f"the optimizer's parameter group {number} holds a parameter of shape {list(parameter.shape)} that the model does not have: "
-                        "build the optimizer from this model's parameters, after moving or replacing them"
+                        "build the optimizer from this model's parameters (without ignored ones), after moving or replacing them"
                     )
         self._reducer = reducer
         self._optimizer = optimizer
@@ -51,8 +51,8 @@ class Replicated:
         """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and leaves them divided): one pass fewer."""
         device = self._reducer.buckets[0].sum.device
         optimizer: Any = self._optimizer
-        optimizer.grad_scale = torch.full((), divisor, device=device)
-        optimizer.found_inf = torch.zeros((), device=device)
+        optimizer.grad_scale = torch.full((), divisor, device=device, dtype=torch.float32)
+        optimizer.found_inf = torch.zeros((), device=device, dtype=torch.float32)
         try:
             optimizer.step()
         finally:
@@ -66,6 +66,9 @@ class Replicated:
             norm = gradient_norm(self._reducer.buckets)
             if math.isfinite(norm):
                 self._multiply(min(1.0, clip / (norm + 1e-6)))
+            elif all(bucket.sum.isfinite().all() for bucket in self._reducer.buckets):
+                scaler.update()
+                return Applied(norm, False, f"the gradient's norm is {norm}")
         before = scaler.get_scale()
         scaler.step(self._optimizer)
         scaler.update()
