@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import os
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep
 from lockstep import collectives
-from lockstep.errors import CollectiveMismatch, LateGradient, UsageError
+from lockstep.errors import CollectiveMismatch, LateGradient, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 from tests import zoo
 
@@ -378,3 +381,96 @@ def test_a_graph_on_a_gradient_is_refused_with_what_to_do() -> None:
         loss = zoo.loss_sum(ddp(x), y)
         with pytest.raises(UsageError, match=r"take derivatives of gradients with torch\.autograd\.grad"):
             loss.backward(create_graph=True)
+
+
+def cleared(world: lockstep.World, to_none: bool, where: str) -> str:
+    model = zoo.build("mlp")
+    optimizer = sgd(model)
+    stepper = lockstep.Stepper(model, optimizer)
+    try:
+        for x, y in stepper.micro_batches([batch(world.rank), batch(world.rank, 1)] if world.rank == 0 else []):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+            if where == "inside":
+                optimizer.zero_grad(set_to_none=to_none)
+        if where == "after":
+            optimizer.zero_grad(set_to_none=to_none)
+        if world.rank == 1:
+            return "idle"
+        stepper.step()
+    except UsageError as error:
+        return str(error)
+    finally:
+        world.close(failed=True)
+    return "nothing said"
+
+
+@pytest.mark.parametrize(("to_none", "where"), [(True, "after"), (False, "after"), (True, "inside")])
+def test_gradients_that_are_cleared_before_the_step_are_noticed(to_none: bool, where: str) -> None:
+    message = run_ranks(cleared, 2, args=(to_none, where))[0]
+    assert "was cleared, replaced or added to between stepper.backward() and stepper.step()" in message
+
+
+def test_plain_backward_in_place_of_the_steppers_is_noticed() -> None:
+    with lockstep.init():
+        model = zoo.build("mlp")
+        stepper = lockstep.Stepper(model, sgd(model))
+        for x, y in stepper.micro_batches([batch(0), batch(0, 1)]):
+            zoo.loss_sum(model(x), y).backward()
+        with pytest.raises(UsageError, match=r"call stepper.backward\(loss, weight=...\) in place of loss.backward\(\)"):
+            stepper.step()
+
+
+def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
+    with lockstep.init():
+        model = zoo.build("mlp")
+        stepper = lockstep.Stepper(model, sgd(model))
+        x, y = batch(0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for u, v in stepper.micro_batches([(x, y)]):
+                    stepper.backward(zoo.loss_sum(model(u), v) * math.nan, weight=4)
+                assert not stepper.step().applied
+        assert [str(each.message) for each in said if each.category is LockstepWarning] == [
+            "step 1 was skipped: the loss is nan: this update would make every weight nan. This is said once."
+        ]
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_mistaken_arguments_are_sentences() -> None:
+    with lockstep.init():
+        model = zoo.build("mlp")
+        with pytest.raises(UsageError, match=r"given a Sequential and a list: it takes one nn\.Module and one"):
+            lockstep.Stepper(model, [sgd(model), sgd(model)])  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="given a SGD and a Sequential"):
+            lockstep.Stepper(sgd(model), model)  # type: ignore[arg-type]
+        torchs = nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(UsageError, match=r"the model is torch's DistributedDataParallel, which reduces by itself: give \.module"):
+            lockstep.Stepper(torchs, sgd(model))
+        with pytest.raises(UsageError, match="wrapped already"):
+            lockstep.DistributedDataParallel(torchs)
+        stepper = lockstep.Stepper(model, sgd(model))
+        with pytest.raises(UsageError, match="not a int"):
+            next(stepper.micro_batches(5))  # type: ignore[arg-type]
+        for _ in stepper.micro_batches([batch(0)]):
+            with pytest.raises(UsageError, match="takes the loss as a tensor, not a float"):
+                stepper.backward(1.0, weight=1)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="walked by epochs and windows"):
+            iter(lockstep.Loader(torch.utils.data.TensorDataset(*zoo.samples(8)), global_batch=4))
+
+
+def test_a_wrapper_can_be_copied_saved_and_averaged_but_a_copy_does_not_train(tmp_path: Path) -> None:
+    with lockstep.init():
+        ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+        x, y = batch(0)
+        average = torch.optim.swa_utils.AveragedModel(ddp)
+        average.update_parameters(ddp)
+        torch.save(ddp, tmp_path / "ddp.pt")
+        for other in (copy.deepcopy(ddp), torch.load(tmp_path / "ddp.pt", weights_only=False), average):
+            other.eval()
+            assert torch.equal(other(x), ddp(x))
+            other.train()
+            with pytest.raises(UsageError, match="this wrapper is a copy, which reduces nothing"):
+                other(x)
+        zoo.loss_sum(ddp(x), y).backward()
+        assert ddp.module[0].weight.grad is not None

@@ -34,6 +34,7 @@ from lockstep.world import World
 
 Checks = Literal["full", "start", "off"]
 _STEPPER_ONLY = ("exact", "update", "sync_every", "staleness", "outer", "compress", "clip", "scaler", "scheduler")
+_TIED = ("_world", "group", "_reducer", "_unused", "_replicas", "_uneven")
 _WITHOUT_MEANING = {
     "delay_all_reduce_named_params": "gradients leave when their bucket is full",
     "param_to_hook_all_reduce": "gradients leave when their bucket is full",
@@ -83,9 +84,12 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _refuse(more, dim, bucket_cap_mb)
+        if isinstance(module, nn.parallel.DistributedDataParallel | DistributedDataParallel):
+            raise UsageError("the module is wrapped already: give its .module")
         check_checks(checks)
         self.device = _device(module, device_ids, output_device)
         self.module = module
+        self.is_copy = False
         self._world = world or World.current()
         self.group = _group(self._world, process_group, device_mesh)
         self.ignored = ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # where torch keeps them
@@ -104,7 +108,15 @@ class DistributedDataParallel(nn.Module):
         self._unchecked = 0  # backwards since the last forward
         self._uneven: Uneven | None = None  # inside `join`
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and files (an average of the weights, torch.save): the module, without what ties this wrapper to its ranks."""
+        return {**self.__dict__, **dict.fromkeys(_TIED, None), "is_copy": True}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_copy:
+            if self.training and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+                raise UsageError("this wrapper is a copy, which reduces nothing: wrap its .module again to train it, or call eval()")
+            return self.module(*args, **kwargs)
         args, kwargs = self._inputs(args, kwargs)
         if self._reducer is not None and self._reducer.closing and self.training and torch.is_grad_enabled():
             self._before_forward(self._uneven.step() if self._uneven is not None else self.group.size)

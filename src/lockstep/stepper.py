@@ -12,6 +12,7 @@ process would compute. A rank without micro-batches takes part with zeros, so no
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -28,7 +29,7 @@ from lockstep.checks.unused import POLICIES, Unused, UnusedCheck
 from lockstep.collectives.group import Group
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.facts import FactsMessage
 from lockstep.gradients.reducer import Reducer
@@ -87,6 +88,7 @@ class Stepper:
         checks: Checks = "full",
         world: World | None = None,
     ) -> None:
+        _check_kinds(model, optimizer)
         if clip is not None and not clip > 0:
             raise UsageError(f"clip={clip}: the largest norm that a gradient may have is above 0; leave it out for no clipping")
         if unused not in POLICIES:
@@ -97,6 +99,7 @@ class Stepper:
             compare_start(*_set_up(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
         self.reducer, self.model = _reducer(model, reduce, self.world)
         self.group = self.reducer.group
+        self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
         self.update = Replicated()
         self.update.bind(self.reducer, optimizer)
@@ -109,6 +112,8 @@ class Stepper:
         self._unused = UnusedCheck(self.reducer, unused)
         self._replicas = ReplicaCheck(self.group) if checks == "full" else None
         self._stop = False
+        self._backwards = 0  # in this window
+        self._warned: set[str] = set()
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
         self._loss_scale = 1.0
@@ -120,6 +125,8 @@ class Stepper:
 
         This is the place that knows the last one: in its backward the gradients leave for the other ranks.
         """
+        if not isinstance(window, Iterable):
+            raise UsageError(f"micro_batches() walks a window or a list of batches, not a {type(window).__name__}")
         if self._facts is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
         self.reducer.reset()
@@ -127,6 +134,7 @@ class Stepper:
             self._generation = self.reducer.generation
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         self._buffers.begin()
+        self._backwards, self.reducer.stray = 0, False
         self._facts = FactsMessage(self.group, self.world.device)
         self._loss_scale = self._scale_for(window)
         ours = window if isinstance(window, Window) else None
@@ -164,13 +172,18 @@ class Stepper:
             raise UsageError("backward() was called twice for one micro-batch: add the losses and call it once")
         loss = _summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
+        self._backwards += 1
         self._facts.add(weight, loss.detach())
         if micro.last:
             self._send_facts()
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
             return
         scaled = loss * self._loss_scale if self._loss_scale != 1 else loss
-        (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()
+        self.reducer.expecting = True
+        try:
+            (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()
+        finally:
+            self.reducer.expecting = False
 
     def _send_facts(self) -> None:
         assert self._facts is not None
@@ -185,19 +198,23 @@ class Stepper:
     def step(self) -> StepResult:
         """End the window: finish the sum, divide by the weight, clip, step the optimizer and the scheduler. Every rank calls it.
 
-        Where all weights are 0, or the gradient is not finite (with `clip` or a scaler), nothing is updated and `reason` says so.
+        Where all weights are 0, the loss is not finite, or (with `clip` or a scaler) the gradient is not, nothing is updated and `reason` says so.
         """
         if self._facts is None:
             raise UsageError("step() was called without a window: walk one with stepper.micro_batches(window) first")
         if self._micro is not None:
             raise UsageError("step() was called inside the loop over stepper.micro_batches(window); it belongs after it")
+        if self.reducer.stray and not self._backwards:
+            raise UsageError(
+                "gradients arrived, but stepper.backward() was never called: call stepper.backward(loss, weight=...) in place of loss.backward()"
+            )
         if not self._facts.sent:
             self._send_facts()
         message, self._facts = self._facts, None
         self.reducer.finish()
         facts = message.wait()
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
-        applied = self._apply(facts.weight)
+        applied = self._apply(facts.weight, facts.loss)
         if applied.applied and self._scheduler is not None:
             self._scheduler.step()
         self.steps += 1
@@ -218,11 +235,22 @@ class Stepper:
         parameters = [(name, parameter) for name, parameter in self.model.named_parameters() if name not in self.reducer.ignored]
         return [*parameters, *self._buffers.named()]
 
-    def _apply(self, weight: float) -> Applied:
+    def _apply(self, weight: float, loss: float) -> Applied:
         if weight == 0:
-            return Applied(None, False, "every rank's weight is 0: the window holds nothing to learn from")
+            return self._skip("every rank's weight is 0: the window holds nothing to learn from")
         self._unused()
-        return self.update.apply(weight * self._loss_scale, self._clip, self._scaler)
+        if not math.isfinite(loss) and self._scaler is None:
+            return self._skip(f"the loss is {loss}: this update would make every weight nan")
+        applied = self.update.apply(weight * self._loss_scale, self._clip, self._scaler)
+        return applied if applied.applied or self._scaler is not None else self._skip(applied.reason or "", applied.norm)
+
+    def _skip(self, reason: str, norm: float | None = None) -> Applied:
+        """Nothing is updated: said on rank 0, once a reason."""
+        kind = reason.partition(":")[0]
+        if self.world.rank == 0 and kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"step {self.steps + 1} was skipped: {reason}. This is said once.", LockstepWarning, stacklevel=4)
+        return Applied(norm, False, reason)
 
 
 @dataclass(slots=True)
@@ -230,6 +258,19 @@ class _MicroBatch:
     last: bool
     done: bool = False
     weight: float | Tensor = 0.0
+
+
+def _check_kinds(model: object, optimizer: object) -> None:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"Stepper(model, optimizer) was given a {type(model).__name__} and a {type(optimizer).__name__}: it takes one nn.Module and one "
+            "torch optimizer (several models and optimizers: a Stepper each, over the same window)"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                f"{f'{name!r} of the model' if name else 'the model'} is torch's DistributedDataParallel, which reduces by itself: give .module"
+            )
 
 
 def _set_up(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
@@ -252,6 +293,8 @@ def _reducer(model: nn.Module, reduce: str, world: World) -> tuple[Reducer, nn.M
 
 def _summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
     """The sum of losses, checked."""
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"backward() takes the loss as a tensor, not a {type(loss).__name__}: without its graph there is no gradient")
     if loss.numel() != 1:
         raise UsageError(
             f"backward() takes one number, but the loss has shape {list(loss.shape)}: sum it (and pass what it counts as weight)"

@@ -91,6 +91,9 @@ class Loader:
         line = self.plan.describe(self.size)
         return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
 
+    def __iter__(self) -> Iterator[Any]:
+        raise UsageError("a Loader is walked by epochs and windows: `for epoch in loader.epochs(n): for window in epoch: ...`")
+
     def epochs(self, count: int, start: int = 0) -> Iterator[Epoch]:
         """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time: beginning one ends any other."""
         numbers = range(whole("start", start, least=0), whole("count", count, least=0))

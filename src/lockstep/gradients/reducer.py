@@ -31,6 +31,11 @@ from lockstep.gradients.trainable import Trainable
 
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
+CLEARED = (
+    "the gradient of {!r} was cleared, replaced or added to between stepper.backward() and stepper.step(), when it belonged to the sum over "
+    "all ranks: leave out zero_grad() (every window begins with cleared gradients) and other backwards"
+)
+
 
 class Reducer:
     """The gradients of one model's trainable parameters, summed over the ranks of a group.
@@ -46,6 +51,9 @@ class Reducer:
         self.group = group
         self.reduction = reduction
         self.closing = False
+        self.guarded = False  # by a Stepper: only gradients of its own backward count, and nobody clears them before `finish`
+        self.expecting = True  # a backward whose gradients count is running
+        self.stray = False  # a gradient arrived that was not expected
         self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
         self.ignored = frozenset(ignored)
@@ -105,6 +113,7 @@ class Reducer:
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad = view.copy_(parameter.grad)
         self._works: list[Work] = []
+        self._versions: list[int] = []  # of the sums that have left, to see whether somebody writes to them
         self._arm()
 
     def _arm(self) -> None:
@@ -113,6 +122,7 @@ class Reducer:
         self._closed = [False] * len(self.parameters)  # landed in its closing backward, and scaled
         self._expected = [len(bucket.spans) for bucket in self.buckets]  # still to land in the closing backward
         self._works.clear()
+        self._versions.clear()
 
     def reset(self) -> None:
         """Forget all gradients: a new window begins."""
@@ -166,7 +176,12 @@ class Reducer:
             self.closing = before
 
     def _landed(self, number: int, parameter: Tensor) -> None:
+        if not self.expecting:
+            self.stray = True
+            return
         bucket, view = self._home[number]
+        if self.guarded and self._here[number] and parameter.grad is not view:
+            raise UsageError(CLEARED.format(self.names[number]))
         if bucket.index < len(self._works) or (self.closing and self._closed[number]):
             raise LateGradient(
                 f"a second gradient of {self.names[number]!r} arrived in one window's last backward, when its sum was on its way to the other ranks. "
@@ -206,12 +221,15 @@ class Reducer:
             # A rank without any gradient had no micro-batch; it knows nothing of what is missing.
             bucket.flag.fill_(self._here.count(False) if any(self._here) else 0)
         self._works.append(self.reduction.start(bucket))
+        self._versions.append(bucket.sum._version)
 
     # -- the sum -------------------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
         self._filled = [False] * len(self.parameters)
+        if self.guarded:
+            self._look_for_cleared()
         for bucket in self.buckets[len(self._works) :]:
             for span, view in zip(bucket.spans, bucket.views, strict=True):
                 if not self._closed[span.parameter]:
@@ -230,6 +248,15 @@ class Reducer:
         self._landed_here = self._here
         self._here = [False] * len(self.parameters)
         self._arm()
+
+    def _look_for_cleared(self) -> None:
+        """Between backward and `finish` the gradients belong to the sum: cleared ones would be lost on this rank only."""
+        for number, (_, view) in enumerate(self._home):
+            if self._here[number] and self.parameters[number].grad is not view:
+                raise UsageError(CLEARED.format(self.names[number]))
+        for bucket, version in zip(self.buckets, self._versions, strict=False):
+            if bucket.sum._version != version:
+                raise UsageError(CLEARED.format(bucket.spans[0].name))
 
     def landed_here(self) -> Sequence[bool]:
         """Of each parameter whether this rank had a gradient for it in the window that was finished last."""

@@ -28,6 +28,8 @@ DIRECTORY = "LOCKSTEP_FAILURES"
 Kind = Literal["exception", "usage", "signal", "exit"]
 Standing = Literal["cause", "timeout", "consequence"]
 
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_IN_A_LOADER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|socket closed|failed to recv|recvValue failed", re.I
@@ -90,7 +92,7 @@ def of_exception(error: BaseException, rank: int) -> Failure:
     return Failure(
         rank=rank,
         kind="exception",
-        message=f"{type(error).__name__}: {error}".removesuffix(": "),
+        message=_message(error),
         code=ExitCode.FAILED,
         pid=pid,
         host=host,
@@ -98,6 +100,16 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         traceback=readable_traceback(error),
         standing=_standing(error),
     )
+
+
+def _message(error: BaseException) -> str:
+    """`ValueError: bad sample`. torch raises what a loader worker raised with that worker's whole traceback as its message; the end counts."""
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    caught = _IN_A_LOADER.search(text)
+    if caught is None:
+        return text
+    last = [line for line in text.splitlines() if line.startswith(f"{caught[1]}: ")]
+    return f"{last[-1]} (in loader worker {caught[2]})" if last else text
 
 
 def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str = "") -> Failure:
@@ -168,7 +180,7 @@ def summary(failure: Failure) -> str:
 
 
 def readable_traceback(error: BaseException) -> str:
-    """The exception as Python prints it, beginning with the first frame that is not the launcher's."""
+    """The exception as Python prints it, beginning with the first frame of the user's own code."""
     shown = TracebackException.from_exception(error)
     _strip(shown, set())
     return "".join(shown.format())
@@ -184,9 +196,13 @@ def _strip(shown: TracebackException, seen: set[int]) -> None:
     if id(shown) in seen:
         return
     seen.add(id(shown))
-    theirs = next((number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)), None)
-    if theirs:
-        del shown.stack[:theirs]
+    files = [frame.filename for frame in shown.stack]
+    theirs = next((number for number, file in enumerate(files) if _is_users(file)), None)
+    if theirs is None and shown.exc_type is SyntaxError:
+        theirs = len(files)  # the file that cannot be parsed is named by the error itself
+    if theirs is None:
+        theirs = next((number for number, file in enumerate(files) if not _is_ours(file)), 0)
+    del shown.stack[:theirs]
     for linked in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
         if linked is not None:
             _strip(linked, seen)
@@ -196,13 +212,17 @@ def _is_ours(file: str) -> bool:
     return file.startswith(_PACKAGE) or "runpy" in file or file.endswith((f"nn{os.sep}modules{os.sep}module.py", "contextlib.py"))
 
 
+def _is_users(file: str) -> bool:
+    return not _is_ours(file) and "site-packages" not in file and not file.startswith(("<", _STANDARD_LIBRARY))
+
+
 def _user_line(error: BaseException) -> str:
     """The innermost line that belongs neither to this package nor to an installed one."""
     found = ""
     trace: TracebackType | None = error.__traceback__
     for frame, line in walk_tb(trace):
         file = frame.f_code.co_filename
-        if not _is_ours(file) and "site-packages" not in file and not file.startswith("<"):
+        if _is_users(file):
             found = f"{file}:{line}"
     return found
 

@@ -53,6 +53,8 @@ class RunDirectory:
         """
         chosen = Path(path) if path is not None else _unused(name)
         made_here = not chosen.exists()
+        if chosen.is_dir() and not (chosen / _LOCK).exists() and any(chosen.iterdir()):
+            raise UsageError(f"run directory {chosen} holds other files and no run: choose a folder of its own with --run")
         with _sentences(chosen):
             chosen.mkdir(parents=True, exist_ok=True)
             lock = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
