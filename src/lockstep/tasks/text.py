@@ -1,6 +1,7 @@
 """text: a byte-level GPT on the source of Python's own standard library, which every machine that runs this has.
 
-About a million parameters in the shape of GPT-2 (Radford et al., 2019): layers normalised first, learned positions, GELU. Whole files are held out, chosen by their names, so that no line of them was seen.
+About a million parameters in the shape of GPT-2 (Radford et al., 2019): layers normalised first, learned positions, GELU. Whole
+files are held out, chosen by their names, so that no line of them was seen.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def task(
     width: int = 160,
     depth: int = 3,
     dropout: float = 0.0,
-    train_bytes: int = 1_200_000,
+    train_bytes: int = 1_000_000,
     eval_bytes: int = 131_072,
 ) -> Task:
     """The task, each of these a --set key=value. `lr` is the peak: a twentieth of the steps to rise, the rest to fall to a tenth."""
