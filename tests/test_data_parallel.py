@@ -7,12 +7,12 @@ import io
 
 import pytest
 import torch
-from tests import zoo
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.testing import run_ranks
+from tests import zoo
 
 
 def batch(rank: int, number: int = 0) -> tuple[Tensor, Tensor]:

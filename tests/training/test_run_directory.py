@@ -46,10 +46,18 @@ def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "result.json"])
 def test_a_folder_that_holds_a_run_is_refused_and_kept(tmp_path: Path, file: str) -> None:
-    (tmp_path / file).touch()
+    for name in ("lock", file):
+        (tmp_path / name).touch()
     with pytest.raises(UsageError, match="already holds a run: choose another --run, or remove it"):
         RunDirectory.claim(tmp_path, "x")
     assert (tmp_path / file).exists()
+
+
+def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UsageError, match="holds other files and no run: choose a folder of its own with --run"):
+        RunDirectory.claim(tmp_path, "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

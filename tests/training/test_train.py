@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 import lockstep
 from lockstep import World
 from lockstep.checkpoints import files
-from lockstep.errors import PeerFailed, TaskError, UsageError, WorkerFailed
+from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
 from lockstep.training.identity import sha256, weights
@@ -181,12 +181,22 @@ def test_compile_keeps_the_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert len(compiled) == 2
 
 
-def test_a_skipped_step_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_step_is_said_once_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weightless = toy.task(loss=lambda output, batch: (output.sum() * 0, 0), metrics=None, eval_data=None)
-    train(weightless, steps=1, run=tmp_path / "run")
-    assert "step 1 was not applied: every rank's weight is 0" in capsys.readouterr().err
-    assert records(tmp_path / "run", "event")[1]["step"] == 1
+    with pytest.warns(LockstepWarning, match="step 1 was skipped: every rank's weight is 0"):
+        train(weightless, steps=1, run=tmp_path / "run")
+    assert "skipped" not in capsys.readouterr().err
+    skipped = records(tmp_path / "run", "event")[1]
+    assert (skipped["event"], skipped["step"]) == ("step skipped", 1)
+    assert skipped["reason"].startswith("every rank's weight is 0")
     assert records(tmp_path / "run", "step")[0]["loss"] == "nan"
+
+
+def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overflowing = toy.task(loss=lambda output, batch: (output.sum() * 1e30, len(output)), metrics=None, eval_data=None, precision="fp16")
+    train(overflowing, steps=1, run=tmp_path / "run")
+    assert "step 1 was skipped: gradients overflowed at loss scale 65536" in capsys.readouterr().err
+    assert records(tmp_path / "run", "event")[1]["event"] == "step skipped"
 
 
 @pytest.mark.parametrize(
@@ -237,7 +247,8 @@ def in_use(world: World, run: str) -> str:
 
 
 def test_all_ranks_hear_that_the_run_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
+    for file in ("lock", "metrics.jsonl"):
+        (tmp_path / file).touch()
     first, second = run_ranks(in_use, 2, [str(tmp_path)])
     assert "already holds a run" in first
     assert second == f"rank 0 could not use the run directory {tmp_path}"

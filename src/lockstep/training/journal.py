@@ -21,10 +21,10 @@ from lockstep.world import World
 
 
 class Journal:
-    """One training's. `steps` and `epochs` are how long it is meant to be."""
+    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped."""
 
-    def __init__(self, task: Task, world: World, run: RunDirectory | None, *, steps: int, epochs: int) -> None:
-        self._world, self._epochs = world, epochs
+    def __init__(self, task: Task, world: World, run: RunDirectory | None, *, steps: int, epochs: int, says_skips: bool) -> None:
+        self._world, self._epochs, self._says_skips = world, epochs, says_skips
         self._open = ExitStack()
         self._file: MetricsFile | None = None
         self._screen: Progress | None = None
@@ -63,7 +63,8 @@ class Journal:
         if self._screen is not None:
             self._screen.step(record)
         if not result.applied:
-            self.event("step not applied", f"step {record['step']} was not applied: {result.reason}", step=record["step"])
+            line = f"step {record['step']} was skipped: {result.reason}" if self._says_skips else None
+            self.event("step skipped", line, step=record["step"], reason=result.reason)
         _call(self._on_step, record)
 
     def evaluated(self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:

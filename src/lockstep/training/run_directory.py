@@ -49,13 +49,14 @@ class RunDirectory:
     def claim(cls, path: Path | str | None, name: str) -> RunDirectory:
         """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder.
 
-        Raises UsageError where it cannot be written, is used by another run (naming its pid and host), or holds a run already.
+        Raises UsageError where it cannot be written, is used by another run (naming its pid and host), or holds a run
+        already or anything else.
         """
         chosen = Path(path) if path is not None else _unused(name)
-        made_here = not chosen.exists()
-        if chosen.is_dir() and not (chosen / _LOCK).exists() and any(chosen.iterdir()):
-            raise UsageError(f"run directory {chosen} holds other files and no run: choose a folder of its own with --run")
         with _sentences(chosen):
+            made_here = not chosen.exists()
+            if chosen.is_dir() and not (chosen / _LOCK).exists() and any(chosen.iterdir()):
+                raise UsageError(f"run directory {chosen} holds other files and no run: choose a folder of its own with --run")
             chosen.mkdir(parents=True, exist_ok=True)
             lock = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:

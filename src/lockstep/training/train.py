@@ -137,7 +137,8 @@ class _Training:
 
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
-        with Journal(self.task, self.world, self.directory, **lengths) as journal, matmul_precision(self.precision):
+        skips = self.precision == "fp16"  # without a loss scale the Stepper warns
+        with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
             journal.event("start", self.loader.describe(), workers=self.world.size, **lengths)
             began = time.perf_counter()
             self._epochs(journal)
