@@ -474,3 +474,12 @@ def test_a_wrapper_can_be_copied_saved_and_averaged_but_a_copy_does_not_train(tm
                 other(x)
         zoo.loss_sum(ddp(x), y).backward()
         assert ddp.module[0].weight.grad is not None
+
+
+def test_parameters_that_the_optimizer_does_not_hold_are_named() -> None:
+    with lockstep.init():
+        model = zoo.build("mlp")
+        with pytest.warns(
+            LockstepWarning, match=r"the optimizer does not hold '2.weight', '2.bias', '4.weight', '4.bias': their gradients"
+        ):
+            lockstep.Stepper(model, sgd(model[0]))  # type: ignore[index]

@@ -103,6 +103,7 @@ class Stepper:
         self.optimizer = optimizer
         self.update = Replicated()
         self.update.bind(self.reducer, optimizer)
+        self._say_left_out()
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)
@@ -117,6 +118,18 @@ class Stepper:
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
         self._loss_scale = 1.0
+
+    def _say_left_out(self) -> None:
+        """Parameters that are trained by name but not by the optimizer: usually forgotten, always paid for."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        out = [name for name, parameter in zip(self.reducer.names, self.reducer.parameters, strict=True) if id(parameter) not in held]
+        if out and self.world.rank == 0:
+            names = ", ".join(map(repr, out[:5])) + (f" and {len(out) - 5} more" if len(out) > 5 else "")
+            warnings.warn(
+                f"the optimizer does not hold {names}: their gradients are summed, and never applied. Give them to the optimizer, or freeze them",
+                LockstepWarning,
+                stacklevel=3,
+            )
 
     # -- the window ----------------------------------------------------------------------------------------------------------------
 
