@@ -103,7 +103,7 @@ def task(
     width: int = 160,
     depth: int = 3,
     dropout: float = 0.0,
-    train_bytes: int = 1_000_000,
+    train_bytes: int = 1_200_000,
     eval_bytes: int = 131_072,
 ) -> Task:
     """The task, each of these a --set key=value. `lr` is the peak: a twentieth of the steps to rise, the rest to fall to a tenth."""
