@@ -1,0 +1,1 @@
+"""Bundled tasks: real data that every machine has."""

@@ -1,0 +1,1 @@
+"""A task trained, evaluated and recorded."""
