@@ -13,7 +13,7 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors", "place", "orphans", "randomness", "learning_rate", "task", "settings", "lint"},
-    {"collectives", "data", "launcher", "meeting"},
+    {"collectives", "data", "launcher", "meeting", "joining"},
     {"world"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},

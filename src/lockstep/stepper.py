@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep import randomness
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, model_fields, optimizer_fields
-from lockstep.checks.unused import POLICIES, Unused, UnusedCheck
+from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
 from lockstep.collectives.group import Group
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
@@ -124,9 +124,8 @@ class Stepper:
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         out = [name for name, parameter in zip(self.reducer.names, self.reducer.parameters, strict=True) if id(parameter) not in held]
         if out and self.world.rank == 0:
-            names = ", ".join(map(repr, out[:5])) + (f" and {len(out) - 5} more" if len(out) > 5 else "")
             warnings.warn(
-                f"the optimizer does not hold {names}: their gradients are summed, and never applied. Give them to the optimizer, or freeze them",
+                f"the optimizer does not hold {shortly(out)}: their gradients are summed, and never applied. Give them to the optimizer, or freeze them",
                 LockstepWarning,
                 stacklevel=3,
             )

@@ -10,10 +10,9 @@ import atexit
 import itertools
 import logging
 import os
-import socket
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import ClassVar, Literal, Protocol, TypeVar
@@ -26,7 +25,7 @@ from lockstep import meeting
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launcher import siblings
+from lockstep.joining import SharedCores, choose_backend, find_store, loopback
 from lockstep.place import Placement, placement
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -68,7 +67,7 @@ class World:
         self._open[self.group.process_group] = self
         self.control = self.group
         if device.type != "cpu":
-            with _loopback(self.local_size == self.size):
+            with loopback(self.local_size == self.size):
                 group = dist.new_group(backend="gloo", use_local_synchronization=True)
             assert group is not None
             self.control = Group.of(group)
@@ -142,7 +141,7 @@ class World:
         if self.rank not in ranks:
             raise UsageError(f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup make it")
         self._same_number_of_groups(ranks)
-        with _loopback(self.local_size == self.size):
+        with loopback(self.local_size == self.size):
             group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
         assert group is not None
         return self.group_of(group)
@@ -259,14 +258,14 @@ def init(
     if dist.is_initialized():
         return _already_open(rank, world_size, backend, init_method)
     place = _place(rank, world_size)
-    backend = _backend(backend, place)
+    backend = choose_backend(backend, place)
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     # A launcher's store outlives a world: a second world of the same processes must not find the keys of the first.
-    store = dist.PrefixStore(f"lockstep/{next(_generations)}", _store(place, init_method, timeout))
-    with _loopback(place.local_size == place.size):
+    store = dist.PrefixStore(f"lockstep/{next(_generations)}", find_store(place, init_method, timeout))
+    with loopback(place.local_size == place.size):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -276,7 +275,7 @@ def init(
             device_id=device if backend == "nccl" else None,
         )
     world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False)
-    world.own(_Threads(place.local_size))
+    world.own(SharedCores(place.local_size))
     return world
 
 
@@ -314,105 +313,3 @@ def _place(rank: int | None, world_size: int | None) -> Placement:
         return found
     local = int(os.environ.get("LOCAL_RANK", rank))
     return Placement(rank=rank, size=world_size, local_rank=local, local_size=world_size, node=0, source="arguments")
-
-
-def _backend(asked: str | None, place: Placement) -> str:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = asked or ("nccl" if gpus else "gloo")
-    if backend not in ("gloo", "nccl", "mpi"):
-        raise UsageError(f"backend={backend!r} is unknown: choose 'gloo' (CPU), 'nccl' (NVIDIA GPUs) or 'mpi'")
-    if backend == "mpi" and not dist.is_mpi_available():
-        raise UsageError(
-            "backend='mpi': this torch was built without MPI, as all wheels are; build torch from source against your MPI, or use backend='gloo'"
-        )
-    if backend == "nccl" and not gpus:
-        raise UsageError("backend='nccl' needs NVIDIA GPUs and this host has none that torch can see; use backend='gloo'")
-    if backend == "nccl" and place.local_rank >= gpus:
-        raise UsageError(
-            f"local rank {place.local_rank} has no GPU: this host has {gpus}; start at most {gpus} ranks on it, or use backend='gloo' for CPUs"
-        )
-    return backend
-
-
-def _store(place: Placement, init_method: str | None, timeout: timedelta | None) -> dist.Store:
-    """The key-value store that the ranks find each other through."""
-    if init_method is None and place.size == 1:
-        return dist.HashStore()
-    if init_method is not None or "MASTER_ADDR" in os.environ:
-        where = init_method or "env://"
-        kwargs = {} if timeout is None else {"timeout": timeout}
-        with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
-            store: dist.Store = next(iter(dist.rendezvous(where, place.rank, place.size, **kwargs)))[0]
-        return store
-    if place.local_size != place.size:
-        raise UsageError(
-            f"{place.size} ranks on several hosts need MASTER_ADDR and MASTER_PORT (the host and a free port of rank 0); {place.source} has set neither"
-        )
-    return _store_among_siblings(place, timeout or timedelta(minutes=5))
-
-
-def _store_among_siblings(place: Placement, timeout: timedelta) -> dist.Store:
-    key = siblings.key(os.environ)
-    if place.rank > 0:
-        store = dist.TCPStore("127.0.0.1", siblings.find(key, timeout), place.size, is_master=False, timeout=timeout)
-        store.add("found", 1)
-        return store
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    # The store takes over the descriptor; bound here, it listens on loopback only.
-    store = dist.TCPStore(
-        "127.0.0.1", port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    siblings.publish(key, port)
-    try:
-        meeting.wait_for_count(store, "found", place.size - 1, timeout)
-    finally:
-        siblings.withdraw(key)
-    return store
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables for the block and put the old values back."""
-    old = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _loopback(one_host: bool) -> Iterator[None]:
-    """On one host have gloo listen on loopback: no host name is looked up and nothing is open to the network."""
-    if one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        with _environment(GLOO_SOCKET_IFNAME="lo"):
-            yield
-    else:
-        yield
-
-
-class _Threads:
-    """Intra-op threads: the cores of this host shared among its ranks, until closed."""
-
-    def __init__(self, local_size: int) -> None:
-        self._before = torch.get_num_threads()
-        if not _threads_set_by_user():
-            torch.set_num_threads(max(1, _cores() // local_size))
-
-    def close(self) -> None:
-        torch.set_num_threads(self._before)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads_set_by_user() -> bool:
-    value = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets it to 1 where the user did not, which wastes cores on CPUs.
-    return value is not None and not (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ)

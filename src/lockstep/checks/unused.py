@@ -43,7 +43,7 @@ class UnusedCheck:
         )
         if nowhere and self._policy == "error":
             raise UnusedParameters(
-                f"{_names(nowhere)} got no gradient on any rank in this window. Freeze what is not trained (requires_grad_(False)), or say "
+                f"{shortly(nowhere)} got no gradient on any rank in this window. Freeze what is not trained (requires_grad_(False)), or say "
                 "what is meant: unused='zeros' counts it as zeros, unused='skip' leaves .grad None (find_unused_parameters=True with the wrapper)",
                 nowhere,
             )
@@ -58,7 +58,7 @@ class UnusedCheck:
         self._said.update(name for name, _ in new)
         if new and self._reducer.group.rank == 0:
             without = (~new[0][1]).nonzero().flatten().tolist()
-            names = _names([name for name, _ in new])
+            names = shortly([name for name, _ in new])
             warnings.warn(
                 f"{names} got no gradient on {listed(without)}: averaged with zeros there. This is said once.",
                 LockstepWarning,
@@ -66,6 +66,7 @@ class UnusedCheck:
             )
 
 
-def _names(names: list[str]) -> str:
+def shortly(names: list[str]) -> str:
+    """The first few names, quoted, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

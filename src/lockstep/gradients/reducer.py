@@ -153,12 +153,12 @@ class Reducer:
                 if id(parameter) not in known:
                     self.group.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
         elif self._finished and self._arrivals is not None:
-            self._follow_arrivals(list(dict.fromkeys(self._arrivals)))
+            self._follow_arrivals(self._arrivals)
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
         """Lay the buckets in the order in which rank 0's gradients arrived in the first window, so that they fill one by one."""
         self._arrivals = None
-        order = arrived + [number for number in self.layout.order if number not in set(arrived)]
+        order = list(dict.fromkeys([*arrived, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
         self.group.broadcast(message, place="for the order of gradients").wait()
         if (order := message.tolist()) != list(self.layout.order):

@@ -1,0 +1,124 @@
+"""How a rank joins its world: over which backend, through which store, on which interface, with how many threads.
+
+Everything here happens once, before there is a World; `lockstep.init()` puts it together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep import meeting
+from lockstep.errors import UsageError
+from lockstep.launcher import siblings
+from lockstep.place import Placement
+
+
+def choose_backend(asked: str | None, place: Placement) -> str:
+    """The backend that was asked for, or the one that fits the hardware. Raises UsageError for one that cannot work here."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = asked or ("nccl" if gpus else "gloo")
+    if backend not in ("gloo", "nccl", "mpi"):
+        raise UsageError(f"backend={backend!r} is unknown: choose 'gloo' (CPU), 'nccl' (NVIDIA GPUs) or 'mpi'")
+    if backend == "mpi" and not dist.is_mpi_available():
+        raise UsageError(
+            "backend='mpi': this torch was built without MPI, as all wheels are; build torch from source against your MPI, or use backend='gloo'"
+        )
+    if backend == "nccl" and not gpus:
+        raise UsageError("backend='nccl' needs NVIDIA GPUs and this host has none that torch can see; use backend='gloo'")
+    if backend == "nccl" and place.local_rank >= gpus:
+        raise UsageError(
+            f"local rank {place.local_rank} has no GPU: this host has {gpus}; start at most {gpus} ranks on it, or use backend='gloo' for CPUs"
+        )
+    return backend
+
+
+def find_store(place: Placement, init_method: str | None, timeout: timedelta | None) -> dist.Store:
+    """The key-value store that the ranks find each other through."""
+    if init_method is None and place.size == 1:
+        return dist.HashStore()
+    if init_method is not None or "MASTER_ADDR" in os.environ:
+        where = init_method or "env://"
+        kwargs = {} if timeout is None else {"timeout": timeout}
+        with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
+            store: dist.Store = next(iter(dist.rendezvous(where, place.rank, place.size, **kwargs)))[0]
+        return store
+    if place.local_size != place.size:
+        raise UsageError(
+            f"{place.size} ranks on several hosts need MASTER_ADDR and MASTER_PORT (the host and a free port of rank 0); {place.source} has set neither"
+        )
+    return _store_among_siblings(place, timeout or timedelta(minutes=5))
+
+
+def _store_among_siblings(place: Placement, timeout: timedelta) -> dist.Store:
+    key = siblings.key(os.environ)
+    if place.rank > 0:
+        store = dist.TCPStore("127.0.0.1", siblings.find(key, timeout), place.size, is_master=False, timeout=timeout)
+        store.add("found", 1)
+        return store
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    # The store takes over the descriptor; bound here, it listens on loopback only.
+    store = dist.TCPStore(
+        "127.0.0.1", port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    siblings.publish(key, port)
+    try:
+        meeting.wait_for_count(store, "found", place.size - 1, timeout)
+    finally:
+        siblings.withdraw(key)
+    return store
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set environment variables for the block and put the old values back."""
+    old = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def loopback(one_host: bool) -> Iterator[None]:
+    """On one host have gloo listen on loopback: no host name is looked up and nothing is open to the network."""
+    if one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        with _environment(GLOO_SOCKET_IFNAME="lo"):
+            yield
+    else:
+        yield
+
+
+class SharedCores:
+    """Intra-op threads: the cores of this host shared among its ranks, until closed."""
+
+    def __init__(self, local_size: int) -> None:
+        self._before = torch.get_num_threads()
+        if not _threads_set_by_user():
+            torch.set_num_threads(max(1, _cores() // local_size))
+
+    def close(self) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _threads_set_by_user() -> bool:
+    value = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets it to 1 where the user did not, which wastes cores on CPUs.
+    return value is not None and not (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
