@@ -5,18 +5,21 @@
 Every rank has its own data. Before each step all ranks meet; a step's time is the slowest rank's. The variants take turns, step by
 step, so that the noise of a shared machine falls on all alike. DDP is given its best setting: gradient_as_bucket_view and the
 bucket size that is fastest here, both with the same fused optimizer and one intra-op thread a core and rank. The results are
-compared as well as timed.
+compared as well as timed. `--compile` compiles every model; `--memory` measures in place of time the peak of each variant's resident
+memory, in ranks of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +84,26 @@ CASES = {
 }
 
 
+class Compilable(nn.Module):
+    """torch.compile leaves a bare nn.Sequential alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
 class Variant:
     """One way to take a step on the same model and data."""
 
-    def __init__(self, kind: str, case: Case) -> None:
+    def __init__(self, kind: str, case: Case, compiled: bool) -> None:
         torch.manual_seed(0)
-        self.model = case.model()
+        self.model = Compilable(case.model())
+        if compiled:
+            self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.stepper: lockstep.Stepper | None = None
         self.forward: nn.Module = self.model
@@ -109,12 +126,12 @@ class Variant:
         self.optimizer.step()
 
 
-def measure(name: str, kinds: list[str], steps: int) -> dict[str, list[float]]:
+def measure(name: str, kinds: list[str], steps: int, compiled: bool) -> dict[str, list[float]]:
     """Seconds of every step of every variant, on this rank; "local" does not communicate."""
     with lockstep.init() as world:
         case = CASES[name]
         generator = torch.Generator().manual_seed(world.rank)
-        variants = {kind: Variant(kind, case) for kind in kinds}
+        variants = {kind: Variant(kind, case, compiled) for kind in kinds}
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for step in range(steps + 3):
             x, y = case.batch(generator)
@@ -128,6 +145,21 @@ def measure(name: str, kinds: list[str], steps: int) -> dict[str, list[float]]:
         slowest = torch.tensor([seconds[kind] for kind in kinds], dtype=torch.float64)
         world.group.all_reduce(slowest, "max").wait()
         return dict(zip(kinds, slowest.tolist(), strict=True))
+
+
+def peak(name: str, kind: str, steps: int) -> float:
+    """MiB by which the resident memory of the fullest rank rose, at its peak, over what it was before the model."""
+    with lockstep.init() as world:
+        case = CASES[name]
+        generator = torch.Generator().manual_seed(world.rank)
+        torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True).step()  # what the first optimizer imports is not the model's
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        variant = Variant(kind, case, compiled=False)
+        for _ in range(steps):
+            variant.step(*case.batch(generator))
+        rise = torch.tensor((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+        world.group.all_reduce(rise, "max").wait()
+        return rise.item()
 
 
 def _compare(variants: dict[str, Variant]) -> None:
@@ -149,12 +181,20 @@ def main() -> None:
     parser.add_argument("--models", default="mlp,transformer,cnn")
     parser.add_argument("--variants", default="local,ddp:5,ddp:25,wrapper:25,stepper")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kinds = options.variants.split(",")
-    report = {}
+    report: dict[str, dict[str, Any]] = {}
     for name in options.models.split(","):
-        seconds = lockstep.launch(measure, workers=options.workers, args=(name, kinds, options.steps))[0]
+        if options.memory:
+            peaks = {kind: lockstep.launch(peak, workers=options.workers, args=(name, kind, options.steps))[0] for kind in kinds}
+            print(f"{name}, {options.workers} workers: peak memory of a rank above that before the model")
+            print("\n".join(f"  {kind:<12} {mib:8.1f} MiB" for kind, mib in peaks.items()))
+            report[name] = {"peak_mib": peaks}
+            continue
+        seconds = lockstep.launch(measure, workers=options.workers, args=(name, kinds, options.steps, options.compile))[0]
         median = {kind: statistics.median(values) for kind, values in seconds.items()}
         quarter = {kind: statistics.quantiles(values, n=4)[0] for kind, values in seconds.items()}
         best = min((kind for kind in kinds if kind.startswith("ddp")), key=median.__getitem__)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
@@ -323,3 +324,35 @@ def test_a_tensor_on_another_device_is_named() -> None:
         ddp = lockstep.DistributedDataParallel(Outputs())
         with pytest.raises(UsageError, match=r"argument 0\['x'\]\[1\] is on meta, the module on cpu \(rank 0, local rank 0\)"):
             ddp({"x": [torch.zeros(1), torch.zeros(1, device="meta")]})
+
+
+def over_one_axis(world: lockstep.World) -> tuple[Tensor, Tensor, str]:
+    """Two pairs: the pair (0, 2) averages, and so does (1, 3)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
+    model = zoo.build("mlp")
+    ddp = lockstep.DistributedDataParallel(model, device_mesh=mesh["data"])
+    x, y = batch(world.rank, 0)
+    zoo.loss_sum(ddp(x), y).backward()
+    try:
+        lockstep.DistributedDataParallel(zoo.build("mlp"), device_mesh=mesh)
+        refused = ""
+    except UsageError as error:
+        refused = str(error)
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    return grad.clone(), next(model.parameters()).detach().clone(), refused
+
+
+def test_a_mesh_says_which_ranks_average() -> None:
+    found = run_ranks(over_one_axis, 4)
+    for pair in ((0, 2), (1, 3)):
+        plain = zoo.build("mlp")
+        for rank in pair:
+            x, y = batch(rank, 0)
+            (zoo.loss_sum(plain(x), y) / 2).backward()
+        expected = next(plain.parameters()).grad
+        assert expected is not None
+        for rank in pair:
+            assert zoo.distance(found[rank][0], expected) < 1e-6
+    assert zoo.distance(found[0][0], found[1][0]) > 1e-3
+    assert all("device_mesh has axes ('data', 'other'): give the data-parallel one" in refused for *_, refused in found)

@@ -432,7 +432,10 @@ def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
                     stepper.backward(zoo.loss_sum(model(u), v) * math.nan, weight=4)
                 assert not stepper.step().applied
         assert [str(each.message) for each in said if each.category is LockstepWarning] == [
-            "step 1 was skipped: the loss is nan: this update would make every weight nan. This is said once."
+            "step 1 was skipped: the loss is nan: this update would make every weight nan. The loss of rank 0 is not finite. "
+            "The next window's gradients are looked at one by one, before they are summed. This is said once.",
+            "step 2 was skipped: the loss is nan: this update would make every weight nan. The loss of rank 0 is not finite. "
+            "Before the sum, the first gradient that is not finite: '4.bias' on rank 0 (micro-batch 0 of its window). This is said once.",
         ]
         assert all(parameter.isfinite().all() for parameter in model.parameters())
 

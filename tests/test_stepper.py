@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.testing import run_ranks
+from lockstep.updates.update import Applied
 from tests import zoo
 
 
@@ -209,6 +210,29 @@ def test_an_overflow_under_clip_is_skipped_with_the_norm(world: lockstep.World) 
     assert not result.applied
     assert result.reason is not None
     assert result.reason.startswith("the gradient's norm is")
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_only_the_device_knows_is_read_when_somebody_looks(world: lockstep.World, monkeypatch: pytest.MonkeyPatch, bad: bool) -> None:
+    model = zoo.build("mlp")
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), clip=1.0)
+    stepper._looks_at_once = False  # as on a GPU
+    read: list[Applied] = []
+    look = Applied._read
+    monkeypatch.setattr(Applied, "_read", lambda self: (read.append(self), look(self))[1])
+    for x, _ in stepper.micro_batches(window()):
+        output = model(x)
+        slope = torch.sqrt((output - output.detach()).square().sum()) if bad else output.sum()  # 0, with a slope of nan
+        stepper.backward(slope, weight=4)
+    result = stepper.step()
+    assert not read, "the host waited for the gradient"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True)) == bad
+    with pytest.warns(LockstepWarning, match="step 1 was skipped: the gradient's norm is nan") if bad else nullcontext():
+        for x, y in stepper.micro_batches(window()):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+    assert result.applied != bad
+    stepper.step()
 
 
 def test_the_scheduler_follows_applied_steps_only(world: lockstep.World) -> None:

@@ -25,6 +25,7 @@ from lockstep.checks.unused import UnusedCheck
 from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.gradients.buffers import average_buffers
+from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
@@ -97,8 +98,8 @@ class DistributedDataParallel(nn.Module):
             if checks != "off":
                 compare_start(self.group, model_fields(module, ignored))
             replicate(module, self.group, ignored)
-        size = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
-        reducer = Reducer(module, self.group, choose_reduction(reduce, self.group), bucket_bytes=size, ignored=ignored)
+        self._bucket_bytes = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
+        reducer = Reducer(module, self.group, choose_reduction(reduce, self.group), bucket_bytes=self._bucket_bytes, ignored=ignored)
         reducer.closing = True
         reducer.scale = 1 / self.group.size
         reducer.end_of_backward = self._finish
@@ -112,15 +113,26 @@ class DistributedDataParallel(nn.Module):
         """For copies and files (an average of the weights, torch.save): the module, without what ties this wrapper to its ranks."""
         return {**self.__dict__, **dict.fromkeys(_TIED, None), "is_copy": True}
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # compiling the wrapper compiles the module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_copy:
-            if self.training and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
-                raise UsageError("this wrapper is a copy, which reduces nothing: wrap its .module again to train it, or call eval()")
+            self._check_copy()
             return self.module(*args, **kwargs)
-        args, kwargs = self._inputs(args, kwargs)
+        args, kwargs = self._ready(args, kwargs)
+        with cut_by_buckets(self._bucket_bytes, wanted=self.group.size > 1):
+            return self.module(*args, **kwargs)
+
+    def _check_copy(self) -> None:
+        if self.training and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
+            raise UsageError("this wrapper is a copy, which reduces nothing: wrap its .module again to train it, or call eval()")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs on the module's device, and the reducer ready where this forward's backward will be reduced."""
+        moved = self._inputs(args, kwargs)
         if self._reducer is not None and self._reducer.closing and self.training and torch.is_grad_enabled():
             self._before_forward(self._uneven.step() if self._uneven is not None else self.group.size)
-        return self.module(*args, **kwargs)
+        return moved
 
     def _before_forward(self, active: int) -> None:
         """What all ranks do together before a forward that will be reduced; `active` of them still have inputs."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import randomness
+from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, model_fields, optimizer_fields
 from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
@@ -31,7 +32,8 @@ from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers
-from lockstep.gradients.facts import FactsMessage
+from lockstep.gradients.compiled import cut_by_buckets
+from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
@@ -47,18 +49,31 @@ class StepResult:
     """One step, the same on all ranks.
 
     `loss` is the sum of losses over the sum of weights, of the whole global batch, before the update (nan where all weights are 0);
-    `norm` the gradient's before clipping (None without `clip`); `applied` whether the optimizer stepped, else `reason` says why not;
     `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches).
+    On a GPU, `norm`, `applied` and `reason` wait for the gradient: look at them when you need them.
     """
 
     loss: float
     weight: float
-    norm: float | None
-    applied: bool
-    reason: str | None
     stop: bool
     samples_by_rank: tuple[int, ...]
     bytes_sent: int
+    outcome: Applied
+
+    @property
+    def norm(self) -> float | None:
+        """The gradient's norm before clipping; None without `clip`."""
+        return self.outcome.norm
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer stepped."""
+        return self.outcome.applied
+
+    @property
+    def reason(self) -> str | None:
+        """Why it did not step."""
+        return self.outcome.reason
 
 
 class Stepper:
@@ -70,6 +85,10 @@ class Stepper:
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
+    `trace_nonfinite` looks at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan
+    or inf came up first; without it that is looked for in the window after a skipped one.
+    On a GPU no step waits for the device, but for what was true before its last backward (the weights, the losses); with `clip`, an
+    optimizer that is not fused, or a scheduler, has the host wait for the gradient's norm.
     Raises UsageError for an optimizer over other parameters, and where `backward` and `step` are called out of their place;
     ReplicaDivergence and UnusedParameters on all ranks alike.
     """
@@ -86,6 +105,7 @@ class Stepper:
         reduce: str = "auto",
         unused: Unused = "error",
         checks: Checks = "full",
+        trace_nonfinite: bool = False,
         world: World | None = None,
     ) -> None:
         _check_kinds(model, optimizer)
@@ -111,6 +131,10 @@ class Stepper:
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self._unused = UnusedCheck(self.reducer, unused)
+        self._trace = NonFiniteTrace(self.reducer, always=trace_nonfinite)
+        self._compares_data = checks != "off"
+        self._open_outcome: tuple[Applied, Facts] | None = None  # of the last step, while only a GPU knows it
+        self._looks_at_once = self.world.device.type == "cpu" or scheduler is not None
         self._replicas = ReplicaCheck(self.group) if checks == "full" else None
         self._stop = False
         self._backwards = 0  # in this window
@@ -141,7 +165,10 @@ class Stepper:
             raise UsageError(f"micro_batches() walks a window or a list of batches, not a {type(window).__name__}")
         if self._facts is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
+        self._settle()
+        self._compare_data(window)
         self.reducer.reset()
+        self._trace.begin()
         if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
             self._generation = self.reducer.generation
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
@@ -157,13 +184,20 @@ class Stepper:
                 self._facts.add_samples(len(ours.positions[place]))
             self._micro = _MicroBatch(last)
             self._buffers.open()
+            self._trace.open(place)
             randomness.step(self._seed, step, slot)
             try:
-                with self.reducer.window(last=last):
+                with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
                     yield batch
             finally:  # also when the user's loop breaks off: step() then sums what was there
                 self._buffers.shut(self._micro.weight)
                 self._micro = None
+
+    def _compare_data(self, window: object) -> None:
+        """Once, with the first window: the same data set, cut alike, from the same seed on all ranks."""
+        if self._compares_data:
+            self._compares_data = False
+            compare_start(self.group, getattr(window, "recipe", {}))
 
     def _scale_for(self, window: object) -> float:
         """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""
@@ -226,43 +260,54 @@ class Stepper:
         self.reducer.finish()
         facts = message.wait()
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
-        applied = self._apply(facts.weight, facts.loss)
-        if applied.applied and self._scheduler is not None:
-            self._scheduler.step()
+        outcome = self._apply(facts)
         self.steps += 1
+        self._open_outcome = outcome, facts
+        if self._looks_at_once:
+            self._settle()
         if self._replicas is not None:
             self._replicas(self._replicated)
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,
-            norm=applied.norm,
-            applied=applied.applied,
-            reason=applied.reason,
             stop=facts.stop > 0,
             samples_by_rank=facts.samples_by_rank,
             bytes_sent=self.group.bytes_sent,
+            outcome=outcome,
         )
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         parameters = [(name, parameter) for name, parameter in self.model.named_parameters() if name not in self.reducer.ignored]
         return [*parameters, *self._buffers.named()]
 
-    def _apply(self, weight: float, loss: float) -> Applied:
-        if weight == 0:
-            return self._skip("every rank's weight is 0: the window holds nothing to learn from")
+    def _apply(self, facts: Facts) -> Applied:
+        if facts.weight == 0:
+            return Applied(reason="every rank's weight is 0: the window holds nothing to learn from")
         self._unused()
-        if not math.isfinite(loss) and self._scaler is None:
-            return self._skip(f"the loss is {loss}: this update would make every weight nan")
-        applied = self.update.apply(weight * self._loss_scale, self._clip, self._scaler)
-        return applied if applied.applied or self._scaler is not None else self._skip(applied.reason or "", applied.norm)
+        if not math.isfinite(facts.loss) and self._scaler is None:
+            return Applied(reason=f"the loss is {facts.loss}: this update would make every weight nan")
+        return self.update.apply(facts.weight * self._loss_scale, self._clip, self._scaler)
 
-    def _skip(self, reason: str, norm: float | None = None) -> Applied:
-        """Nothing is updated: said on rank 0, once a reason."""
+    def _settle(self) -> None:
+        """See how the last step ended: the scheduler follows applied steps only; a skipped one is said on rank 0, once a reason."""
+        if self._open_outcome is None:
+            return
+        (outcome, facts), self._open_outcome = self._open_outcome, None
+        reason = outcome.reason
+        if reason is None:
+            if self._scheduler is not None:
+                self._scheduler.step()
+            return
+        if self._scaler is not None and facts.weight:
+            return  # with a loss scale, overflows belong to the training
         kind = reason.partition(":")[0]
+        if facts.weight:
+            kind += " (traced)" if self._trace.watched else ""
+            outcome.explain(f"{reason}. {self._trace.tell(facts.losses_by_rank)}")
+            self._trace.watch()
         if self.world.rank == 0 and kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"step {self.steps + 1} was skipped: {reason}. This is said once.", LockstepWarning, stacklevel=4)
-        return Applied(norm, False, reason)
+            warnings.warn(f"step {self.steps} was skipped: {outcome.reason}. This is said once.", LockstepWarning, stacklevel=3)
 
 
 @dataclass(slots=True)

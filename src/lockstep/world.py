@@ -15,19 +15,21 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 
 from lockstep import meeting
+from lockstep.collectives.exchanged_tags import ExchangedTags
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback
 from lockstep.place import Placement, placement
 
+Tagging = Literal["host", "all", "off"]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _generations = itertools.count()  # of worlds that this process has opened, equal on all ranks
 
@@ -50,7 +52,9 @@ class World:
     _open: ClassVar[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
     _failed: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()  # of worlds that were closed without waiting
 
-    def __init__(self, place: Placement, device: torch.device, *, store: dist.Store, timeout: timedelta, adopted: bool) -> None:
+    def __init__(
+        self, place: Placement, device: torch.device, *, store: dist.Store, timeout: timedelta, adopted: bool, tags: Tagging = "host"
+    ) -> None:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size, self.node = place.local_rank, place.local_size, place.node
         self.device = device
@@ -63,14 +67,11 @@ class World:
         self._groups: list[Group] = []
         self._subgroups: dict[str, int] = {}  # made so far, by ranks
         self.group = Group.default()
+        self._tags = tags
         self._share_tags(self.group)
         self._open[self.group.process_group] = self
-        self.control = self.group
-        if device.type != "cpu":
-            with loopback(self.local_size == self.size):
-                group = dist.new_group(backend="gloo", use_local_synchronization=True)
-            assert group is not None
-            self.control = Group.of(group)
+        self._share_host(self.group)
+        self.control = self.group.host
         atexit.register(self._at_exit)
 
     def __repr__(self) -> str:
@@ -164,15 +165,42 @@ class World:
         group = Group.of(process_group)
         self._groups.append(group)
         self._share_tags(group)
+        self._share_host(group)
         return group
 
-    def _share_tags(self, group: Group) -> None:
-        """Where all ranks are on this host and gradients on its CPUs, have every collective compared before it is issued."""
-        here = sys.platform == "linux" and self.local_size == self.size and self.device.type == "cpu"
-        if here and group.size > 1 and group.tags is None:
-            name = group.process_group.group_name
+    def _share_tags(self, group: Group, *, host: bool = False) -> None:
+        """Have every collective of the group compared before it is issued: on a page of memory where all ranks are on one host.
+
+        `host`: the group's tensors are on the CPU, whatever the world's device.
+        """
+        group.waits = host or self.device.type == "cpu"
+        if group.size == 1 or group.tags is not None or self._tags == "off":
+            return
+        name = group.process_group.group_name
+        if sys.platform == "linux" and self.local_size == self.size:
             group.tags = self.own(share_page(self._store, name, group.rank, group.ranks, self.timeout))
+        elif self._tags == "all":
+            twin = self._twin(group)
+            group.tags = self.own(ExchangedTags(self._store, name, twin, group.ranks, self.timeout))
+        if group.tags is not None:
             group.timeout = self.timeout
+
+    def _share_host(self, group: Group) -> None:
+        """On GPUs, give the group a twin for CPU tensors."""
+        if self.device.type == "cpu" or group.host is not group:
+            return
+        group.host = Group.of(self._twin(group))
+        self._groups.append(group.host)
+        self._share_tags(group.host, host=True)
+
+    def _twin(self, group: Group) -> dist.ProcessGroup:
+        """Another process group of the same ranks, over gloo."""
+        with loopback(self.local_size == self.size):
+            twin: dist.ProcessGroup | None = dist.new_group(
+                list(group.ranks), backend="gloo", use_local_synchronization=True, sort_ranks=False
+            )
+        assert twin is not None
+        return twin
 
     # -- lifetime ------------------------------------------------------------------------------------------------------------------
 
@@ -244,6 +272,7 @@ def init(
     backend: str | None = None,
     init_method: str | None = None,
     timeout: timedelta | None = None,
+    tags: Tagging = "host",
 ) -> World:
     """Open the world that this process belongs to. All arguments are optional; as with `open()`, use it plainly or in a `with`.
 
@@ -251,10 +280,14 @@ def init(
     Ranks that your own code spawned pass `rank` and `world_size`; without an address they find each other on this host.
     `backend`: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where torch was built with it.
     `timeout`: the longest that one collective may take; default: torch's own.
+    `tags`: whether ranks compare what they are about to call: "host", where all of them are on one host, which costs nothing; "all", on
+    several hosts too, at one small message a collective (to find a mistake); "off".
     It sets the device to the local rank's GPU, and the intra-op threads to cores / local ranks unless OMP_NUM_THREADS is set by you.
     A second call returns the open world; a process group that your code initialised is adopted, never closed.
     Raises UsageError for contradictory arguments or variables, and for more ranks on a host than it has GPUs.
     """
+    if tags not in get_args(Tagging):
+        raise UsageError(f"tags={tags!r}: choose one of {', '.join(get_args(Tagging))}")
     if dist.is_initialized():
         return _already_open(rank, world_size, backend, init_method)
     place = _place(rank, world_size)
@@ -274,7 +307,7 @@ def init(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-    world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False)
+    world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False, tags=tags)
     world.own(SharedCores(place.local_size))
     return world
 

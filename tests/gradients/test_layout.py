@@ -25,9 +25,9 @@ def test_gradients_start_at_multiples_of_64_elements() -> None:
     assert picture(plan(entries(10, 64, 65), [2, 1, 0])) == ["p2[0:65] p1[128:192] p0[192:202] of 320"]
 
 
-def test_the_first_bucket_is_small_and_a_large_gradient_has_its_own() -> None:
+def test_a_bucket_is_closed_when_it_is_full_and_the_first_is_small() -> None:
     layout = plan(entries(64, 64, 640, 64, 64), range(5), bucket=4 * 256, first_bucket=4 * 64)
-    assert picture(layout) == ["p0[0:64] of 64", "p1[0:64] of 64", "p2[0:640] of 640", "p3[0:64] p4[64:128] of 192"]
+    assert picture(layout) == ["p0[0:64] of 64", "p1[0:64] p2[64:704] of 704", "p3[0:64] p4[64:128] of 192"]
 
 
 def test_dtypes_do_not_mix_and_buckets_leave_as_they_fill() -> None:
@@ -56,5 +56,6 @@ def test_every_gradient_has_one_place_and_none_overlap(sizes: list[int], random:
         assert bucket.numel >= end
         assert (bucket.flag is None) == (bucket is not layout.buckets[-1])
         held = bucket.numel if bucket.flag is None else bucket.flag
-        assert len(bucket.spans) == 1 or held * 4 <= limit
+        full = [span.start * 4 >= (limit // 2 if bucket.index == 0 else limit) for span in bucket.spans]
+        assert not any(full), "nothing is added to a full bucket"
         assert end <= held <= bucket.numel

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.tags import Tags, describe
+from lockstep.collectives.tags import describe
 from lockstep.errors import UsageError
 
 Op = Literal["sum", "mean", "max", "min", "prod"]
@@ -34,6 +34,16 @@ class Work(Protocol):
     """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
 
     def wait(self, timeout: timedelta | None = None) -> None: ...
+
+
+class Comparison(Protocol):
+    """Says what this rank is about to do, and hears what the others are (tags.py, exchanged_tags.py)."""
+
+    def post(self, number: int, text: str) -> None: ...
+    def compare(self, number: int) -> bool: ...
+    def wait(self, number: int, timeout: timedelta) -> None: ...
+    def look(self, number: int) -> None: ...
+    def close(self) -> None: ...
 
 
 class Done:
@@ -83,8 +93,12 @@ class Group:
         self.size = len(self.ranks)
         self.number = 0
         self.bytes_sent = 0
-        self.tags: Tags | None = None
+        self.tags: Comparison | None = None
+        self.waits = True
+        """Whether the host waits for all ranks before a collective's result; on a GPU it queues the work and runs ahead."""
         self.timeout = timedelta(minutes=30)
+        self.host: Group = self
+        """The same ranks with CPU tensors: what the host must know of the others without waiting for a GPU."""
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
@@ -187,11 +201,8 @@ class Group:
             self.tags.look(self.number)
 
     def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait until all ranks have come to collective `number`, naming those who have died or do not come.
-
-        On a GPU nobody waits here: collectives are queued on the device and the host runs ahead.
-        """
-        if self.tags is not None:
+        """Wait until all ranks have come to collective `number`, naming those who have died or do not come."""
+        if self.tags is not None and self.waits:
             self.tags.wait(number, timeout or self.timeout)
 
     def check_root(self, root: int) -> None:

@@ -126,16 +126,7 @@ class Tags:
         deadline = time.monotonic() + _LET_THE_OTHERS_COME
         while self._missing(number) and time.monotonic() < deadline:
             time.sleep(0.001)
-        said: dict[str, list[int]] = {}
-        for rank in range(len(self._ranks)):
-            text = self._text(rank, number)
-            if text is not None:
-                said.setdefault(text, []).append(self._ranks[rank])
-        parts = [f"{listed(ranks)} {text}" for text, ranks in said.items()]
-        rule = "All ranks must call the same collectives in the same order."
-        if len({text.rsplit(" at ", 1)[0] for text in said}) == 1:
-            rule = "These are alike but stand at different places: all ranks must come to a collective by the same line."
-        return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number)
+        return different(number, [self._text(rank, number) for rank in range(len(self._ranks))], self._ranks)
 
     def _missing(self, number: int) -> list[int]:
         return [other for other in self._others if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number]
@@ -178,6 +169,19 @@ def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], ti
     if rank:
         store.add(f"{key}/mapped", 1)
     return tags
+
+
+def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) -> CollectiveMismatch:
+    """The error that says what each rank meant by collective `number`; None for one that has not come."""
+    said: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        if text is not None:
+            said.setdefault(text, []).append(rank)
+    parts = [f"{listed(who)} {text}" for text, who in said.items()]
+    rule = "All ranks must call the same collectives in the same order."
+    if len({text.rsplit(" at ", 1)[0] for text in said}) == 1:
+        rule = "These are alike but stand at different places: all ranks must come to a collective by the same line."
+    return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number)
 
 
 def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:

@@ -105,12 +105,11 @@ class MovingBuffers:
         return any(self._touched[number] for number in set(range(len(self._owners))) - set(self._moving))
 
     @torch.no_grad()
-    def finish(self, weight: float | Tensor, newly_moving: bool) -> None:
+    def finish(self, weight: float, newly_moving: bool) -> None:
         """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing where that is 0."""
         if self._moving:
             self._group.all_reduce(self._moved, place="for buffers").wait()
-            share = torch.as_tensor(weight, dtype=self._moved.dtype, device=self._device)
-            self._moved.mul_(torch.where(share > 0, 1 / share, 0))
+            self._moved.mul_(1 / weight if weight > 0 else 0.0)
         for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
             if not self._resized(number):
                 self._buffer(number).copy_(_after(start, piece))

@@ -68,8 +68,9 @@ def aligned(numel: int) -> int:
 
 
 def plan(entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET, first_bucket: int = FIRST_BUCKET) -> Layout:
-    """Put the entries into buckets of at most `bucket` bytes (the first: `first_bucket`), in `order`; a larger gradient has its own.
+    """Put the entries into buckets, in `order`. A bucket is closed as soon as it holds `bucket` bytes (the first: `first_bucket`).
 
+    So none but the last of a kind is small: a large gradient takes the small ones before it along, as in torch's wrapper.
     Buckets are closed per (dtype, device) and numbered in the order in which their last gradient is expected.
     """
     assert sorted(order) == list(range(len(entries))), "order is a permutation of the entries"
@@ -79,12 +80,11 @@ def plan(entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET
     for number in order:
         entry = entries[number]
         kind = (entry.dtype, entry.device)
-        size = aligned(entry.numel) * entry.dtype.itemsize
-        limit = bucket if closed else first_bucket
-        if kind in filling and held[kind] + size > limit:
-            closed.append(filling.pop(kind))
         filling.setdefault(kind, []).append(number)
-        held[kind] = size + (held[kind] if len(filling[kind]) > 1 else 0)
+        held[kind] = held.get(kind, 0) + aligned(entry.numel) * entry.dtype.itemsize
+        if held[kind] >= (bucket if closed else first_bucket):
+            closed.append(filling.pop(kind))
+            held[kind] = 0
     closed += filling.values()
     place = {number: index for index, number in enumerate(order)}
     closed.sort(key=lambda members: place[members[-1]])

@@ -29,6 +29,7 @@ from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
 from lockstep.gradients.trainable import Trainable
 
+_MISSING = "for the number of missing gradients"
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 CLEARED = (
@@ -56,10 +57,11 @@ class Reducer:
         self.stray = False  # a gradient arrived that was not expected
         self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
+        self.on_landed: Callable[[int, Tensor], None] | None = None  # shown each gradient, with its parameter's number, before it is summed
         self.ignored = frozenset(ignored)
         self.generation = 0  # how often the model's parameters have changed
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._taken = False
         self._here: list[bool] = []
         self._filled: list[bool] = []
@@ -103,7 +105,7 @@ class Reducer:
             Entry(name, parameter.numel(), parameter.dtype, parameter.device)
             for name, parameter in zip(self.names, self.parameters, strict=True)
         ]
-        self.layout: Layout = plan(entries, order, bucket=self._bucket_bytes, first_bucket=min(FIRST_BUCKET, self._bucket_bytes))
+        self.layout: Layout = plan(entries, order, bucket=self.bucket_bytes, first_bucket=min(FIRST_BUCKET, self.bucket_bytes))
         self.buckets: list[Bucket] = []  # what nobody holds any more goes before the new memory comes
         self._home: list[tuple[Bucket, Tensor]] = []
         self.buckets = [Bucket(bucket, self.parameters) for bucket in self.layout.buckets]
@@ -197,6 +199,8 @@ class Reducer:
             self._under_way = True
             if self.end_of_backward is not None:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+        if self.on_landed is not None and parameter.grad is not None:
+            self.on_landed(number, parameter.grad)
         _into(view, parameter, self.scale if self.closing else 1.0)
         self._here[number] = True
         if not self.closing:
@@ -218,8 +222,7 @@ class Reducer:
     def _leave(self, bucket: Bucket) -> None:
         assert bucket.index == len(self._works), "buckets leave in index order"
         if bucket.flag is not None:
-            # A rank without any gradient had no micro-batch; it knows nothing of what is missing.
-            bucket.flag.fill_(self._here.count(False) if any(self._here) else 0)
+            bucket.flag.fill_(self._missing())
         self._works.append(self.reduction.start(bucket))
         self._versions.append(bucket.sum._version)
 
@@ -238,16 +241,28 @@ class Reducer:
             self._leave(bucket)
         for work in self._works:
             work.wait()
-        flag = self.buckets[-1].flag
-        assert flag is not None
-        if not self.reduction.carries_all:
-            self.group.all_reduce(flag, place="for the number of missing gradients").wait()
-        self.someone_misses = flag.item()
-        flag.zero_()  # it is no part of the gradient's norm
+        self.someone_misses = self._missing_everywhere()
         self._finished = True
         self._landed_here = self._here
         self._here = [False] * len(self.parameters)
         self._arm()
+
+    def _missing(self) -> float:
+        """Parameters without a gradient on this rank. One without any gradient had no micro-batch: it knows nothing of what is missing."""
+        return float(self._here.count(False)) if any(self._here) else 0.0
+
+    def _missing_everywhere(self) -> float:
+        flag = self.buckets[-1].flag
+        assert flag is not None
+        if self.group.host is not self.group:  # reading what travelled in the bucket would wait for the GPU
+            missing = torch.tensor(self._missing())
+            self.group.host.all_reduce(missing, place=_MISSING).wait()
+        else:
+            if not self.reduction.carries_all:
+                self.group.all_reduce(flag, place=_MISSING).wait()
+            missing = flag.clone()
+        flag.zero_()  # it is no part of the gradient's norm
+        return missing.item()
 
     def _look_for_cleared(self) -> None:
         """Between backward and `finish` the gradients belong to the sum: cleared ones would be lost on this rank only."""

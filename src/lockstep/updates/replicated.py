@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
@@ -34,49 +34,58 @@ class Replicated:
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         if scaler is not None and scaler.is_enabled():
             return self._apply_scaled(divisor, clip, scaler)
-        norm = None
-        if clip is not None:
-            norm = gradient_norm(self._reducer.buckets) / divisor
-            if not math.isfinite(norm):
-                return Applied(norm, False, f"the gradient's norm is {norm}")
-            divisor /= min(1.0, clip / (norm + 1e-6))
+        if clip is None:
+            return self._apply(divisor, None)
+        norm = gradient_norm(self._reducer.buckets) / divisor
+        skipped = ~norm.isfinite()
+        return self._apply(divisor / _shrink(norm, clip), norm, skipped)
+
+    def _apply(self, divisor: float | Tensor, norm: Tensor | None, skipped: Tensor | None = None) -> Applied:
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
-            self._step_dividing(divisor)
-        else:
+            self._step_dividing(divisor, skipped)
+        elif skipped is None or not bool(skipped):  # an optimizer that cannot be told on the device has the host wait for the gradient
             self._multiply(1 / divisor)
             self._optimizer.step()
-        return Applied(norm, True)
+        return Applied(norm, skipped=skipped)
 
-    def _step_dividing(self, divisor: float) -> None:
-        """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and leaves them divided): one pass fewer."""
+    def _step_dividing(self, divisor: float | Tensor, skipped: Tensor | None) -> None:
+        """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and leaves them divided): one pass fewer.
+
+        It does nothing where `skipped` is true.
+        """
         device = self._reducer.buckets[0].sum.device
         optimizer: Any = self._optimizer
-        optimizer.grad_scale = torch.full((), divisor, device=device, dtype=torch.float32)
-        optimizer.found_inf = torch.zeros((), device=device, dtype=torch.float32)
+        scale = (
+            divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=device, dtype=torch.float32)
+        )  # no copy from the host
+        optimizer.grad_scale = scale.to(torch.float32)
+        optimizer.found_inf = torch.zeros((), device=device, dtype=torch.float32) if skipped is None else skipped.to(torch.float32)
         try:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf
 
     def _apply_scaled(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler) -> Applied:
-        self._multiply(1 / divisor)
+        """With a loss scaler the gradients are divided before it looks at them; it finds what is not finite, and lowers its scale."""
+        one = torch.ones((), device=self._reducer.buckets[0].sum.device)
+        before, norm = scaler.scale(one), None
+        if clip is None:
+            self._multiply(1 / divisor)
+        else:
+            norm = gradient_norm(self._reducer.buckets) / (divisor * before.double())
+            # The scaler looks at elements; a norm that overflows where no element does has to reach them.
+            self._multiply(torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor)
         scaler.unscale_(self._optimizer)
-        norm = None
-        if clip is not None:
-            norm = gradient_norm(self._reducer.buckets)
-            if math.isfinite(norm):
-                self._multiply(min(1.0, clip / (norm + 1e-6)))
-            elif all(bucket.sum.isfinite().all() for bucket in self._reducer.buckets):
-                scaler.update()
-                return Applied(norm, False, f"the gradient's norm is {norm}")
-        before = scaler.get_scale()
         scaler.step(self._optimizer)
         scaler.update()
-        if scaler.get_scale() < before:
-            return Applied(norm, False, f"gradients overflowed at loss scale {before:g}; it is {scaler.get_scale():g} now")
-        return Applied(norm, True)
+        return Applied(norm, scale=(before, scaler.scale(one)))
 
-    def _multiply(self, factor: float) -> None:
-        if factor != 1:
+    def _multiply(self, factor: float | Tensor) -> None:
+        if isinstance(factor, Tensor) or factor != 1:
             for bucket in self._reducer.buckets:
                 bucket.sum.mul_(factor)
+
+
+def _shrink(norm: Tensor, clip: float) -> Tensor:
+    """The factor that bounds a gradient of that norm by `clip`, as torch's clip_grad_norm_ does."""
+    return (clip / (norm + 1e-6)).clamp(max=1.0)

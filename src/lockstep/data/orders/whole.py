@@ -1,27 +1,11 @@
-"""Orders: which sample stands at position p of epoch e. A function, not a list, and the same one on every rank."""
+"""Every sample once an epoch: in the data set's own order, or in another permutation each time."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
 from lockstep import randomness
 from lockstep.data.permutation import Indices, Permutation
-
-
-class Order(Protocol):
-    """All epochs of a data set of `samples` samples."""
-
-    samples: int
-
-    def at(self, epoch: int, positions: Indices) -> Indices:
-        """The indices of the samples at `positions` (each in [0, samples)) of an epoch; int64, same shape."""
-        ...
-
-    def fingerprint(self) -> str:
-        """What tells this order from others, to be kept with a checkpoint."""
-        ...
 
 
 class Sequential:

@@ -1,0 +1,79 @@
+"""Collectives compared among ranks that share no memory: their hashes travel before each of them.
+
+The page of a host (tags.py) costs nothing; this costs one small message a collective and makes every collective wait for the slowest
+rank. So it is asked for, to find a mistake: `lockstep.init(tags="all")`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collectives.tags import different, listed
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
+
+_LET_THE_OTHERS_SAY = timedelta(seconds=1)  # that they are waiting as well
+
+
+class ExchangedTags:
+    """This rank's comparison of one group's collectives, over a gloo group of the same ranks that nothing else uses."""
+
+    def __init__(self, store: dist.Store, name: str, process_group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> None:
+        self._store = dist.PrefixStore(f"tags/{name}", store)
+        self._group = process_group
+        self._rank = dist.get_rank(process_group)
+        self._ranks = tuple(ranks)  # numbers in the world, for messages
+        self._timeout = timeout
+
+    def close(self) -> None:
+        """Nothing is held that the process group does not hold."""
+
+    def post(self, number: int, text: str) -> None:
+        """Say that this rank is about to do `text` as its collective `number`, and compare with all ranks.
+
+        Raises CollectiveMismatch on all ranks, PeerFailed where one has gone, CollectiveTimeout naming those that did not come.
+        """
+        digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+        mine = torch.tensor([number, int.from_bytes(digest, "big")])
+        everyone = [torch.zeros(2, dtype=torch.int64) for _ in self._ranks]
+        try:
+            work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._alone(number, text) from error
+        if any(not torch.equal(other, mine) for other in everyone):
+            raise self._mismatch(number, text)
+
+    def compare(self, number: int) -> bool:
+        """All ranks were compared when the number was posted."""
+        return True
+
+    def wait(self, number: int, timeout: timedelta) -> None:
+        """All ranks had come when the number was posted."""
+
+    def look(self, number: int) -> None:
+        """Nothing is seen of the others between collectives."""
+
+    def _mismatch(self, number: int, text: str) -> CollectiveMismatch:
+        self._store.set(f"said/{number}/{self._rank}", text)
+        texts = [self._store.get(f"said/{number}/{rank}").decode() for rank in range(len(self._ranks))]
+        return different(number, texts, self._ranks)
+
+    def _alone(self, number: int, text: str) -> CollectiveTimeout | PeerFailed:
+        """The comparison did not come about: ask who else is waiting."""
+        self._store.set(f"waiting/{number}/{self._rank}", "")
+        deadline = time.monotonic() + _LET_THE_OTHERS_SAY.total_seconds()
+        while (missing := self._not_waiting(number)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        message = f"#{number}: {text}: {listed(missing) if missing else 'a rank'} did not come"
+        if time.monotonic() < deadline or not missing:
+            return PeerFailed(f"{message}: its connection was closed")
+        return CollectiveTimeout(f"{message} within {self._timeout.total_seconds():g} s, or has ended", missing)
+
+    def _not_waiting(self, number: int) -> list[int]:
+        return [world for rank, world in enumerate(self._ranks) if not self._store.check([f"waiting/{number}/{rank}"])]

@@ -1,0 +1,96 @@
+"""A nan is traced to the rank, the step and the parameter where it came up, before the sum spreads it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import LockstepWarning
+from lockstep.testing import run_ranks
+from tests import zoo
+
+
+class Poison(torch.autograd.Function):
+    """The identity, whose gradient is nan where asked."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, bad: bool) -> Tensor:
+        ctx.bad = bad  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return (grad * float("nan") if ctx.bad else grad), None  # type: ignore[attr-defined]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, bad: bool) -> Tensor:
+        return self.last(Poison.apply(torch.tanh(self.second(torch.tanh(self.first(x)))), bad))  # type: ignore[no-untyped-call]
+
+
+def trained(world: lockstep.World, trace: bool, bad_steps: tuple[int, ...], what: str) -> list[str]:
+    """Three steps of two micro-batches; rank 1's second is bad in some steps. Reasons and warnings."""
+    torch.manual_seed(1)
+    model = Net()
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0, trace_nonfinite=trace, checks="full")
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            x, y = zoo.samples(16)
+            for number, rows in enumerate(stepper.micro_batches([slice(0, 4), slice(4, 8)])):
+                bad = step in bad_steps and world.rank == 1 and number == 1
+                loss = zoo.loss_sum(model(x[rows], bad and what == "gradient"), y[rows])
+                stepper.backward(loss * float("inf") if bad and what == "loss" else loss, weight=4)
+            said.append(stepper.step().reason or "applied")
+    for tensor in model.parameters():
+        assert torch.isfinite(tensor).all()
+    return said + [str(each.message) for each in caught if each.category is LockstepWarning]
+
+
+FOUND = "Before the sum, the first gradient that is not finite: 'second.bias' on rank 1 (micro-batch 1 of its window)"
+
+
+@pytest.mark.parametrize(
+    ("trace", "first"), [(True, FOUND), (False, "The next window's gradients are looked at one by one, before they are summed")]
+)
+def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:
+    rank0, rank1 = run_ranks(trained, 2, args=(trace, (0, 1), "gradient"))
+    reasons = [f"the gradient's norm is nan. {first}", f"the gradient's norm is nan. {FOUND}", "applied"]
+    assert rank1 == reasons
+    assert rank0[:3] == reasons
+    told = [reasons[0]] if trace else reasons[:2]
+    assert rank0[3:] == [f"step {number} was skipped: {reason}. This is said once." for number, reason in enumerate(told, 1)]
+
+
+def test_a_loss_of_inf_is_traced_to_its_rank() -> None:
+    for found in run_ranks(trained, 2, args=(True, (1,), "loss")):
+        assert found[0] == "applied"
+        assert found[1] == (
+            "the loss is inf: this update would make every weight nan. The loss of rank 1 is not finite. Before the sum, the first gradient "
+            "that is not finite: 'last.bias' on rank 1 (micro-batch 1 of its window)"
+        )
+        assert found[2] == "applied"
+
+
+def overflow(world: lockstep.World) -> str | None:
+    model = nn.Linear(1, 1, bias=False)
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0, trace_nonfinite=True)
+    for x in stepper.micro_batches([torch.full((1, 1), 3e38)]):
+        stepper.backward((model(x) * 0.9).sum() * 1e-3 * 1e3, weight=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return stepper.step().reason
+
+
+def test_a_sum_that_overflows_is_told_from_gradients_that_did() -> None:
+    for reason in run_ranks(overflow, 2):
+        assert reason == "the gradient's norm is inf. Every rank's gradients were finite before the sum"

@@ -1,0 +1,125 @@
+"""Ranks on several hosts compare their collectives too, where it is asked for. The hosts are this one, under other names."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import collectives
+from lockstep.collectives.exchanged_tags import ExchangedTags
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, UsageError, WorkerFailed
+from lockstep.testing import run_ranks
+
+
+@contextmanager
+def on_hosts_of_their_own(world: lockstep.World, timeout: float = 20) -> Iterator[lockstep.World]:
+    """The same ranks again, each said to be alone on its host."""
+    rank, size = world.rank, world.size
+    world.close()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    with lockstep.init(backend="gloo", tags="all", timeout=timedelta(seconds=timeout)) as apart:
+        assert isinstance(apart.group.tags, ExchangedTags)
+        yield apart
+
+
+def different_kinds(world: lockstep.World) -> str:
+    with on_hosts_of_their_own(world) as apart:
+        collectives.all_reduce(torch.ones(2))
+        try:
+            if apart.rank == 2:
+                collectives.all_gather(torch.ones(3, dtype=torch.int64))
+            else:
+                collectives.all_reduce(torch.ones(1024))
+        except CollectiveMismatch as error:
+            return str(error)
+    return "nothing said"
+
+
+def test_a_mismatch_is_told_on_all_ranks_before_anything_is_sent() -> None:
+    found = run_ranks(different_kinds, 3)
+    assert len(set(found)) == 1
+    assert re.fullmatch(
+        r"#2: ranks 0,1 all_reduce sum f32\[1024\] at test_exchanged_tags.py:\d+; rank 2 all_gather i64\[3\] at test_exchanged_tags.py:\d+\. "
+        "All ranks must call the same collectives in the same order.",
+        found[0],
+    )
+
+
+def training(world: lockstep.World) -> tuple[list[float], list[float]]:
+    model = torch.nn.Linear(3, 1)
+    x = torch.full((4, 3), 1.0 + world.rank)
+    with on_hosts_of_their_own(world) as apart:
+        stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in stepper.micro_batches([x][: apart.rank + 1]):
+            stepper.backward(model(batch).sum(), weight=4)
+        stepper.step()
+        return model.weight.flatten().tolist(), apart.group.all_gather(model.weight.detach()).flatten().tolist()
+
+
+def test_training_goes_on_as_without() -> None:
+    (first, everyone), (second, _) = run_ranks(training, 2)
+    assert first == second
+    assert everyone == first * 2
+
+
+def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
+    try:
+        with on_hosts_of_their_own(world, timeout=1) as apart:
+            if apart.rank == 1:
+                apart._store.wait(["the others gave up"], timedelta(seconds=20))
+                raise KeyboardInterrupt
+            try:
+                collectives.all_reduce(torch.ones(2))
+            finally:
+                apart._store.set("the others gave up", "")
+    except CollectiveTimeout as error:
+        return str(error), error.missing
+    except KeyboardInterrupt:
+        pass
+    return "", ()
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    message, missing = run_ranks(one_rank_is_late, 2)[0]
+    assert missing == (1,)
+    assert re.fullmatch(r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within 1 s, or has ended", message)
+
+
+def one_rank_dies(world: lockstep.World) -> None:
+    with on_hosts_of_their_own(world) as apart:
+        collectives.all_reduce(torch.ones(2))
+        if apart.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises((PeerFailed, CollectiveTimeout), match=r"#2: all_reduce sum f32\[2\] at .*: rank 1 did not come"):
+            collectives.all_reduce(torch.ones(2))
+
+
+def test_a_rank_that_has_died_is_named() -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        run_ranks(one_rank_dies, 2)
+    assert failed.value.rank == 1
+    assert "SIGKILL" in str(failed.value)
+
+
+def test_an_unknown_way_to_compare_is_refused() -> None:
+    with pytest.raises(UsageError, match="tags='some': choose one of host, all, off"):
+        lockstep.init(tags="some")  # type: ignore[arg-type]
+
+
+def without(world: lockstep.World) -> bool:
+    world.close()
+    with lockstep.init(backend="gloo", tags="off") as plain:
+        collectives.all_reduce(torch.ones(2))
+        return plain.group.tags is None
+
+
+def test_comparing_can_be_turned_off() -> None:
+    assert run_ranks(without, 2) == [True, True]
