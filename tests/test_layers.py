@@ -12,14 +12,14 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "orphans", "randomness", "learning_rate", "task", "settings", "lint"},
+    {"errors", "place", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting", "joining"},
     {"world"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},
     {"data_parallel", "stepper", "uneven"},
     {"training"},
-    {"testing", "tasks"},
+    {"testing", "tasks", "measure"},
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

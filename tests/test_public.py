@@ -21,6 +21,8 @@ NAMES = [
     "init",
     "launch",
     "scale_lr",
+    "seed",
+    "stream",
     "testing",
     "train",
 ]

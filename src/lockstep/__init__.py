@@ -20,6 +20,8 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "init": "lockstep.world",
     "launch": "lockstep.launcher.spawn",
     "scale_lr": "lockstep.learning_rate",
+    "seed": "lockstep.streams",
+    "stream": "lockstep.streams",
     "train": "lockstep.training.train",
 }
 _MODULES = ("collectives", "errors", "testing")
@@ -36,6 +38,8 @@ __all__ = [
     "init",
     "launch",
     "scale_lr",
+    "seed",
+    "stream",
     "testing",
     "train",
 ]
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from lockstep.launcher.spawn import launch
     from lockstep.learning_rate import scale_lr
     from lockstep.stepper import Stepper
+    from lockstep.streams import seed, stream
     from lockstep.task import Task
     from lockstep.training.train import train
     from lockstep.world import World, init

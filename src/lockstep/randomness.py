@@ -16,9 +16,15 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MASK = 2**64 - 1
-_SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER = range(1, 6)  # part of every recorded run: add to them, never renumber
+_SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)  # part of every recorded run: add to them, never renumber
+_RANK = 16
 
 
 def derive(seed: int, *key: int) -> int:
@@ -76,12 +82,27 @@ def step(seed: int, step: int, slot: int) -> None:
 
 def sample(seed: int, epoch: int, index: int) -> None:
     """Enter the stream of one sample in one epoch. On the CPU only: a fetch must not disturb what the GPU draws for the model."""
-    _seed_host(_extend(_prefix(seed, _SAMPLE, epoch), index))
+    _seed_host(sample_key(seed, epoch, index))
 
 
 def collate(seed: int, epoch: int, index: int) -> None:
     """Enter the stream in which samples are made a batch, of the micro-batch whose first sample is `index`. On the CPU only."""
-    _seed_host(derive(seed, _COLLATE, epoch, index))
+    _seed_host(collate_key(seed, epoch, index))
+
+
+def sample_key(seed: int, epoch: int, index: int) -> int:
+    """The number that `sample` seeds with. Nothing is seeded."""
+    return _extend(_prefix(seed, _SAMPLE, epoch), index)
+
+
+def collate_key(seed: int, epoch: int, index: int) -> int:
+    """The number that `collate` seeds with. Nothing is seeded."""
+    return derive(seed, _COLLATE, epoch, index)
+
+
+def rank(seed: int, rank: int, *key: int) -> None:
+    """Enter a stream that belongs to a rank: for what shall differ between them and need not be the same at another world size."""
+    seed_all(derive(seed, _RANK, rank, *key))
 
 
 def order(seed: int, epoch: int) -> int:
@@ -90,15 +111,44 @@ def order(seed: int, epoch: int) -> int:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
-    """Put the CPU states of torch, numpy's global generator and `random` back after the block, also when it raises."""
+def preserved(*, devices: bool = False) -> Iterator[None]:
+    """Put the CPU states of torch, numpy's global generator and `random` back after the block, also when it raises; with `devices` the GPU's too."""
     import numpy as np
     import torch
 
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    gpu = torch.cuda.get_rng_state() if devices and torch.cuda.is_available() else None
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu)
+
+
+def sampler(seed: int, epoch: int) -> int:
+    """Enter the stream in which a user's sampler draws an epoch, on the CPU, and return the number that it was seeded with."""
+    key = derive(seed, _SAMPLER, epoch)
+    _seed_host(key)
+    return key
+
+
+def component_key(seed: int, component: int, cycle: int) -> int:
+    """The key of one component's order, in a mixture, while it is gone through for the `cycle`-th time. Nothing is seeded."""
+    return derive(seed, _COMPONENT, component, cycle)
+
+
+def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A uniform number in the open interval (0, 1) for each of `numbers`, of 52 bits; float64, same shape. `derive(key, number)`, scaled."""
+    import numpy as np
+
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    mixed = numbers.astype(np.uint64) + golden
+    for start in (np.uint64(0), np.uint64(_mix(key & _MASK))):
+        mixed = (mixed ^ start) + golden
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        mixed ^= mixed >> np.uint64(31)
+    return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

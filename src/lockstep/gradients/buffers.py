@@ -11,13 +11,25 @@ and announced with the facts of that step; it is taken from rank 0 that once. A 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.collectives.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The moving buffers of one dtype during a step: where they started, flat, and the sum of their movements, whole and by buffer."""
+
+    numbers: list[int]
+    start: Tensor
+    moved: Tensor
+    pieces: Sequence[Tensor]
 
 
 class MovingBuffers:
@@ -30,11 +42,13 @@ class MovingBuffers:
         self._owners = [(module, name) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
         # Batch norm kernels write their statistics without touching the version counter, so these are never waited for to show up.
         self._always = {number for number, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
-        self._moving: list[int] = list(range(len(self._owners)))
         self._agreed = False
-        self._shapes = [self._buffer(number).shape for number in self._moving]
-        self._start: list[Tensor] = []
+        self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
+        self._moving = self._by_dtype(range(len(self._owners)))
+        self._start: dict[int, Tensor] = {}
+        self._kinds: list[_Kind] = []
         self._moved = torch.zeros(0)
+        self._fresh = True
         self._touched = torch.zeros(0)
         self._seen: list[tuple[int, int]] = []
 
@@ -43,6 +57,10 @@ class MovingBuffers:
         buffer = module._buffers[name]
         assert buffer is not None
         return buffer
+
+    def _by_dtype(self, numbers: Iterable[int]) -> list[int]:
+        """In the order in which they travel: those of one dtype together."""
+        return sorted(numbers, key=lambda number: (str(self._buffer(number).dtype), number))
 
     def _resized(self, number: int) -> bool:
         return self._buffer(number).shape != self._shapes[number]
@@ -55,32 +73,46 @@ class MovingBuffers:
             if n in self._moving
         ]
 
+    @torch.no_grad()
     def begin(self) -> None:
         """A new step: keep the values that every micro-batch starts from."""
-        self._start = [self._buffer(number).detach().clone() for number in self._moving]
-        wide = torch.float64 if any(start.dtype in (torch.float64, torch.complex128) for start in self._start) else torch.float32
-        self._moved = torch.zeros(sum(_real(start).numel() for start in self._start), dtype=wide, device=self._device)
+        self._start, self._kinds, self._fresh = {}, [], True
+        kinds = [list(numbers) for _, numbers in groupby(self._moving, lambda number: self._buffer(number).dtype)]
+        flat = [_flat([self._buffer(number) for number in numbers]) for numbers in kinds]
+        wide = torch.float64 if any(start.dtype == torch.float64 for start in flat) else torch.float32
+        self._moved = torch.zeros(sum(start.numel() for start in flat), dtype=wide, device=self._device)
+        for numbers, start, piece in zip(kinds, flat, self._moved.split([start.numel() for start in flat]), strict=True):
+            sizes = [_real(self._buffer(number)).numel() for number in numbers]
+            self._start.update(zip(numbers, start.split(sizes), strict=True))
+            self._kinds.append(_Kind(numbers, start, piece, piece.split(sizes)))
         self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
         self._seen = self._marks()
 
     @torch.no_grad()
     def open(self) -> None:
         """A micro-batch begins: it finds the step's starting values."""
-        for number, start in zip(self._moving, self._start, strict=True):
-            if not self._resized(number):
-                self._buffer(number).copy_(start)
+        if not self._fresh:
+            for number, start in self._start.items():
+                if not self._resized(number):
+                    buffer = _real(self._buffer(number))
+                    buffer.copy_(start.view(buffer.shape))
+        self._fresh = False
         self._seen = self._marks()
 
     @torch.no_grad()
     def shut(self, weight: float | Tensor) -> None:
         """A micro-batch of that weight is over."""
-        for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
-            if self._resized(number):
+        for kind in self._kinds:
+            if self._agreed and not any(map(self._resized, kind.numbers)):
+                now = _flat([self._buffer(number) for number in kind.numbers])
+                kind.moved.add_(_movement(now, kind.start).to(kind.moved) * weight)
                 continue
-            movement = _movement(self._buffer(number), start).to(piece)
-            piece.add_(movement * weight)
-            if not self._agreed and movement.any():
-                self._touched[number] = 1
+            for number, piece in zip(kind.numbers, kind.pieces, strict=True):
+                if not self._resized(number):
+                    movement = _movement(_flat([self._buffer(number)]), self._start[number]).to(piece)
+                    piece.add_(movement * weight)
+                    if not self._agreed and movement.any():
+                        self._touched[number] = 1
         self._look()
 
     def _look(self) -> None:
@@ -92,9 +124,6 @@ class MovingBuffers:
     def _marks(self) -> list[tuple[int, int]]:
         """What changes when a buffer is written to: the tensor itself, or its version."""
         return [(id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))]
-
-    def _pieces(self) -> Sequence[Tensor]:
-        return self._moved.split([_real(start).numel() for start in self._start]) if self._start else ()
 
     @property
     def newly_moving(self) -> bool:
@@ -110,10 +139,12 @@ class MovingBuffers:
         if self._moving:
             self._group.all_reduce(self._moved, place="for buffers").wait()
             self._moved.mul_(1 / weight if weight > 0 else 0.0)
-        for piece, number, start in zip(self._pieces(), self._moving, self._start, strict=True):
-            if not self._resized(number):
-                self._buffer(number).copy_(_after(start, piece))
-        self._start = []
+        for kind in self._kinds:
+            for number, piece in zip(kind.numbers, kind.pieces, strict=True):
+                if not self._resized(number):
+                    buffer = _real(self._buffer(number))
+                    buffer.copy_(_after(self._start[number], piece).view(buffer.shape))
+        self._start, self._kinds = {}, []
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
 
@@ -126,7 +157,7 @@ class MovingBuffers:
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
             for number in sorted(moving - known) if take_from_first else ():
                 self._group.broadcast(self._buffer(number), place="for a buffer that began to move").wait()
-            self._moving = sorted(moving)
+            self._moving = self._by_dtype(moving)
         self._agreed = True
 
 
@@ -134,24 +165,25 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _movement(buffer: Tensor, start: Tensor) -> Tensor:
-    """How far a buffer has moved, flat. Subtracted in its own dtype: a large counter that moves by 1 moves by 1; inf minus inf is no movement."""
-    now, before = _real(buffer), _real(start)
+def _flat(buffers: Sequence[Tensor]) -> Tensor:
+    """A copy of all elements, one after the other."""
+    return torch.cat([_real(buffer).detach().reshape(-1) for buffer in buffers])
+
+
+def _movement(now: Tensor, before: Tensor) -> Tensor:
+    """How far elements have moved. Subtracted in their own dtype: a large counter that moves by 1 moves by 1; inf minus inf is no movement."""
     if now.dtype == torch.bool:
         now, before = now.to(torch.int8), before.to(torch.int8)
-    return torch.where(now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before).reshape(-1)
+    return torch.where(now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before)
 
 
-def _after(start: Tensor, moved: Tensor) -> Tensor:
-    """The value that `start` has after moving by the mean movement."""
-    before = _real(start)
-    moved = moved.view(before.shape)
-    if start.dtype == torch.bool:
+def _after(before: Tensor, moved: Tensor) -> Tensor:
+    """The values that elements have after moving by the mean movement."""
+    if before.dtype == torch.bool:
         return (before.to(moved) + moved) >= 0.5
     if not before.is_floating_point():
         moved = moved.round()
-    after = before + moved.to(before.dtype)
-    return torch.view_as_complex(after) if start.is_complex() else after
+    return before + moved.to(before.dtype)
 
 
 @torch.no_grad()
