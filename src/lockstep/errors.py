@@ -62,6 +62,10 @@ class CollectiveMismatch(LockstepError):
         self.number = number
 
 
+class ScheduleError(LockstepError):
+    """A schedule of a collective does not do what it claims: says the round, the ranks and the cell."""
+
+
 class CollectiveTimeout(LockstepError):
     """Some ranks did not come to a collective in time."""
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import ClassVar, Literal, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from lockstep.errors import UsageError
 
 Op = Literal["sum", "mean", "max", "min", "prod"]
 
-_REDUCE_OPS = {
+REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "mean": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -135,14 +136,15 @@ class Group:
         self.announce("all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        work = dist.all_reduce(flat, op=_REDUCE_OPS[op], group=self.process_group, async_op=True)
+        flat = tensor.detach().to(working_dtype(tensor)).contiguous()
+        work = dist.all_reduce(flat, op=REDUCE_OPS[op], group=self.process_group, async_op=True)
 
         def finish() -> None:
             if op == "mean":
                 flat.div_(self.size)
-            if flat is not tensor:
-                tensor.copy_(flat)
+            if flat.data_ptr() != tensor.data_ptr():
+                with torch.no_grad():
+                    tensor.copy_(flat)
 
         return NativeWork(self, work, finish)
 
@@ -152,13 +154,15 @@ class Group:
         self.announce("broadcast", tensor, f"from {root}", place, sends=_bytes(tensor) if self.rank == root and self.size > 1 else 0)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        work = dist.broadcast(flat, src=self.ranks[root], group=self.process_group, async_op=True)
+        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # a backend need not know the dtype of what it moves
+        work = dist.broadcast(octets, src=self.ranks[root], group=self.process_group, async_op=True)
 
         def copy_back() -> None:
-            tensor.copy_(flat)
+            if octets.data_ptr() != tensor.data_ptr():
+                with torch.no_grad():
+                    tensor.copy_(octets.view(tensor.dtype).view(tensor.shape))
 
-        return NativeWork(self, work, None if flat is tensor else copy_back)
+        return NativeWork(self, work, copy_back)
 
     def all_gather(self, tensor: Tensor, place: str | None = None) -> Tensor:
         """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size * n, ...], 0-d gives [size].
@@ -167,11 +171,12 @@ class Group:
         """
         self.announce("all_gather", tensor, "", place, sends=(self.size - 1) * _bytes(tensor))
         self.wait_for_all(self.number)
-        piece = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        piece = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
         if self.size == 1 or tensor.numel() == 0:
             return piece.repeat(self.size, *[1] * (piece.dim() - 1))
         joined = piece.new_empty((self.size * piece.shape[0], *piece.shape[1:]))
-        dist.all_gather(list(joined.chunk(self.size)), piece, group=self.process_group)
+        octets = joined.view(-1).view(torch.uint8).chunk(self.size)
+        dist.all_gather(list(octets), piece.view(-1).view(torch.uint8), group=self.process_group)
         return joined
 
     def send(self, tensor: Tensor, to: int) -> None:
@@ -215,10 +220,35 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def check_op(op: str, tensor: Tensor) -> None:
-    """Raise a UsageError for an unknown operation and for a mean of integers (it would have to round)."""
-    if op not in _REDUCE_OPS:
-        raise UsageError(f"op={op!r} is unknown: choose one of {', '.join(_REDUCE_OPS)}")
+    """Raise a UsageError for an unknown operation, and for one that has no meaning for the dtype."""
+    if op not in REDUCE_OPS:
+        raise UsageError(f"op={op!r} is unknown: choose one of {', '.join(REDUCE_OPS)}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(
-            f"op='mean' of {str(tensor.dtype).removeprefix('torch.')} would have to round: sum it and divide, or make it a float first"
-        )
+        raise UsageError(f"op='mean' of {dtype} would have to round: sum it and divide, or make it a float first")
+    if op in ("max", "min") and tensor.is_complex():
+        raise UsageError(f"op={op!r} of {dtype}: complex numbers have no order")
+    if tensor.dtype == torch.bool and op not in ("max", "min"):
+        raise UsageError(f"op={op!r} of bool: 'max' is any, 'min' is all; to count, make it an integer first")
+    if tensor.dtype not in _WORKING and tensor.dtype not in _WIDER:
+        raise UsageError(f"op={op!r} of {dtype}: torch cannot add up this dtype; make it a wider one first")
+
+
+_WORKING = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+}
+_WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which backends reduce a tensor: its own where they know it."""
+    return _WIDER.get(tensor.dtype, tensor.dtype)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -186,13 +187,17 @@ def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) ->
 
 def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
     """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if dtype.startswith(long):
-            dtype = short + dtype.removeprefix(long)
-            break
     shape = ",".join(map(str, tensor.shape))
-    return f"{kind}{f' {detail}' if detail else ''} {dtype}[{shape}] {place or call_site()}"
+    return f"{kind}{f' {detail}' if detail else ''} {short_dtype(tensor.dtype)}[{shape}] {place or call_site()}"
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """`f32`, `bf16`, `i64`."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
 
 
 def call_site() -> str:

@@ -1,0 +1,29 @@
+"""What an asynchronous collective returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from lockstep.collectives.group import Work
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """A collective that is under way. Its tensors must not be touched before `wait`, which returns the result; several may be in flight."""
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], T]) -> None:
+        self._works = works
+        self._finish = finish
+        self._result: list[T] = []
+
+    def wait(self, timeout: timedelta | None = None) -> T:
+        """Return the result when it is there (on a GPU: when the current stream will wait for it). A later call returns it again."""
+        if not self._result:
+            for work in self._works:
+                work.wait(timeout)
+            self._result.append(self._finish())
+            self._works = ()
+        return self._result[0]

@@ -1,0 +1,160 @@
+"""Run a schedule on symbols and see that it does what it claims, for every rank and every cell.
+
+A cell's content is the expression of the contributions that were added up in it. The proof fails, with the round, rank and cell, where a
+rank sends what it does not have, a contribution is counted twice or lost, a message brings nothing new, or a rank ends without what the
+collective promises. What comes out is also the order of addition: which bits a rank gets follows from nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before, wanted_after
+from lockstep.errors import ScheduleError
+
+Order = int | tuple["Order", "Order"]
+"""A rank's contribution, or the sum of two orders."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What lies in a cell: the ranks counted in it, as bits, and in which order they were added."""
+
+    ranks: int
+    order: Order
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is true of a schedule that was proved.
+
+    `messages` of all ranks together; `messages_of[r]` and `cells_sent_by[r]` what rank r sends (a cell is 1/cells of the tensor);
+    `orders[cell]` how the contributions of a cell were added, the lesser rank first; `same_bits` whether all ranks that hold a cell at the
+    end added it in the same order, so that they hold the same bits.
+    """
+
+    rounds: int
+    messages: int
+    messages_of: tuple[int, ...]
+    cells_sent_by: tuple[int, ...]
+    orders: dict[int, str]
+    same_bits: bool
+
+    def share_sent(self, rank: int, cells: int) -> float:
+        """What a rank sends, as a multiple of the tensor."""
+        return self.cells_sent_by[rank] / cells
+
+
+def prove(schedule: Schedule) -> Proof:
+    """Raise ScheduleError unless every rank ends with what the collective promises, each contribution counted exactly once."""
+    state = _before(schedule)
+    messages, cells = Counter[int](), Counter[int]()
+    for number, transfers in enumerate(schedule.transfers(), start=1):
+        _check_round(schedule, transfers, number)
+        arriving = [(transfer, cell, _sent(state, transfer, cell, number)) for transfer in transfers for cell in transfer.cells]
+        for transfer, cell, content in arriving:
+            held = state[transfer.dst].get(cell)
+            state[transfer.dst][cell] = _after(held, content, transfer, cell, number)
+        for transfer in transfers:
+            messages[transfer.src] += 1
+            cells[transfer.src] += len(transfer.cells)
+    orders, same = _check_end(schedule, state)
+    ranks = range(schedule.world)
+    return Proof(
+        rounds=len(schedule),
+        messages=messages.total(),
+        messages_of=tuple(messages[rank] for rank in ranks),
+        cells_sent_by=tuple(cells[rank] for rank in ranks),
+        orders=orders,
+        same_bits=same,
+    )
+
+
+def _before(schedule: Schedule) -> list[dict[int, Content]]:
+    return [
+        {cell: Content(1 << rank, rank) for cell in held_before(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)}
+        for rank in range(schedule.world)
+    ]
+
+
+def _check_round(schedule: Schedule, transfers: list[Transfer], number: int) -> None:
+    into = set()
+    for transfer in transfers:
+        where = f"round {number}: {transfer.src} -> {transfer.dst}"
+        if not (0 <= transfer.src < schedule.world and 0 <= transfer.dst < schedule.world):
+            raise ScheduleError(f"{where}: ranks go from 0 to {schedule.world - 1}")
+        if transfer.src == transfer.dst:
+            raise ScheduleError(f"{where}: a rank sends to itself")
+        for cell in transfer.cells:
+            if (transfer.dst, cell) in into:
+                raise ScheduleError(f"{where}: rank {transfer.dst} receives cell {cell} twice in one round; the order would be left to chance")
+            into.add((transfer.dst, cell))
+
+
+def _sent(state: list[dict[int, Content]], transfer: Transfer, cell: int, number: int) -> Content:
+    content = state[transfer.src].get(cell)
+    if content is None:
+        raise ScheduleError(f"round {number}: rank {transfer.dst} waits for cell {cell} from rank {transfer.src}, which does not have it")
+    return content
+
+
+def _after(held: Content | None, content: Content, transfer: Transfer, cell: int, number: int) -> Content:
+    where = f"round {number}: cell {cell} from rank {transfer.src} to {transfer.dst}"
+    if not transfer.reduce:
+        if held is not None and held.ranks & ~content.ranks:
+            raise ScheduleError(f"{where} replaces contributions of ranks {_ranks(held.ranks & ~content.ranks)}, which are lost")
+        if held is not None and held.ranks == content.ranks:
+            raise ScheduleError(f"{where} brings nothing new")
+        return content
+    if held is None:
+        raise ScheduleError(f"{where} is to be added, but the receiver holds nothing to add it to")
+    if held.ranks & content.ranks:
+        raise ScheduleError(f"{where} counts the contributions of ranks {_ranks(held.ranks & content.ranks)} twice")
+    return Content(held.ranks | content.ranks, (held.order, content.order))
+
+
+def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dict[int, str], bool]:
+    orders: dict[int, str] = {}
+    texts: dict[int, str] = {}  # what was copied is the same object on many ranks
+    same = True
+    for rank in range(schedule.world):
+        for cell in wanted_after(schedule.kind, schedule.world, rank, schedule.root, schedule.cells):
+            content, expected = state[rank].get(cell), _complete(schedule, cell)
+            if content is None:
+                raise ScheduleError(f"at the end rank {rank} has no cell {cell}")
+            if content.ranks != expected:
+                missing = _ranks(expected & ~content.ranks)
+                raise ScheduleError(f"at the end rank {rank}'s cell {cell} lacks the contributions of ranks {missing}")
+            order = texts.get(id(content.order)) or texts.setdefault(id(content.order), written(content.order))
+            same &= orders.setdefault(cell, order) == order
+    return orders, same
+
+
+def _complete(schedule: Schedule, cell: int) -> int:
+    """The ranks whose contributions belong into a cell."""
+    if schedule.kind in REDUCING:
+        return (1 << schedule.world) - 1
+    if schedule.kind in ("broadcast", "scatter"):
+        return 1 << schedule.root
+    return 1 << (cell // schedule.world if schedule.kind == "all_to_all" else cell)
+
+
+def _ranks(bits: int) -> str:
+    return ",".join(str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1)
+
+
+def written(order: Order) -> str:
+    """`((0+1)+(2+3))`. The lesser rank stands first: a+b and b+a are the same bits. Without recursion, for rings of many ranks."""
+    done: list[tuple[int, str]] = []  # least rank, text
+    work: list[Order | None] = [order]
+    while work:
+        item = work.pop()
+        if isinstance(item, int):
+            done.append((item, str(item)))
+        elif item is None:
+            (least, first), (other, second) = sorted((done.pop(), done.pop()))
+            done.append((least, f"({first}+{second})"))
+        else:
+            work += [None, *item]
+    return done[0][1]
