@@ -18,7 +18,7 @@ LAYERS = [
     {"gradients", "checks", "checkpoints"},
     {"updates"},
     {"data_parallel", "stepper", "uneven"},
-    {"training"},
+    {"inference", "training"},
     {"testing", "tasks", "measure"},
     {"cli", "__main__"},
 ]

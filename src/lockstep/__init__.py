@@ -17,8 +17,10 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "Stepper": "lockstep.stepper",
     "Task": "lockstep.task",
     "World": "lockstep.world",
+    "evaluate": "lockstep.inference.evaluate",
     "init": "lockstep.world",
     "launch": "lockstep.launcher.spawn",
+    "predict": "lockstep.inference.predict",
     "scale_lr": "lockstep.learning_rate",
     "seed": "lockstep.streams",
     "stream": "lockstep.streams",
@@ -35,8 +37,10 @@ __all__ = [
     "World",
     "collectives",
     "errors",
+    "evaluate",
     "init",
     "launch",
+    "predict",
     "scale_lr",
     "seed",
     "stream",
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.data_parallel import DistributedDataParallel
+    from lockstep.inference.evaluate import evaluate
+    from lockstep.inference.predict import predict
     from lockstep.launcher.spawn import launch
     from lockstep.learning_rate import scale_lr
     from lockstep.stepper import Stepper

@@ -181,7 +181,7 @@ class Stepper:
         for place, (batch, last) in enumerate(_with_last(window)):
             slot = self.world.rank * 2**32 + place if ours is None else ours.slots[place]
             if ours is not None:
-                self._facts.add_samples(len(ours.positions[place]))
+                self._facts.add_samples(ours.counts[place])
             self._micro = _MicroBatch(last)
             self._buffers.open()
             self._trace.open(place)
@@ -197,7 +197,7 @@ class Stepper:
         """Once, with the first window: the same data set, cut alike, from the same seed on all ranks."""
         if self._compares_data:
             self._compares_data = False
-            compare_start(self.group, getattr(window, "recipe", {}))
+            compare_start(self.group, window.recipe if isinstance(window, Window) else {})
 
     def _scale_for(self, window: object) -> float:
         """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""

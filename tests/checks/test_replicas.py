@@ -25,7 +25,9 @@ TENSORS = {
 def test_one_changed_element_changes_it(tensor: Tensor) -> None:
     assert checksum(tensor) == checksum(tensor.clone())
     assert checksum(tensor).dtype == torch.int64
-    for place in torch.cartesian_prod(*map(torch.arange, tensor.shape)).reshape(-1, max(1, tensor.dim())).tolist() if tensor.dim() else [[]]:
+    for place in (
+        torch.cartesian_prod(*map(torch.arange, tensor.shape)).reshape(-1, max(1, tensor.dim())).tolist() if tensor.dim() else [[]]
+    ):
         other = tensor.clone()
         other[tuple(place)] = ~other[tuple(place)] if tensor.dtype == torch.bool else other[tuple(place)] + 1
         assert checksum(other) != checksum(tensor), place

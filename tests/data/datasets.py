@@ -114,3 +114,84 @@ def as_list(samples: list[Any]) -> list[Any]:
 
 
 Collate = Callable[[list[Any]], Any]
+
+
+class Moody(Numbers):
+    """Sample i draws from one library only where `draws_from` names it: {index: "torch" | "numpy" | "normal" | "random" | "gauss"}."""
+
+    def __init__(self, samples: int, draws_from: dict[int, str]) -> None:
+        super().__init__(samples)
+        self.draws_from = draws_from
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, draw_from(self.draws_from.get(index))
+
+
+def draw_from(library: str | None) -> float:
+    if library == "torch":
+        return torch.rand(()).item()
+    if library == "numpy":
+        return float(np.random.rand())
+    if library == "normal":
+        return float(np.random.standard_normal())
+    if library == "random":
+        return random.random()
+    if library == "gauss":
+        return random.gauss(0, 1)
+    return 0.0
+
+
+class Leaving(Numbers):
+    """The process that fetches one sample dies of a signal, or leaves with an exit code."""
+
+    def __init__(self, samples: int, bad: int, signal: int = 0, code: int = 0) -> None:
+        super().__init__(samples)
+        self.bad, self.signal, self.code = bad, signal, code
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad and get_worker_info() is not None:
+            if self.signal:
+                os.kill(os.getpid(), self.signal)
+            os._exit(self.code)
+        return index
+
+
+class Lambda(Numbers):
+    """Cannot be pickled."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.function = lambda index: index
+
+
+class Pairs:
+    """An order of batches: epoch e has 3 + e micro-batches; number n holds n + 1 samples, from n on."""
+
+    def __init__(self, name: str = "pairs") -> None:
+        self.name = name
+
+    def count(self, epoch: int) -> int:
+        return 3 + epoch
+
+    def batch(self, epoch: int, number: int) -> Any:
+        return np.arange(number, 2 * number + 1, dtype=np.int64)
+
+    def fingerprint(self) -> str:
+        return self.name
+
+
+class Backwards:
+    """An order: from the last sample to the first. With a digest, as foreign samplers have it."""
+
+    def __init__(self, samples: int, digests: dict[int, str] | None = None) -> None:
+        self.samples = samples
+        self.digests = digests or {}
+
+    def at(self, epoch: int, positions: Any) -> Any:
+        return self.samples - 1 - positions
+
+    def fingerprint(self) -> str:
+        return "backwards"
+
+    def digest(self, epoch: int) -> str:
+        return self.digests.get(epoch, f"digest {epoch}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,13 @@ from lockstep.data.keyed import KeyedDataset, fetches_at_once
 from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, as_list, with_draws
 
 
+def fetched(dataset: KeyedDataset, *keys: tuple[int, int]) -> Any:
+    """`keys` are (epoch, index), all of one epoch."""
+    return dataset.__getitems__((keys[0][0], [index for _, index in keys]))
+
+
 def drawn(dataset: KeyedDataset, *keys: tuple[int, int]) -> list[tuple[float, ...]]:
-    return [tuple(values.tolist()) for _, values in dataset.__getitems__(keys)]
+    return [tuple(values.tolist()) for _, values in fetched(dataset, *keys)]
 
 
 def test_a_samples_draws_do_not_depend_on_its_neighbours() -> None:
@@ -36,31 +42,31 @@ def test_the_process_keeps_its_random_states() -> None:
         randomness.shared(9)
         expected = torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
         randomness.shared(9)
-        KeyedDataset(Augmented(9), 0, with_draws).__getitems__([(0, 1), (0, 2)])
+        fetched(KeyedDataset(Augmented(9), 0, with_draws), (0, 1), (0, 2))
         with pytest.raises(KeyError):
-            KeyedDataset(Broken(9, bad=2), 0, with_draws).__getitems__([(0, 2)])
+            fetched(KeyedDataset(Broken(9, bad=2), 0, with_draws), (0, 2))
         assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()) == expected
 
 
 def test_a_collate_function_draws_from_the_batchs_own_stream() -> None:
     dataset = KeyedDataset(Numbers(9), 0, with_draws)
-    first = dataset.__getitems__([(0, 1), (0, 2)])[1]
-    assert torch.equal(dataset.__getitems__([(0, 1), (0, 2)])[1], first)
-    assert torch.equal(dataset.__getitems__([(0, 1), (0, 5)])[1], first)
-    assert torch.equal(KeyedDataset(Augmented(9), 0, with_draws).__getitems__([(0, 1), (0, 2)])[1], first)
-    others = [dataset.__getitems__([key, (0, 3)])[1] for key in ((0, 2), (1, 1))]
-    others += [KeyedDataset(Numbers(9), 1, with_draws).__getitems__([(0, 1), (0, 2)])[1]]
-    others += [KeyedDataset(Augmented(9), 0, as_list).__getitems__([(0, 1)])[0][1]]  # nor is it the sample's stream
+    first = fetched(dataset, (0, 1), (0, 2))[1]
+    assert torch.equal(fetched(dataset, (0, 1), (0, 2))[1], first)
+    assert torch.equal(fetched(dataset, (0, 1), (0, 5))[1], first)
+    assert torch.equal(fetched(KeyedDataset(Augmented(9), 0, with_draws), (0, 1), (0, 2))[1], first)
+    others = [fetched(dataset, key, (0, 3))[1] for key in ((0, 2), (1, 1))]
+    others += [fetched(KeyedDataset(Numbers(9), 1, with_draws), (0, 1), (0, 2))[1]]
+    others += [fetched(KeyedDataset(Augmented(9), 0, as_list), (0, 1))[0][1]]  # nor is it the sample's stream
     assert all((first != other).all() for other in others)
 
 
 def test_torchs_collate_is_the_default() -> None:
-    assert torch.equal(KeyedDataset(Numbers(9), 0, None).__getitems__([(0, 4), (0, 1)]), torch.tensor([4, 1]))
+    assert torch.equal(fetched(KeyedDataset(Numbers(9), 0, None), (0, 4), (0, 1)), torch.tensor([4, 1]))
 
 
 def test_a_data_set_that_fetches_at_once_is_asked_once() -> None:
     dataset = KeyedDataset(AtOnce(9), 0, as_list)
-    batch = dataset.__getitems__([(2, 4), (2, 1)])
+    batch = fetched(dataset, (2, 4), (2, 1))
     assert [index for index, _ in batch] == [4, 1]
     assert drawn(dataset, (2, 4), (2, 1)) == [tuple(values.tolist()) for _, values in batch]
     assert drawn(dataset, (3, 4), (3, 1)) != drawn(dataset, (2, 4), (2, 1))
@@ -79,12 +85,12 @@ def test_torchs_wrappers_are_looked_through() -> None:
 
 def test_a_subset_keeps_its_samples_streams_apart() -> None:
     dataset = KeyedDataset(Subset(Augmented(9), [3, 5, 7]), 0, as_list)
-    batch = dataset.__getitems__([(0, 2), (0, 1)])
+    batch = fetched(dataset, (0, 2), (0, 1))
     assert [index for index, _ in batch] == [7, 5]
     assert drawn(dataset, (0, 2), (0, 1))[1] == drawn(dataset, (0, 1))[0]
 
 
 def test_an_error_says_which_sample_it_was() -> None:
     with pytest.raises(KeyError, match="the user's own error") as caught:
-        KeyedDataset(Broken(9, bad=5), 0, None).__getitems__([(2, 4), (2, 5)])
-    assert caught.value.__notes__ == ["This was sample 5 of Broken, in epoch 2."]
+        fetched(KeyedDataset(Broken(9, bad=5), 0, None), (2, 4), (2, 5))
+    assert caught.value.__notes__ == ["This was sample 5 of Broken, in epoch 2, on rank 0."]

@@ -25,7 +25,10 @@ def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None
         sent = [[part.clone() for part in cells[transfer.src].outgoing(transfer.cells)] for transfer in transfers]
         for transfer, parts in zip(transfers, sent, strict=True):
             mine = cells[transfer.dst]
-            there = [place.copy_(part) if not transfer.reduce else part.to(place.device) for place, part in zip(mine.incoming(transfer.cells), parts, strict=True)]
+            there = [
+                place.copy_(part) if not transfer.reduce else part.to(place.device)
+                for place, part in zip(mine.incoming(transfer.cells), parts, strict=True)
+            ]
             if transfer.reduce:
                 mine.combine(transfer.cells, there, op)
             else:
@@ -47,7 +50,9 @@ def reduce(tensors: Sequence[Tensor], root: int = 0, op: str = "sum", algorithm:
     return _reduced("reduce", tensors, op, algorithm, root=root)
 
 
-def _reduced(kind: Kind, tensors: Sequence[Tensor], op: str, algorithm: str, *, root: int = 0, ranks_per_node: int | None = None) -> list[Tensor]:
+def _reduced(
+    kind: Kind, tensors: Sequence[Tensor], op: str, algorithm: str, *, root: int = 0, ranks_per_node: int | None = None
+) -> list[Tensor]:
     _check_alike(tensors)
     check_op(op, tensors[0])
     schedule = schedule_of(kind, algorithm, len(tensors), root=root, ranks_per_node=ranks_per_node)

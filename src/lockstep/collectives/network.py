@@ -25,7 +25,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
-            raise UsageError(f"latency={self.latency} s, bandwidth={self.bandwidth} B/s: a link has a latency of 0 or more and a bandwidth above 0")
+            raise UsageError(
+                f"latency={self.latency} s, bandwidth={self.bandwidth} B/s: a link has a latency of 0 or more and a bandwidth above 0"
+            )
 
 
 @dataclass(frozen=True, slots=True)

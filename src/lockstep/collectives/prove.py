@@ -88,7 +88,9 @@ def _check_round(schedule: Schedule, transfers: list[Transfer], number: int) -> 
             raise ScheduleError(f"{where}: a rank sends to itself")
         for cell in transfer.cells:
             if (transfer.dst, cell) in into:
-                raise ScheduleError(f"{where}: rank {transfer.dst} receives cell {cell} twice in one round; the order would be left to chance")
+                raise ScheduleError(
+                    f"{where}: rank {transfer.dst} receives cell {cell} twice in one round; the order would be left to chance"
+                )
             into.add((transfer.dst, cell))
 
 

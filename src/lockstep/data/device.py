@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 import torch
 
+_PLAIN = (str, bytes, int, float, type(None))
 
-def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
+
+def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False, only_visible: bool = False) -> Any:
     """The batch with every tensor in it on `device`.
 
     Goes through dicts, lists, tuples, named tuples, dataclasses and whatever has a `to` of its own (PackedSequence, BatchEncoding), and
     keeps their types; everything else is returned as it is. Where all tensors are on `device` already, the same object is returned.
+    With `only_visible` what has a `to` of its own stays where it is, so that `tensors_in` finds all that was moved.
     Does not look into other objects, and does not wait for a `non_blocking` copy: work on the current stream comes after it anyway.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
     if callable(getattr(batch, "to", None)) and not isinstance(batch, type):
-        return batch.to(device)
-    move = partial(to_device, device=device, non_blocking=non_blocking)
+        return batch if only_visible else batch.to(device)
+    if isinstance(batch, _PLAIN):
+        return batch
+    move = partial(to_device, device=device, non_blocking=non_blocking, only_visible=only_visible)
     if isinstance(batch, (list, tuple)):
         items = [move(item) for item in batch]
         if all(new is old for new, old in zip(items, batch, strict=True)):
@@ -35,6 +40,25 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False) -
         moved = {name: move(value) for name, value in fields.items()}
         return batch if _same(moved, fields) else _with_fields(batch, moved)
     return batch
+
+
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """The tensors that `to_device(..., only_visible=True)` moves."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+        return
+    if isinstance(batch, (*_PLAIN, type)) or callable(getattr(batch, "to", None)):
+        return
+    if isinstance(batch, (list, tuple)):
+        inside: Iterable[Any] = batch
+    elif isinstance(batch, Mapping):
+        inside = batch.values()
+    elif dataclasses.is_dataclass(batch):
+        inside = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+    else:
+        return
+    for item in inside:
+        yield from tensors_in(item)
 
 
 def _same(new: Mapping[Any, Any], old: Mapping[Any, Any]) -> bool:

@@ -9,49 +9,112 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
+from multiprocessing.sharedctypes import RawArray
+from operator import length_hint
 from typing import Any
 
-from torch.utils.data import Dataset, StackDataset, Subset, default_collate
+from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get_worker_info
 
 from lockstep import randomness
+from lockstep.data.generators import Enter, Streams
 from lockstep.orphans import die_with_parent
 
-Key = tuple[int, int]  # (epoch, index of a sample)
+IDLE = -1
+LINE = 16  # numbers between the notes of two workers: in one cache line they would hold up each other at every sample
+Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's samples
 
 
 class KeyedDataset(Dataset[Any]):
     """Makes a whole micro-batch from the keys of its samples; leaves the random states of the process as they were.
 
     A data set with a `__getitems__` of its own is asked once for all samples. Nobody can seed it between them, so it draws from the
-    stream of the first sample.
+    stream of the first sample. A micro-batch may be fetched twice (data/generators.py), in the first batches that draw at all.
+    `progress` is shared with the workers' parent and says which sample each of them is at.
     """
 
-    def __init__(self, dataset: Any, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+        rank: int = 0,
+        progress: MutableSequence[int] | None = None,
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
         self._collate = collate or default_collate
+        self._rank = rank
+        self._progress = progress
         self._at_once = fetches_at_once(dataset)
+        self._streams: tuple[int, Streams] | None = None  # of the process with this pid
 
-    def __getitems__(self, keys: Sequence[Key]) -> Any:
-        epoch, first = keys[0]
-        with randomness.preserved():
-            if self._at_once:
-                randomness.sample(self._seed, epoch, first)
-                samples = self._dataset.__getitems__([index for _, index in keys])
-            else:
-                samples = [self._one(epoch, index) for epoch, index in keys]
-            randomness.collate(self._seed, epoch, first)
-            return self._collate(samples)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_streams": None}
 
-    def _one(self, epoch: int, index: int) -> Any:
-        randomness.sample(self._seed, epoch, index)
+    def __getitems__(self, keys: Keys) -> Any:
+        if self._streams is None or self._streams[0] != os.getpid():
+            self._streams = os.getpid(), Streams(keep=get_worker_info() is None)
+        worker = get_worker_info()
+        if worker is None or self._progress is None:
+            return self._streams[1].make(partial(self._batch, *keys))
+        batch = self._streams[1].make(partial(self._batch, *keys, noting=worker.id * LINE))
+        self._progress[worker.id * LINE] = IDLE
+        return batch
+
+    def _batch(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None = None) -> Any:
+        samples = (self._at_one_go if self._at_once else self._one_by_one)(epoch, indices, enter, noting)
+        if enter is not None:
+            enter(randomness.collate_key(self._seed, epoch, indices[0]))
         try:
-            return self._dataset[index]
+            return self._collate(samples)
         except Exception as error:
-            error.add_note(f"This was sample {index} of {type(self._dataset).__name__}, in epoch {epoch}.")
+            self._note(error, epoch, indices, ", while they were made a batch")
             raise
+
+    def _at_one_go(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None) -> Any:
+        if noting is not None and self._progress is not None:
+            self._progress[noting] = indices[0]
+        if enter is not None:
+            enter(randomness.sample_key(self._seed, epoch, indices[0]))
+        try:
+            return self._dataset.__getitems__(indices)
+        except Exception as error:
+            self._note(error, epoch, indices)
+            raise
+
+    def _one_by_one(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None) -> list[Any]:
+        dataset, seed, progress = self._dataset, self._seed, self._progress
+        ahead = iter(indices)
+        try:
+            if enter is None and noting is None:
+                return [dataset[index] for index in ahead]
+            samples = []
+            for index in ahead:
+                if noting is not None and progress is not None:
+                    progress[noting] = index
+                if enter is not None:
+                    enter(randomness.sample_key(seed, epoch, index))
+                samples.append(dataset[index])
+        except Exception as error:
+            index = indices[-length_hint(ahead) - 1]
+            error.add_note(f"This was sample {index} of {type(dataset).__name__}, in epoch {epoch}, {self._where()}.")
+            raise
+        return samples
+
+    def _note(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
+        error.add_note(f"These were samples {listed(indices)} of {type(self._dataset).__name__}, in epoch {epoch}, {self._where()}{when}.")
+
+    def _where(self) -> str:
+        worker = get_worker_info()
+        return f"on rank {self._rank}" if worker is None else f"in loader worker {worker.id} of rank {self._rank}"
+
+
+def listed(indices: Sequence[int], most: int = 8) -> str:
+    """The numbers of samples, for a message."""
+    shown = ", ".join(map(str, indices[:most]))
+    return shown if len(indices) <= most else f"{shown} and {len(indices) - most} more"
 
 
 def fetches_at_once(dataset: object) -> bool:
@@ -62,6 +125,11 @@ def fetches_at_once(dataset: object) -> bool:
         children = dataset.datasets
         return any(map(fetches_at_once, children.values() if isinstance(children, dict) else children))
     return callable(getattr(dataset, "__getitems__", None))
+
+
+def shared_progress(workers: int) -> MutableSequence[int] | None:
+    """Memory in which each of so many workers notes its sample."""
+    return RawArray("q", [IDLE] * (workers * LINE)) if workers else None
 
 
 def made(batch: Any) -> Any:

@@ -1,24 +1,27 @@
 """The Loader: windows of micro-batches, on torch's DataLoader, with no sample padded, repeated or dropped unasked.
 
-Which samples a step consumes follows from the cut alone (data/windows.py); the rank only decides which of its micro-batches are fetched
-here, so what a micro-batch holds, augmentation included (data/keyed.py), is the same at every world size.
+Which samples a step consumes follows from the cut alone (data/windows.py, data/course.py); the rank only decides which of its
+micro-batches are fetched here, so what a micro-batch holds, augmentation included (data/keyed.py), is the same at every world size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import tee, zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lockstep.data.device import to_device
-from lockstep.data.keyed import Key, KeyedDataset, made, worker_setup
-from lockstep.data.orders import Order, Sequential, Shuffled
-from lockstep.data.windows import Plan, Window, whole
-from lockstep.errors import LockstepError, UsageError
+from lockstep.data.ahead import Copies, copies_to
+from lockstep.data.choice import choose_course
+from lockstep.data.keyed import KeyedDataset, made, shared_progress
+from lockstep.data.orders import Batches, Order
+from lockstep.data.position import Position, read_state
+from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
+from lockstep.data.windows import Cut, Plan, Window, whole
+from lockstep.errors import UsageError
 from lockstep.place import rank_and_size
 
 
@@ -30,9 +33,13 @@ class Loader:
     on the number of ranks. `batch_per_rank` instead of `global_batch` lets the step grow with the ranks (weak scaling): another recipe at
     every world size. `depends_on_world_size` says so, and `describe()`, the line to print.
 
-    `shuffle` draws another order every epoch from `seed`. `num_workers`, `pin_memory` (default: where the device is a GPU), `collate_fn` and
-    `drop_last` (of the short last step, on all ranks) are DataLoader's; workers live as long as the Loader, and a rank that never has
-    samples starts none. Batches arrive on `device`, by default this rank's. `rank` and `size` default to torch's process group's.
+    `shuffle` (the default) draws another order every epoch from `seed`. `order` gives another one: an Order, whose positions are cut in
+    the same way; a torch Sampler, which is asked for the whole epoch on every rank; or, with `micro_batches` of them a step in place of
+    `global_batch` and `micro_batch`, something that makes the micro-batches itself: a Batches or a torch batch sampler.
+
+    `num_workers`, `pin_memory` (default: where the device is a GPU), `collate_fn` and `drop_last` (of the short last step, on all ranks)
+    are DataLoader's; workers live as long as the Loader, and a rank that never has samples starts none. Batches arrive on `device`, by
+    default this rank's; a GPU's are fetched and copied one window ahead. `rank` and `size` default to torch's process group's.
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index), in the workers as in this process,
     whose own random states are left alone. Never pads: a ragged tail keeps its true size. Does not load iterable-style datasets.
@@ -46,11 +53,13 @@ class Loader:
         self,
         dataset: Dataset[Any],
         *,
+        order: Order | Batches | Sampler[Any] | None = None,
         global_batch: int | None = None,
         batch_per_rank: int | None = None,
         micro_batch: int | None = None,
+        micro_batches: int | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         num_workers: int = 0,
         pin_memory: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -61,122 +70,183 @@ class Loader:
     ) -> None:
         self.rank, self.size = _place(rank, size)
         samples = _length(dataset)
-        global_batch, micro, self.depends_on_world_size = _sizes(global_batch, batch_per_rank, micro_batch, self.size)
-        self.plan = Plan(samples=samples, global_batch=global_batch, micro_batch=micro, drop_last=drop_last)
         seed = whole("seed", seed, least=-(2**63))
-        self.order: Order = Shuffled(samples, seed) if shuffle else Sequential(samples)
+        self.course, self.depends_on_world_size = choose_course(
+            samples,
+            order=order,
+            global_batch=global_batch,
+            batch_per_rank=batch_per_rank,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            size=self.size,
+        )
         self.device = torch.device(device) if device is not None else _default_device()
-        workers = whole("num_workers", num_workers, least=0)
-        if self.plan.cut(0).samples_of(self.rank, self.size) == 0:  # the first step is the fullest, so this rank never has samples
-            workers = 0
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
-        self._walks = 0
-        self._keys = _Keys(self)
+        self._fingerprint = {"dataset length": samples, "order": self.order.fingerprint(), "seed": seed, **self.course.fields()}
+        if micro_batch is None and "micro_batch" in self._fingerprint:
+            self._fingerprint["micro_batch"] = "one a rank"
+        self._position = Position(0, 0)  # of the next window
+        self._loaded = False  # and nothing was walked since
+        self._recipe: dict[str, Any] | None = None
+        self._digested: tuple[int, dict[str, str]] = -1, {}  # the epoch last asked for
+        self._turns = Turns()
+        self._keys = KeysSampler()
+        workers, ahead = self._workers(whole("num_workers", num_workers, least=0))
         self._loader: DataLoader[Any] = DataLoader(
-            KeyedDataset(dataset, seed, collate_fn),
-            batch_sampler=self._keys,
+            KeyedDataset(dataset, seed, collate_fn, self.rank, shared_progress(workers)),
+            batch_sampler=self._keys,  # type: ignore[arg-type]  # any object may stand for a batch's indices: __getitems__ gets it
             num_workers=workers,
             collate_fn=made,
             pin_memory=self._pinned,
             persistent_workers=workers > 0,
+            prefetch_factor=ahead,
             generator=torch.Generator(),  # its own: starting an epoch does not touch the caller's random state
         )
+        self._copies: Copies | None = None  # made when the first walk begins: a stream takes its GPU
+
+    def _workers(self, wanted: int) -> tuple[int, int | None]:
+        """(workers, batches that each fetches ahead): together the micro-batches of a window, so that the next one is always under way."""
+        cut = self.course.plan(0).cut(0)
+        ours = len(cut.share(self.rank, self.size))
+        never = ours == 0 or (isinstance(self.order, Order) and not cut.filled(self.rank, self.size))  # the first step is the fullest
+        return (0, None) if wanted == 0 or never else (wanted, max(2, -(-ours // wanted)))
+
+    @property
+    def plan(self) -> Plan:
+        """How the next epoch is cut into steps: equal for all epochs, but with an order that makes the micro-batches itself."""
+        return self.course.plan(self._position.epoch)
+
+    @property
+    def order(self) -> Order | Batches:
+        return self.course.order
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What must be equal on all ranks for their windows to fit together, by name; a foreign sampler's order is in it as a digest.
+
+        Always the same object. A Stepper compares it among the ranks in its first step.
+        """
+        if self._recipe is None:
+            self._recipe = self._fingerprint | self._digest(self._position.epoch)
+        return self._recipe
+
+    def _digest(self, epoch: int) -> dict[str, str]:
+        digest = getattr(self.order, "digest", None)
+        if digest is not None and self._digested[0] != epoch:
+            self._digested = epoch, {f"samples of epoch {epoch}": digest(epoch)}
+        return self._digested[1]
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Steps of an epoch, of the next one where epochs differ."""
         return self.plan.steps_per_epoch
 
     def describe(self) -> str:
         """One line: how the global batch is cut and shared, and whether that depends on the world size."""
-        line = self.plan.describe(self.size)
+        line = self.course.describe(self.size)
         return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
 
     def __iter__(self) -> Iterator[Any]:
         raise UsageError("a Loader is walked by epochs and windows: `for epoch in loader.epochs(n): for window in epoch: ...`")
 
-    def epochs(self, count: int, start: int = 0) -> Iterator[Epoch]:
-        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time: beginning one ends any other."""
-        numbers = range(whole("start", start, least=0), whole("count", count, least=0))
-        return (Epoch(self, number) for number in numbers)
+    def epochs(self, count: int, start: int | None = None) -> Iterator[Epoch]:
+        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time: beginning one ends any other.
+
+        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that state was taken.
+        """
+        whole("count", count, least=0)
+        return self._epochs(count, start if start is None else whole("start", start, least=0))
+
+    def _epochs(self, count: int, start: int | None) -> Iterator[Epoch]:
+        first = Position(start or 0, 0) if start is not None or not self._loaded else self._position
+        for number in range(first.epoch, count):
+            yield Epoch(self, number, first.place if number == first.epoch else 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training stands in the data: {"epoch", "step_in_epoch", "step", "fingerprint"}, of the first step not yet done.
+
+        The window last handed out counts as done, so take the state after its `stepper.step()`, not before; fetched ahead counts nothing.
+        After an epoch's last window it is the beginning of the next epoch. It is the same on every rank, plain JSON, and valid for any
+        number of ranks and of loader workers.
+        """
+        at = self._position
+        walked = at.epoch if at.place else at.epoch - 1  # an epoch whose order is known without running ahead of a foreign sampler
+        fingerprint = self._fingerprint | (self._digest(walked) if walked >= 0 else {})
+        return {"epoch": at.epoch, "step_in_epoch": at.place, "step": self.course.first(at.epoch) + at.place, "fingerprint": fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is under way ends.
+
+        Takes no time for an order of Lockstep's; a foreign sampler repeats the epoch's indices, no sample is fetched.
+        Raises UsageError, naming what differs, for the state of another dataset, order, seed or batch sizes.
+        """
+        position, step = read_state(state, self._fingerprint, self._digest)
+        first = step - position.place
+        self.course.resume(position.epoch, first)
+        steps = self.course.plan(position.epoch).steps_per_epoch
+        if position.place >= steps and position.place:
+            raise UsageError(f"the state's step_in_epoch={position.place} does not lie in epoch {position.epoch}, which has {steps} steps")
+        self._turns.next()
+        self._position, self._loaded, self._recipe = position, True, None
+
+    def _hand_out(self, epoch: int, place: int, steps: int) -> None:
+        self._position = Position(epoch, place + 1) if place + 1 < steps else Position(epoch + 1, 0)
+        self._loaded = False
+
+    def _walk(self, epoch: Epoch) -> Walk:
+        if self._copies is None:
+            self._copies = copies_to(self.device, pinned=self._pinned)
+        span = Span(self.course, epoch.number, epoch.begin, self.rank, self.size)
+        return Walk(self._loader, self._keys, span, self._copies, self._turns)
 
     def close(self) -> None:
         """End the workers now, not when the Loader is collected; what was not fetched is lost. A later epoch starts new ones."""
-        self._walks += 1
-        iterator, self._loader._iterator = self._loader._iterator, None
-        if iterator is not None:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
+        self._turns.next()
+        end_workers(self._loader)
 
 
 class Epoch:
-    """One epoch of a Loader: iterating yields its windows in order; `len` is their number, the same on all ranks."""
+    """One epoch of a Loader: iterating yields its windows in order; `len` is the number of its steps, the same on all ranks.
 
-    def __init__(self, loader: Loader, number: int) -> None:
+    A resumed epoch yields the windows from its step `begin` on; its length stays.
+    """
+
+    def __init__(self, loader: Loader, number: int, begin: int = 0) -> None:
         self.number = number
+        self.begin = begin
         self._loader = loader
 
     def __len__(self) -> int:
-        return self._loader.plan.steps_per_epoch
+        return self._loader.course.plan(self.number).steps_per_epoch
 
     def __repr__(self) -> str:
         return f"Epoch({self.number}, {len(self)} steps)"
 
     def __iter__(self) -> Iterator[Window]:
         """Yield every step's Window, empty ones too. What a loop leaves of a window is fetched before the next one."""
-        loader = self._loader
-        walk = _Walk(loader, self.number)
-        for cut in loader.plan.cuts(self.number):
-            window = Window(cut, loader.rank, loader.size, walk.fetch)
+        loader, course = self._loader, self._loader.course
+        steps = len(self)
+        loader._position = Position(self.number, self.begin)
+        recipe = loader.recipe
+        walk = loader._walk(self)
+        cuts = _with_next(course.plan(self.number).cuts(self.number, self.begin, course.first(self.number)))
+        rank, size = loader.rank, loader.size
+        for place, (cut, following) in enumerate(cuts, self.begin):
+            window = Window(cut, rank, size, walk.take, course.counts(cut, rank, size), recipe)
+            if walk.ahead:
+                walk.fetch_ahead(len(window) + (len(following.filled(rank, size)) if following else 0))
+            loader._hand_out(self.number, place, steps)
             yield window
             window.drain()
 
 
-class _Walk:
-    """One walk through one epoch: the source of its windows' batches, which come in order and only once.
-
-    torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a walk ends when a later one begins or
-    when a fetch fails; from then on it raises, where it could only give the batches of other slots.
-    """
-
-    def __init__(self, loader: Loader, epoch: int) -> None:
-        loader._walks += 1
-        loader._keys.epoch = epoch
-        self._loader, self._epoch, self._number = loader, epoch, loader._walks
-        self._failed = False
-        if loader._loader.num_workers:
-            loader._loader.worker_init_fn = worker_setup()  # now, not in the constructor: the process may have forked since
-        self._batches = iter(loader._loader)
-
-    def fetch(self) -> Any:
-        """The next batch of this rank, on its device."""
-        loader = self._loader
-        if self._failed or loader._walks != self._number:
-            why = "a sample could not be fetched" if self._failed else "another epoch was begun or the Loader closed"
-            raise LockstepError(
-                f"a window of epoch {self._epoch} has batches that were not fetched before {why}: walk a window before you go on"
-            )
-        self._failed = True
-        batch = next(self._batches)
-        self._failed = False
-        return to_device(batch, loader.device, non_blocking=loader._pinned)
-
-
-class _Keys(Sampler[list[Key]]):
-    """The batch sampler: the keys of the samples of one of this rank's micro-batches after the other, through one epoch."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.epoch = 0
-        self._plan, self._order, self._rank, self._size = loader.plan, loader.order, loader.rank, loader.size
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        return self._of(self.epoch)
-
-    def _of(self, epoch: int) -> Iterator[list[Key]]:
-        for cut in self._plan.cuts(epoch):
-            slots = [cut.positions(slot) for slot in cut.filled(self._rank, self._size)]
-            if slots:
-                start = slots[0].start
-                keys = [(epoch, index) for index in self._order.at(epoch, np.arange(start, slots[-1].stop, dtype=np.int64)).tolist()]
-                yield from (keys[positions.start - start : positions.stop - start] for positions in slots)
+def _with_next(cuts: Iterable[Cut]) -> Iterator[tuple[Cut, Cut | None]]:
+    """Each cut and the one after it."""
+    this, following = tee(cuts)
+    next(following, None)
+    return zip_longest(this, following)
 
 
 def _place(rank: int | None, size: int | None) -> tuple[int, int]:
@@ -198,24 +268,6 @@ def _length(dataset: Any) -> int:
             "to say which rank gets which sample"
         )
     return len(dataset)
-
-
-def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
-    """(global batch, micro-batch, whether either of them depends on the world size)."""
-    if micro_batch is not None:
-        micro_batch = whole("micro_batch", micro_batch)
-    if batch_per_rank is None and global_batch is not None:
-        total = whole("global_batch", global_batch)
-        return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
-    if batch_per_rank is None or global_batch is not None:
-        raise UsageError(f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of them")
-    each = whole("batch_per_rank", batch_per_rank)
-    if micro_batch is not None and each % micro_batch:
-        raise UsageError(
-            f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: a rank's batch is cut into whole micro-batches; "
-            "change one of them, or give global_batch"
-        )
-    return each * size, micro_batch or each, True
 
 
 def _default_device() -> torch.device:

@@ -10,7 +10,7 @@ Everything but `Window` is a pure function of integers, so that every rank, ever
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -101,29 +101,43 @@ class Plan:
         """Step number `step`, counted from 0 over all epochs; no step spans two epochs."""
         assert step >= 0
         epoch, place = divmod(step, self.steps_per_epoch)
+        return self._at(place, epoch, step)
+
+    def cuts(self, epoch: int, begin: int = 0, first: int | None = None) -> Iterator[Cut]:
+        """The steps of one epoch from its step `begin` on, in order.
+
+        `first` is the number of the epoch's first step, where the epochs before it had other lengths.
+        """
+        number = epoch * self.steps_per_epoch if first is None else first
+        return (self._at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch))
+
+    def _at(self, place: int, epoch: int, step: int) -> Cut:
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.samples)
         return Cut(step=step, epoch=epoch, start=start, stop=stop, micro_batch=self.micro_batch, slots=self.slots)
 
-    def cuts(self, epoch: int) -> Iterator[Cut]:
-        """The steps of one epoch, in order."""
-        first = epoch * self.steps_per_epoch
-        return map(self.cut, range(first, first + self.steps_per_epoch))
-
     def describe(self, size: int) -> str:
         """One line: how a step is cut and shared among `size` ranks."""
-        line = f"global batch {self.global_batch} = {_counted(self.slots, 'micro-batch', 'es')} x {self.micro_batch}"
+        line = f"global batch {self.global_batch} = {counted(self.slots, 'micro-batch', 'es')} x {self.micro_batch}"
         if rest := self.global_batch % self.micro_batch:
             line += f", the last {rest}"
-        line += f"; {_shares(self.slots, size)}"
+        line += f"; {shares(self.slots, size)}"
+        if idle := self.idle(size):
+            line += f"; the dataset's {counted(self.samples, 'sample')} leave {idle} of them without any"
         if self.dropped:
-            line += f"; {_counted(self.dropped, 'sample')} of an epoch dropped"
+            line += f"; {counted(self.dropped, 'sample')} of an epoch dropped"
         return line
 
+    def idle(self, size: int) -> int:
+        """Ranks that own micro-batches and yet never get a sample: the first step, the fullest, does not reach them."""
+        first = self._at(0, 0, 0)
+        return sum(len(first.share(rank, size)) > 0 and not first.filled(rank, size) for rank in range(min(size, self.slots)))
 
-def _shares(slots: int, size: int) -> str:
+
+def shares(slots: int, size: int) -> str:
+    """How `slots` micro-batches are shared among `size` ranks, in words."""
     each, more = divmod(slots, size)
-    ranks = _counted(size, "rank")
+    ranks = counted(size, "rank")
     if more == 0:
         return f"{ranks} x {each}"
     if each == 0:
@@ -133,7 +147,8 @@ def _shares(slots: int, size: int) -> str:
     return f"{ranks}: {more} x {each + 1}, {size - more} x {each}"
 
 
-def _counted(count: int, noun: str, plural: str = "s") -> str:
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """ "1 sample", "2 samples"."""
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
@@ -150,14 +165,26 @@ def whole(name: str, value: object, *, least: int = 1) -> int:
 class Window(Sequence[Any]):
     """This rank's micro-batches of one step. It can be walked more than once; batches are fetched on the first walk and then kept.
 
-    `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the epoch's order of `window[i]`.
+    `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the epoch's order of `window[i]`, and
+    `counts[i]` how many samples it holds: as many as places, but where an order makes the micro-batches itself; a place is then a
+    micro-batch's. `recipe` is what must be equal on all ranks for their windows to fit together, the Loader's own.
     A rank without a share has an empty window, and still takes part in the step.
     """
 
-    def __init__(self, cut: Cut, rank: int, size: int, fetch: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        cut: Cut,
+        rank: int,
+        size: int,
+        fetch: Callable[[], Any],
+        counts: Sequence[int] | None = None,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
         self.cut = cut
         self.slots = cut.filled(rank, size)
         self.positions = [cut.positions(slot) for slot in self.slots]
+        self.counts = [len(places) for places in self.positions] if counts is None else counts
+        self.recipe = {} if recipe is None else recipe
         self._batches: list[Any] = []
         self._fetch: Callable[[], Any] | None = fetch if self.slots else None
 
@@ -174,7 +201,7 @@ class Window(Sequence[Any]):
     @property
     def samples(self) -> int:
         """Samples of this rank."""
-        return sum(map(len, self.positions))
+        return sum(self.counts)
 
     def __len__(self) -> int:
         return len(self.slots)

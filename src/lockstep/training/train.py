@@ -23,10 +23,10 @@ from lockstep import randomness
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, TaskError, UsageError
+from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings
 from lockstep.stepper import Stepper, StepResult
 from lockstep.task import Precision, Task
-from lockstep.training.evaluate import Evaluation
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
 from lockstep.training.identity import sha256, weights
 from lockstep.training.journal import Journal

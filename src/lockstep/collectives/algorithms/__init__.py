@@ -9,7 +9,9 @@ from lockstep.collectives.algorithms import moving, reducing
 from lockstep.collectives.schedule import Kind, Schedule
 from lockstep.errors import UsageError
 
-Algorithm = Literal["auto", "native", "central", "ring", "tree", "recursive_doubling", "halving_doubling", "direct", "hierarchical", "doubling", "halving"]
+Algorithm = Literal[
+    "auto", "native", "central", "ring", "tree", "recursive_doubling", "halving_doubling", "direct", "hierarchical", "doubling", "halving"
+]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 _Build = Callable[[int, int], Schedule]  # (world, root) -> Schedule
@@ -76,4 +78,3 @@ def schedule(kind: Kind, algorithm: str, world: int, *, root: int = 0, ranks_per
     if algorithm not in _BY_KIND[kind]:
         raise UsageError(f"algorithm={algorithm!r} is unknown for {kind}: choose one of auto, native, {', '.join(algorithms_of(kind))}")
     return _BY_KIND[kind][algorithm](world, root)
-

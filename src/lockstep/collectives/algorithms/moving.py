@@ -77,6 +77,7 @@ def direct_all_to_all(world: int) -> Schedule:
     """In round d every rank sends to the one d above: (W-1)(a + S/W b). Cells are numbered src * W + dst."""
     ranks = np.arange(world)
     rounds = tuple(
-        together(ranks, (ranks + distance) % world, ranks * world + (ranks + distance) % world, reduce=False) for distance in range(1, world)
+        together(ranks, (ranks + distance) % world, ranks * world + (ranks + distance) % world, reduce=False)
+        for distance in range(1, world)
     )
     return Schedule("direct", "all_to_all", world, world * world, rounds)

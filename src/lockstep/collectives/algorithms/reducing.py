@@ -14,7 +14,6 @@ from lockstep.collectives.algorithms.moving import (
     binomial_broadcast,
     direct_all_gather,
     flat,
-    ring_all_gather,
 )
 from lockstep.collectives.schedule import Ranks, Round, Schedule, followed_by, together
 

@@ -1,0 +1,45 @@
+"""`lockstep audit`: what a task's training would do with its data, without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import over_run
+from lockstep.errors import ExitCode
+
+
+def audit(
+    task: over_run.TaskName,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks to think of; none is started.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Epochs to walk for coverage.")] = 2,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON.")] = None,
+) -> None:
+    """Look at how TASK's training data would reach its ranks: coverage, duplicates, balance, padding, augmentation.
+
+    One process, no training. Exits with 1 where something is wrong.
+    """
+    from lockstep.data.audit.findings import audit as look
+    from lockstep.settings import overrides_of
+    from lockstep.training.resolve import resolve
+
+    found = resolve(task, overrides_of(override or []))
+    report = look(
+        found.train_data,
+        global_batch=found.global_batch,
+        micro_batch=found.micro_batch,
+        workers=workers,
+        epochs=epochs,
+        seed=found.seed,
+        collate=found.collate,
+    )
+    over_run.write_json(json, {"task": found.name, **report.as_json()})
+    print(f"{found.name}: {report.samples} samples, {epochs} epoch{'s' * (epochs != 1)}, {workers} worker{'s' * (workers != 1)}")
+    print(report.table())
+    if report.wrong:
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,114 @@
+"""What `lockstep evaluate` and `lockstep predict` share: find the run's checkpoint, start the ranks, read what they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.errors import UsageError
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task.")]
+Run = Annotated[Path, typer.Option(metavar="DIR", help="The run directory of `lockstep train`.")]
+Workers = Annotated[int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 1.")]
+Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric, not the newest.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(), over those of the run; may be repeated."),
+]
+DeviceName = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="auto: GPUs where there are any.")]
+LoaderWorkers = Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON.")]
+
+
+def answer(
+    what: str,
+    task: str,
+    run: Path,
+    workers: int | None,
+    best: bool,
+    override: list[str] | None,
+    device: str,
+    loader_workers: int,
+    out: Path | None,
+) -> dict[str, Any]:
+    """What rank 0 has to say; the command ends here with the ranks' own exit code where they failed."""
+    from lockstep.cli.train import _fitted
+    from lockstep.inference.apply import Job
+    from lockstep.launcher.supervise import Target, supervise
+    from lockstep.settings import Settings, overrides_of
+    from lockstep.training.resolve import locate
+
+    place = locate(task)
+    trained = _trained(run)
+    settings = Settings(
+        task=place,
+        overrides={**trained.overrides, **overrides_of(override or [])},
+        workers=1 if workers is None else workers,
+        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
+        loader_workers=loader_workers,
+    )
+    folder = _checkpoint(run, best=best)
+    settings = _fitted(settings, count_workers=workers is None)
+    with TemporaryDirectory(prefix="lockstep-") as scratch:
+        file = Path(scratch) / "answer.json"
+        job = Job(
+            what=what,  # type: ignore[arg-type]  # the two commands' names
+            task=place,
+            overrides=settings.overrides,
+            checkpoint=str(folder.absolute()),
+            answer=str(file),
+            out=None if out is None else str(out.absolute()),
+            device=settings.device,
+            precision=trained.precision,
+            loader_workers=loader_workers,
+        )
+        outcome = supervise(Target(module="lockstep.inference.apply", args=[job.as_text()]), settings.workers, console="first")
+        if outcome.exit_code:
+            raise typer.Exit(outcome.exit_code)
+        if not file.exists():
+            raise UsageError(f"task {task!r} ended its process before it was over: let task() return, and do not call sys.exit()")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return {**found, "checkpoint": str(folder)}
+
+
+def first_words(found: dict[str, Any], best: bool) -> str:
+    """The line's beginning: what ran, on what."""
+    samples, workers = found["samples"], found["workers"]
+    kind = "best" if best else "newest"
+    counts = f"{samples} sample{'s' * (samples != 1)}, {workers} worker{'s' * (workers != 1)}"
+    return f"{found['task']}: {counts}, {kind} checkpoint (step {found['step']})"
+
+
+def write_json(file: Path | None, found: Any) -> None:
+    """As --json asks, nan and infinities as text. Raises UsageError where the file cannot be written."""
+    if file is None:
+        return
+    from lockstep.training.metrics import finite
+
+    try:
+        file.write_text(json.dumps(finite(found), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {file} cannot be written ({error.strerror}): choose another file") from None
+
+
+def _trained(run: Path) -> Any:
+    from lockstep.settings import Settings
+
+    if not run.is_dir():
+        raise UsageError(f"--run {run} does not exist (looked from {Path.cwd()}): give the run directory that `lockstep train` made")
+    return Settings.read(run)
+
+
+def _checkpoint(run: Path, *, best: bool) -> Path:
+    from lockstep.checkpoints import files
+
+    folder = files.best(run / "checkpoints") if best else files.newest(run / "checkpoints")
+    if folder is None and best:
+        raise UsageError(f"--best: run {run} has no best checkpoint, since its task names no metric with best=; leave --best out")
+    if folder is None:
+        raise UsageError(f"run {run} has no checkpoint yet: wait until its training has written one")
+    return folder

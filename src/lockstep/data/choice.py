@@ -1,0 +1,90 @@
+"""Which course a Loader's arguments ask for; every combination that makes no sense is refused here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import BatchSampler, Sampler
+
+from lockstep.data.course import ByBatch, ByPosition, Course
+from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
+from lockstep.data.windows import Plan, whole
+from lockstep.errors import UsageError
+
+
+def choose_course(
+    samples: int,
+    *,
+    order: Any,
+    global_batch: int | None,
+    batch_per_rank: int | None,
+    micro_batch: int | None,
+    micro_batches: int | None,
+    seed: int,
+    shuffle: bool | None,
+    drop_last: bool,
+    size: int,
+) -> tuple[Course, bool]:
+    """The course through a data set of `samples` samples, and whether the world size is in it. Raises UsageError."""
+    if order is not None and shuffle is not None:
+        raise UsageError(f"shuffle={shuffle} and order={type(order).__name__}: the order says what comes when; leave shuffle out")
+    if samples == 0:
+        raise UsageError("the dataset is empty: there is nothing to train on")
+    if micro_batches is not None or isinstance(order, Batches):
+        sizes = {"global_batch": global_batch, "batch_per_rank": batch_per_rank, "micro_batch": micro_batch}
+        found = _batches(order, micro_batches, sizes, samples, seed)
+        return ByBatch(found, whole("micro_batches", micro_batches), drop_last=drop_last), False
+    total, micro, depends = _sizes(global_batch, batch_per_rank, micro_batch, size)
+    positions = _order(order, samples, seed, shuffle)
+    plan = Plan(samples=positions.samples, global_batch=total, micro_batch=micro, drop_last=drop_last)
+    return ByPosition(positions, plan), depends
+
+
+def _batches(order: Any, micro_batches: int | None, sizes: dict[str, int | None], samples: int, seed: int) -> Batches:
+    name = type(order).__name__
+    given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
+    if micro_batches is None:
+        raise UsageError(f"order={name} makes the micro-batches itself: give micro_batches=, how many of them are a step")
+    if given:
+        raise UsageError(f"micro_batches={micro_batches} and {' and '.join(given)}: the order decides how many samples a micro-batch has")
+    if isinstance(order, Batches):
+        return order
+    if order is None or isinstance(order, Order) or not hasattr(order, "__iter__"):
+        raise UsageError(
+            f"micro_batches={micro_batches} counts micro-batches that the order makes, and order={name} makes none: give an order of batches "
+            "or a batch sampler, or global_batch and micro_batch"
+        )
+    return FromBatches(order, length=samples, seed=seed)
+
+
+def _order(order: Any, samples: int, seed: int, shuffle: bool | None) -> Order:
+    if order is None:
+        return Sequential(samples) if shuffle is False else Shuffled(samples, seed)
+    if isinstance(order, Order):
+        return order
+    name = type(order).__name__
+    if isinstance(order, BatchSampler):
+        raise UsageError(
+            f"order={name} makes the micro-batches itself: give micro_batches=, how many of them are a step, and no batch sizes"
+        )
+    if not isinstance(order, Sampler) and not hasattr(order, "__iter__"):
+        raise UsageError(f"order={order!r} is neither an order nor a sampler: it is asked for the samples of an epoch")
+    return FromSampler(order, length=samples, seed=seed)
+
+
+def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
+    """(global batch, micro-batch, whether either of them depends on the world size)."""
+    if micro_batch is not None:
+        micro_batch = whole("micro_batch", micro_batch)
+    if batch_per_rank is None and global_batch is not None:
+        total = whole("global_batch", global_batch)
+        return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
+    if batch_per_rank is None or global_batch is not None:
+        raise UsageError(f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of them")
+    each = whole("batch_per_rank", batch_per_rank)
+    if micro_batch is not None and each % micro_batch:
+        raise UsageError(
+            f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: a rank's batch is cut into whole micro-batches; "
+            "change one of them, or give global_batch"
+        )
+    return each * size, micro_batch or each, True

@@ -1,0 +1,150 @@
+"""The course of a training through its data: every epoch's cuts, and the samples in their micro-batches.
+
+An order of samples is cut into micro-batches by position. An order that makes the micro-batches itself is cut by their numbers: a plan
+whose "samples" are micro-batches, `micro_batches` of them a step; its epochs may differ in length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.data.orders import Batches, Order
+from lockstep.data.windows import Cut, Plan, counted, shares
+from lockstep.errors import UsageError
+
+_AT_ONCE = 4096  # positions that an order is asked for together: a permutation costs as much for one as for a hundred
+
+
+class Course(Protocol):
+    """Pure: the same on every rank."""
+
+    @property
+    def order(self) -> Order | Batches: ...
+
+    def plan(self, epoch: int) -> Plan: ...
+
+    def first(self, epoch: int) -> int:
+        """The number of the epoch's first step, counted over all epochs."""
+        ...
+
+    def resume(self, epoch: int, first: int) -> None:
+        """Take over the number of an epoch's first step. Raises UsageError where it is another one."""
+        ...
+
+    def indices(self, cuts: Iterable[Cut], rank: int, size: int) -> Iterator[list[int]]:
+        """The samples of one rank's micro-batches in these steps of one epoch, one micro-batch after the other."""
+        ...
+
+    def counts(self, cut: Cut, rank: int, size: int) -> list[int] | None:
+        """Samples in each of one rank's micro-batches of a step; None: as many as positions."""
+        ...
+
+    def describe(self, size: int) -> str: ...
+
+    def fields(self) -> dict[str, Any]:
+        """What of it belongs to a training, by name."""
+        ...
+
+
+class ByPosition:
+    """An order of samples, cut by one plan that is the same in every epoch."""
+
+    def __init__(self, order: Order, plan: Plan) -> None:
+        self.order: Order = order
+        self._plan = plan
+
+    def plan(self, epoch: int) -> Plan:
+        return self._plan
+
+    def first(self, epoch: int) -> int:
+        return epoch * self._plan.steps_per_epoch
+
+    def resume(self, epoch: int, first: int) -> None:
+        if first != self.first(epoch):
+            raise UsageError(
+                f"the state's epoch {epoch} begins with step {first}, here it does with step {self.first(epoch)}: it is another run's"
+            )
+
+    def indices(self, cuts: Iterable[Cut], rank: int, size: int) -> Iterator[list[int]]:
+        places: list[range] = []
+        epoch = waiting = 0
+        for cut in cuts:
+            epoch = cut.epoch
+            mine = [cut.positions(slot) for slot in cut.filled(rank, size)]
+            places += mine
+            waiting += sum(map(len, mine))
+            if waiting >= _AT_ONCE:
+                yield from self._of(epoch, places)
+                places, waiting = [], 0
+        yield from self._of(epoch, places)
+
+    def _of(self, epoch: int, places: list[range]) -> Iterator[list[int]]:
+        if places:
+            found = self.order.at(epoch, np.concatenate([np.arange(each.start, each.stop, dtype=np.int64) for each in places])).tolist()
+            start = 0
+            for each in places:
+                yield found[start : start + len(each)]
+                start += len(each)
+
+    def counts(self, cut: Cut, rank: int, size: int) -> None:
+        return None
+
+    def describe(self, size: int) -> str:
+        return self._plan.describe(size)
+
+    def fields(self) -> dict[str, Any]:
+        return {"global_batch": self._plan.global_batch, "micro_batch": self._plan.micro_batch, "drop_last": self._plan.drop_last}
+
+
+class ByBatch:
+    """An order that makes the micro-batches itself: `micro_batches` of them are a step."""
+
+    def __init__(self, order: Batches, micro_batches: int, *, drop_last: bool) -> None:
+        self.order: Batches = order
+        self._size, self._drop_last = micro_batches, drop_last
+        self._firsts = {0: 0}
+        self._batch = lru_cache(maxsize=512)(self._find)  # asked for twice: for the samples, and for how many they are
+
+    def plan(self, epoch: int) -> Plan:
+        count = self.order.count(epoch)
+        if self._drop_last and count < self._size:
+            raise UsageError(
+                f"drop_last=True drops the only step of epoch {epoch}: its {counted(count, 'micro-batch', 'es')} are fewer than "
+                f"micro_batches={self._size}"
+            )
+        return Plan(samples=count, global_batch=self._size, micro_batch=1, drop_last=self._drop_last)
+
+    def first(self, epoch: int) -> int:
+        known = max(number for number in self._firsts if number <= epoch)
+        for number in range(known, epoch):
+            self._firsts[number + 1] = self._firsts[number] + self.plan(number).steps_per_epoch
+        return self._firsts[epoch]
+
+    def resume(self, epoch: int, first: int) -> None:
+        if self._firsts.get(epoch, first) != first:
+            raise UsageError(
+                f"the state's epoch {epoch} begins with step {first}, here it does with step {self._firsts[epoch]}: it is another run's"
+            )
+        self._firsts[epoch] = first
+
+    def indices(self, cuts: Iterable[Cut], rank: int, size: int) -> Iterator[list[int]]:
+        for cut in cuts:
+            for slot in cut.filled(rank, size):
+                yield self._batch(cut.epoch, cut.positions(slot).start)
+
+    def counts(self, cut: Cut, rank: int, size: int) -> list[int]:
+        return [len(self._batch(cut.epoch, cut.positions(slot).start)) for slot in cut.filled(rank, size)]
+
+    def _find(self, epoch: int, number: int) -> list[int]:
+        found: list[int] = self.order.batch(epoch, number).tolist()
+        return found
+
+    def describe(self, size: int) -> str:
+        return f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__} makes them; {shares(self._size, size)}"
+
+    def fields(self) -> dict[str, Any]:
+        return {"micro_batches": self._size, "drop_last": self._drop_last}

@@ -1,0 +1,238 @@
+"""The three host generators that a data set may draw from, and whether it does: seeding costs microseconds, most samples draw nothing.
+
+    torch       torch's default generator
+    numpy       numpy's global generator, np.random.*
+    random      the functions of the module random
+
+A generator's state can be looked at cheaply. So nothing is seeded until a look shows that something was drawn; the fetch is then undone
+and made again under its own stream, and from then on that generator is always seeded. What a fetch returns never depends on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from lockstep.errors import UsageError
+
+_WORDS = 624  # of a Mersenne twister's state, 32 bits each; numpy and `random` keep the position beside them
+_BYTES = 4 * (_WORDS + 1)
+
+Made = TypeVar("Made")
+Enter = Callable[[int], None]
+
+
+class Generator(Protocol):
+    def look(self) -> Any:
+        """Something that compares unequal once anything was drawn, and with which the state can be put back."""
+        ...
+
+    def hidden(self, look: Any) -> bool:
+        """Whether something could be drawn that a look does not show."""
+        ...
+
+    def put_back(self, look: Any) -> None: ...
+
+    def seed(self, value: int) -> None: ...
+
+
+Looks = list[tuple[Generator, Any]]
+
+
+class Torch:
+    """torch's default generator, of the CPU."""
+
+    def __init__(self) -> None:
+        self._generator = torch.random.default_generator
+
+    def look(self) -> bytes:
+        return self._generator.get_state().numpy().tobytes()
+
+    def hidden(self, look: bytes) -> bool:
+        return False
+
+    def put_back(self, look: bytes) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(look), dtype=torch.uint8))
+
+    def seed(self, value: int) -> None:
+        self._generator.manual_seed(value)
+
+
+NumpyLook = tuple[bytes, int, float]  # the twister's memory; whether a normal number is cached, and which
+
+
+class Numpy:
+    """numpy's global generator, read where its own `ctypes` interface says that it is: `get_state` takes forty microseconds.
+
+    Normal numbers are made in pairs. The second is kept outside that memory and drawn without a trace in it; but a pair is never made
+    without a trace, so that as long as nothing is cached a look shows everything.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory: Any = None
+        self._clean = b""  # memory last seen with nothing cached
+
+    def look(self) -> NumpyLook:
+        if self._generator is not np.random.mtrand._rand._bit_generator:
+            self._find()
+        memory: bytes = self._memory.raw
+        if memory == self._clean:
+            return memory, 0, 0.0
+        state: Any = np.random.get_state()
+        if not state[3]:
+            self._clean = memory
+        return memory, state[3], state[4]
+
+    def _find(self) -> None:
+        generator = np.random.mtrand._rand._bit_generator
+        if not isinstance(generator, np.random.MT19937):
+            raise UsageError(
+                f"numpy's global generator is a {type(generator).__name__}, which cannot be seeded for every sample: "
+                "leave it an MT19937, and give your own code a generator of its own"
+            )
+        self._generator = generator  # held, so that its memory stays
+        self._memory = (ctypes.c_char * _BYTES).from_address(self._generator.ctypes.state_address)
+        self._clean = b""
+
+    def hidden(self, look: NumpyLook) -> bool:
+        return bool(look[1])
+
+    def put_back(self, look: NumpyLook) -> None:
+        memory, has, cached = look
+        words = np.frombuffer(memory, dtype=np.uint32)
+        np.random.set_state(("MT19937", words[:_WORDS], int(words[_WORDS]), has, cached))
+
+    def seed(self, value: int) -> None:
+        np.random.seed(value & 0xFFFFFFFF)
+
+
+class Random:
+    """The module `random`, read in CPython's object: `getstate` builds a tuple of 625 numbers.
+
+    Where that object is laid out otherwise (`_readable` tries it), it is asked for its state instead.
+    """
+
+    def __init__(self) -> None:
+        self._generator: Any = random._inst
+        self._memory = _memory_of(self._generator) if _readable() else None
+
+    def look(self) -> tuple[Any, Any]:
+        if self._memory is None:
+            return random.getstate(), None
+        return self._memory.raw, self._generator.gauss_next
+
+    def hidden(self, look: Any) -> bool:
+        return False
+
+    def put_back(self, look: tuple[Any, Any]) -> None:
+        state, gauss = look
+        if self._memory is not None:
+            place, *words = np.frombuffer(state, dtype=np.uint32).tolist()
+            state = (random.Random.VERSION, (*words, place), gauss)
+        random.setstate(state)
+
+    def seed(self, value: int) -> None:
+        random.seed(value)
+
+
+def _memory_of(generator: random.Random) -> Any:
+    return (ctypes.c_char * _BYTES).from_address(id(generator) + object.__basicsize__)
+
+
+@cache
+def _readable() -> bool:
+    """Whether a generator's position and words lie where CPython puts them."""
+    if sys.implementation.name != "cpython" or random.Random.__basicsize__ < object.__basicsize__ + _BYTES:
+        return False
+    trial = random.Random(1)
+    trial.random()
+    *words, place = trial.getstate()[1]
+    return bool(np.frombuffer(_memory_of(trial).raw, dtype=np.uint32).tolist() == [place, *words])
+
+
+class Streams:
+    """Makes things under random streams of their own.
+
+    With `keep` the process's own states are left as they were; a loader worker, where nobody else draws, can do without.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        self._generators: list[Generator] = [Torch(), Numpy(), Random()]
+        self._drawn: list[Generator] = []
+        self._keep = keep
+        self._last: Looks | None = None  # after what was made last, if nothing was drawn
+
+    def make(self, make: Callable[[Enter | None], Made]) -> Made:
+        """What `make(enter)` returns, which calls `enter(seed)` before whatever has a stream of its own; None: nothing is to be seeded.
+
+        It is called again, from the same states, where it drew from a generator that nothing had drawn from until then.
+        """
+        if self._drawn:
+            return self._seeded(make, self._looks())
+        looks = self._last if self._last is not None and not self._keep else self._looks()
+        if any(generator.hidden(look) for generator, look in looks):
+            return self._seeded(make, looks)
+        try:
+            made = make(None)
+        except Exception:
+            if self._looks() == looks:
+                raise
+        else:
+            self._last = self._looks()
+            if self._last == looks:
+                return made
+        self._last = None
+        self._surprised(looks, ())
+        return self._seeded(make, looks)
+
+    def _looks(self) -> Looks:
+        """At every generator; without `keep`, only at those that may still surprise."""
+        return [(generator, generator.look()) for generator in self._generators if self._keep or generator not in self._drawn]
+
+    def _seeded(self, make: Callable[[Enter | None], Made], looks: Looks) -> Made:
+        seeded = self._drawn + [generator for generator, look in looks if generator not in self._drawn and generator.hidden(look)]
+        while True:
+            surprised: list[Generator] = []
+            try:
+                made = make(_seeding(seeded))
+            except Exception:
+                surprised = self._surprised(looks, seeded)
+                if not surprised:
+                    raise
+            else:
+                surprised = self._surprised(looks, seeded)
+                if not surprised:
+                    return made
+            finally:
+                for generator, look in looks:
+                    if generator in seeded:
+                        generator.put_back(look)
+            seeded = seeded + surprised
+
+    def _surprised(self, looks: Looks, seeded: Collection[Generator]) -> list[Generator]:
+        """Those that were drawn from without a seed: put back, and seeded from now on."""
+        moved = [generator for generator, look in looks if generator not in seeded and generator.look() != look]
+        for generator, look in looks:
+            if generator in moved:
+                generator.put_back(look)
+        self._drawn += [generator for generator in moved if generator not in self._drawn]
+        return moved
+
+
+def _seeding(generators: list[Generator]) -> Enter | None:
+    if not generators:
+        return None
+
+    def enter(value: int) -> None:
+        for generator in generators:
+            generator.seed(value)
+
+    return enter

@@ -1,0 +1,1 @@
+"""Iterable-style data sets: streams cut into the same windows as data sets with random access."""

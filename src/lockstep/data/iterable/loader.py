@@ -1,0 +1,305 @@
+"""The StreamLoader: windows of micro-batches from an iterable-style dataset, which has no length and no indices.
+
+With "items" the stream is one sequence, cut like a map-style dataset's order (data/windows.py): what a step holds depends on neither the
+number of ranks nor of loader workers. With "dataset" every rank has a stream of its own, and its end too (data/shards.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lockstep.collectives.group import Group
+from lockstep.data.ahead import Copies, copies_to
+from lockstep.data.iterable.shards import Sharding, choose_sharding, own_shard
+from lockstep.data.iterable.source import Saved, StreamSource
+from lockstep.data.iterable.steps import RequestSampler, Steps, StreamCut, StreamWindow
+from lockstep.data.keyed import made
+from lockstep.data.position import Position, read_state
+from lockstep.data.walk import Turns, end_workers
+from lockstep.data.windows import counted, shares, whole
+from lockstep.errors import LockstepWarning, UsageError
+from lockstep.place import rank_and_size
+
+
+class StreamLoader:
+    """Loads an iterable `dataset` as windows: the micro-batches of one optimizer step that are this rank's.
+
+    The keywords are those of a Loader and mean the same. `sharding` says who divides the stream among ranks and loader workers:
+
+        "items"     the loader. Every process reads the whole stream, told that it is alone, and keeps what is its own. Nothing is
+                    read twice into a step or lost, and with `micro_batch` a step is the same at any number of ranks and workers. It
+                    costs reading everything everywhere, so workers speed up only what `collate_fn` does. The default
+        "dataset"   the dataset: Hugging Face's and WebDataset's (their default), or one that looks at `get_worker_info()`, RANK and
+                    WORLD_SIZE, or has a `shard(rank=..., size=...)`. What a step holds then depends on the number of ranks, and of workers,
+                    whose micro-batches take turns. Every rank must have a micro-batch in each step
+
+    `set_epoch(epoch)` is called where the dataset has it. torch, numpy's global generator and `random` are seeded by (seed, epoch) when a
+    walk begins, alike in all processes, and the caller's states are left alone; randomness of each sample's own takes a map-style dataset.
+
+    Streams may end unevenly: a rank that is dry has empty windows until all are. For that the ranks exchange a few numbers each step, one
+    window ahead. `drop_last` leaves out the steps that are not full on all ranks. A dataset with `state_dict` and `load_state_dict` resumes
+    by them; they are called after every micro-batch, and `__iter__` must begin anew unless a state was just loaded.
+
+    Raises:
+        UsageError: a dataset that cannot be iterated or yields nothing, sizes that cannot be cut or do not fit `sharding`, several ranks
+            without a process group, and ranks that should read the same stream but do not.
+        PeerFailed: another rank could not fetch its part of a step.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int | None = None,
+        batch_per_rank: int | None = None,
+        micro_batch: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        device: torch.device | str | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.rank, self.size = _place(rank, size)
+        if not hasattr(dataset, "__iter__"):
+            raise UsageError(f"{type(dataset).__name__} cannot be iterated: a StreamLoader needs a dataset with __iter__")
+        seed = whole("seed", seed, least=-(2**63))
+        self.sharding = choose_sharding(dataset, sharding)
+        total, micro, self.depends_on_world_size = _sizes(global_batch, batch_per_rank, micro_batch, self.size)
+        self.cut = StreamCut(total, micro, self.rank, self.size, own_stream=self.sharding == "dataset", drop_last=drop_last)
+        self.depends_on_world_size |= self.sharding == "dataset"
+        self.device = torch.device(device) if device is not None else _default_device()
+        self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
+        self._name = type(dataset).__name__
+        self._resumes = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self.recipe: dict[str, Any] = {
+            "kind": "iterable",
+            "sharding": self.sharding,
+            "seed": seed,
+            "drop_last": drop_last,
+            **({"global_batch": total} if batch_per_rank is None else {"batch_per_rank": batch_per_rank}),
+            "micro_batch": "one a rank" if micro_batch is None else micro,
+        }
+        """What must be equal on all ranks, by name. A Stepper compares it among them in its first step."""
+        self._group = _group_of(self.rank, self.size)
+        self._position, self._step, self._items = Position(0, 0), 0, 0
+        self._taken = 0
+        self._saved: dict[int, Saved] = {}
+        self._loaded = False
+        self._turns = Turns()
+        self._requests = RequestSampler()
+        self._workers = whole("num_workers", num_workers, least=0) if self.cut.share else 0
+        mine = own_shard(dataset, self.rank, self.size) if self.sharding == "dataset" else dataset
+        whole_only = drop_last and self.cut.own_stream
+        source = StreamSource(mine, seed, collate_fn, sharding=self.sharding, rank=self.rank, size=self.size, whole_only=whole_only)
+        self._loader: DataLoader[Any] = DataLoader(
+            source,
+            batch_sampler=self._requests,
+            num_workers=self._workers,
+            collate_fn=made,
+            pin_memory=self._pinned,
+            persistent_workers=self._workers > 0,
+            prefetch_factor=max(2, -(-len(self.cut.share) // self._workers)) if self._workers else None,
+            generator=torch.Generator(),  # its own: starting an epoch does not touch the caller's random state
+        )
+        self._copies: Copies | None = None
+        if self.sharding == "dataset" and self.size > 1:
+            self._say(f"the order of {self._name} may depend on the number of ranks: an iterable dataset shards itself as it likes")
+
+    def describe(self) -> str:
+        """One line: how the global batch is cut and shared, and whether that depends on the world size."""
+        cut = self.cut
+        line = f"global batch {cut.global_batch} = {counted(cut.slots, 'micro-batch', 'es')} x {cut.micro_batch}"
+        if rest := cut.global_batch % cut.micro_batch:
+            line += f", the last {rest}"
+        who = "the loader" if self.sharding == "items" else "the dataset"
+        line += f"; {shares(cut.slots, self.size)}; an iterable dataset, sharded by {who}"
+        return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
+
+    def __iter__(self) -> Iterator[Any]:
+        raise UsageError("a StreamLoader is walked by epochs and windows: `for epoch in loader.epochs(n): for window in epoch: ...`")
+
+    def epochs(self, count: int, start: int | None = None) -> Iterator[StreamEpoch]:
+        """Epochs start, start + 1, ..., count - 1. One is walked at a time: beginning one ends any other.
+
+        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that state was taken. Steps are counted
+        as they are walked: an epoch's length is not known before its end.
+        """
+        whole("count", count, least=0)
+        return self._epochs(count, start if start is None else whole("start", start, least=0))
+
+    def _epochs(self, count: int, start: int | None) -> Iterator[StreamEpoch]:
+        resumes = start is None and self._loaded
+        if not resumes:
+            self._loaded = False
+            self._step = self._step if start else 0
+        for number in range(self._position.epoch if resumes else start or 0, count):
+            yield StreamEpoch(self, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands in the data: a Loader's state, and what the dataset said of itself in each of its processes.
+
+        The window last handed out counts as done, so take the state after its `stepper.step()`, not before; fetched ahead counts nothing.
+        With "items" rank 0's serves every rank, and any number of ranks and workers. With "dataset" each rank keeps its own, which
+        resumes exactly only at the same numbers.
+        """
+        return {
+            "epoch": self._position.epoch,
+            "step_in_epoch": self._position.place,
+            "step": self._step,
+            "fingerprint": self.recipe,
+            "items": self._items,
+            "processes": [self.rank, self.size, self._workers],
+            "taken": self._taken,
+            "saved": {number: saved.plain() for number, saved in self._saved.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is under way ends.
+
+        Where the dataset cannot resume by a state, what was trained is read once more and skipped; the next walk says how much.
+        Raises UsageError, naming what differs, for the state of another seed, sharding or batch sizes.
+        """
+        position, step = read_state(state, self.recipe, lambda epoch: {})
+        self._turns.next()
+        self._position, self._step, self._items = position, step, int(state["items"])
+        saved = {int(number): Saved(each["position"], each["dataset"], each["random"]) for number, each in state["saved"].items()}
+        same = list(state["processes"]) == [self.rank, self.size, self._workers]
+        self._taken = int(state["taken"]) if same else position.place * len(self.cut.share)
+        self._saved = saved if self._resumes else {}
+        if not same:
+            first = (
+                min(saved.values(), key=lambda each: each.position, default=None) if self.sharding == "items" and self._resumes else None
+            )
+            usable = first is not None and first.position <= self._items + self.cut.offset
+            self._saved = dict.fromkeys(range(max(1, self._workers)), first) if usable and first is not None else {}
+            if self.sharding == "dataset" and position.place:
+                self._say(
+                    f"the state was taken on rank, of ranks, with workers {list(state['processes'])}, and this is "
+                    f"{[self.rank, self.size, self._workers]}: where {self._name} shards itself, some samples of epoch {position.epoch} "
+                    "may be seen twice or not at all",
+                    every_rank=True,
+                )
+        self._loaded = True
+
+    def close(self) -> None:
+        """End the workers now, not when the loader is collected; what was not fetched is lost. A later epoch starts new ones."""
+        self._turns.next()
+        end_workers(self._loader)
+
+    def _begin(self, number: int) -> Steps:
+        """The steps of an epoch, from where a loaded state says if it is of this epoch, else from its beginning."""
+        if not (self._loaded and self._position.epoch == number):
+            self._position, self._items, self._taken, self._saved = Position(number, 0), 0, 0, {}
+        elif skipped := self._skipped():
+            self._say(f"{self._name} resumes by reading: the first {skipped} items of epoch {number} are read once more and skipped")
+        self._loaded = False
+        self._copies = self._copies or copies_to(self.device, pinned=self._pinned)
+        return Steps(
+            self.cut,
+            self._loader,
+            self._requests,
+            self._turns,
+            self._copies,
+            self._group,
+            epoch=number,
+            name=self._name,
+            begin=self._items,
+            place=self._position.place,
+            step=self._step,
+            taken=self._taken,
+            saved=self._saved,
+        )
+
+    def _skipped(self) -> int:
+        """Items that a resumed walk reads for nothing."""
+        if self._saved:
+            return 0
+        return self._items if self.sharding == "items" else self._taken * self.cut.micro_batch
+
+    def _hand_out(self, window: StreamWindow) -> None:
+        self._position = Position(window.epoch, self._position.place + 1)
+        self._step, self._items = window.step + 1, window.cut.start + self.cut.global_batch
+        self._taken, self._saved = window.taken, window.saved
+
+    def _end(self, number: int) -> None:
+        self._position, self._items, self._taken, self._saved = Position(number + 1, 0), 0, 0, {}
+
+    def _say(self, sentence: str, *, every_rank: bool = False) -> None:
+        if self.rank == 0 or every_rank:
+            warnings.warn(sentence, LockstepWarning, stacklevel=3)
+
+
+class StreamEpoch:
+    """One epoch of a StreamLoader: iterating yields its windows, equally many on all ranks. It has no length before its end."""
+
+    def __init__(self, loader: StreamLoader, number: int) -> None:
+        self.number = number
+        self._loader = loader
+
+    def __repr__(self) -> str:
+        return f"StreamEpoch({self.number})"
+
+    def __iter__(self) -> Iterator[StreamWindow]:
+        """Yield every step's window, empty ones too; the next one is fetched before a window is handed out."""
+        loader = self._loader
+        steps = loader._begin(self.number)
+        fetched = steps.fetch()
+        while (window := steps.agree(fetched)) is not None:
+            window.recipe = loader.recipe
+            fetched = steps.fetch()
+            loader._hand_out(window)
+            yield window
+        loader._end(self.number)
+
+
+def _group_of(rank: int, size: int) -> Group | None:
+    """The group that agrees on an epoch's end; None for one rank."""
+    if size == 1:
+        return None
+    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, size):
+        raise UsageError(
+            f"rank={rank} and size={size}: the ranks of an iterable dataset agree on its end, so they must be those of the process group; "
+            "call lockstep.init() and leave both out"
+        )
+    return Group.default().host
+
+
+def _place(rank: int | None, size: int | None) -> tuple[int, int]:
+    if rank is None and size is None:
+        return rank_and_size()
+    if rank is None or size is None:
+        raise UsageError(f"rank={rank} and size={size}: give both or neither")
+    rank, size = whole("rank", rank, least=0), whole("size", size)
+    if rank >= size:
+        raise UsageError(f"rank={rank} and size={size}: ranks go from 0 to size - 1")
+    return rank, size
+
+
+def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
+    """(global batch, micro-batch, whether either of them depends on the world size)."""
+    if (batch_per_rank is None) == (global_batch is None):
+        raise UsageError(f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of them")
+    if micro_batch is not None:
+        micro_batch = whole("micro_batch", micro_batch)
+    if batch_per_rank is None:
+        total = whole("global_batch", global_batch)
+        return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
+    each = whole("batch_per_rank", batch_per_rank)
+    if micro_batch is not None and each % micro_batch:
+        raise UsageError(f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: change one of them, or give global_batch")
+    return each * size, micro_batch or each, True
+
+
+def _default_device() -> torch.device:
+    ours = torch.cuda.is_available() and (not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl")
+    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")

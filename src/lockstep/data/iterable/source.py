@@ -1,0 +1,196 @@
+"""An iterable dataset as the loader's processes walk it: forward only, micro-batch by micro-batch, under a random stream of its own.
+
+torch's DataLoader is used in its map style, with requests in place of indices: its own iterable style does not say when a worker has
+come to its end in an order that could be relied on, and cannot be told which epoch it walks.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from lockstep import randomness
+from lockstep.data.iterable.shards import Sharding, seen_by_dataset
+
+COMPARED = 8  # items at a stream's beginning, by which ranks see that they read the same
+UNKNOWN = -1
+_WHOLE_WALK = -1  # the "index" of the stream in which a dataset is walked
+
+
+class Saved:
+    """A dataset that can say where it is, after `position` items of the stream. A plain class: neither pinned nor moved to a device."""
+
+    def __init__(self, position: int, dataset: Any, random: Any) -> None:
+        self.position, self.dataset, self.random = position, dataset, random
+
+    def plain(self) -> dict[str, Any]:
+        return {"position": self.position, "dataset": self.dataset, "random": self.random}
+
+
+class Request(NamedTuple):
+    """One micro-batch, of the epoch's walk number `walk`."""
+
+    epoch: int
+    positions: range
+    """Of the items in the stream that the process walks which gets the request."""
+    walk: int
+    saved: Saved | None
+    """Where the walk may begin instead of at the stream's first item."""
+
+
+class Reply(NamedTuple):
+    """A micro-batch of `items` items, fewer than requested (or 0 and None) where the stream ended."""
+
+    batch: Any
+    items: int
+    total: int
+    """Items of the stream if it has ended, else UNKNOWN."""
+    digest: int
+    """Of its first items, once they have been read; else UNKNOWN."""
+    saved: Saved | None
+
+
+class StreamSource(Dataset[Any]):
+    """Answers requests; every process holds one. With `whole_only` a short micro-batch at the stream's end is left out."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+        *,
+        sharding: Sharding,
+        rank: int,
+        size: int,
+        whole_only: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._collate = collate or default_collate
+        self._sharding, self._rank, self._size = sharding, rank, size
+        self._whole_only = whole_only
+        self._walk: _Walked | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_walk": None}
+
+    def __getitems__(self, request: Request) -> Reply:
+        worker = get_worker_info()  # before it is hidden
+        where = f"on rank {self._rank}" if worker is None else f"in loader worker {worker.id} of rank {self._rank}"
+        with randomness.preserved(), seen_by_dataset(self._sharding, self._rank, self._size), self._noting(request.epoch, where):
+            if self._walk is None or self._walk.number != request.walk:
+                self._walk = None  # the old iterator goes first
+                self._walk = _Walked(self._dataset, request, self._seed)
+            walk = self._walk
+            items = walk.take(request.positions)
+            if self._whole_only and len(items) < len(request.positions):
+                items = []
+            saved = walk.saved() if callable(getattr(self._dataset, "state_dict", None)) else None
+            randomness.collate(self._seed, request.epoch, self._number(request.positions.start))
+            batch = self._collate(items) if items else None
+        return Reply(batch, len(items), walk.total, walk.digest, saved)
+
+    def _number(self, start: int) -> int:
+        """A number of its own for every micro-batch, whoever makes it."""
+        if self._sharding == "items":
+            return start
+        worker = get_worker_info()
+        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (start * self._size + self._rank) * workers + number
+
+    @contextmanager
+    def _noting(self, epoch: int, where: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            read = 0 if self._walk is None else self._walk.position
+            error.add_note(f"This was {type(self._dataset).__name__}, in epoch {epoch}, {where}, after {read} of its items.")
+            raise
+
+
+class _Walked:
+    """One walk through the dataset, and where it stands."""
+
+    def __init__(self, dataset: Any, request: Request, seed: int) -> None:
+        self.number = request.walk
+        self.position = 0
+        self.total = self.digest = UNKNOWN
+        self._dataset = dataset
+        self._crc = 0
+        self._compares = request.saved is None  # then it begins with the first item
+        if callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(request.epoch)
+        randomness.sample(seed, request.epoch, _WHOLE_WALK)
+        if request.saved is not None:
+            dataset.load_state_dict(copy.deepcopy(request.saved.dataset))
+            self.position = request.saved.position
+            _restore(request.saved.random)
+        self._items: Iterator[Any] = iter(dataset)
+        self._random = _capture()
+
+    def take(self, positions: range) -> list[Any]:
+        """The items at these positions; what lies before them is read and let go."""
+        _restore(self._random)
+        while self.position < positions.start and self._next() is not None:
+            pass
+        items = [item for (item,) in islice(iter(self._next, None), len(positions))]
+        self._random = _capture()
+        return items
+
+    def _next(self) -> tuple[Any] | None:
+        """The next item, in a tuple; None at the end."""
+        if self.total != UNKNOWN:
+            return None
+        for item in self._items:
+            if self._compares and self.position < COMPARED:
+                self._crc = _digest(item, self._crc)
+            self.position += 1
+            if self._compares and self.position == COMPARED:
+                self.digest = self._crc
+            return (item,)
+        self.total = self.position
+        self._items = iter(())
+        return None
+
+    def saved(self) -> Saved:
+        return Saved(self.position, copy.deepcopy(self._dataset.state_dict()), self._random)
+
+
+def _digest(item: Any, before: int) -> int:
+    """Mixes in what can be compared among processes; of anything else its type."""
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu()
+        item = item.numpy() if item.dtype is not torch.bfloat16 else item.float().numpy()
+    if isinstance(item, np.ndarray) and item.dtype != object:
+        return zlib.crc32(np.ascontiguousarray(item).tobytes()[:65536], before)
+    if isinstance(item, Mapping):
+        item = list(item.items())
+    if isinstance(item, (list, tuple)):
+        for part in item:
+            before = _digest(part, before)
+        return before
+    text = repr(item) if isinstance(item, (str, bytes, bool, int, float)) else type(item).__name__
+    return zlib.crc32(text.encode(), before)
+
+
+def _capture() -> tuple[Any, ...]:
+    """The three libraries' states, in plain Python values, so that a checkpoint can keep them."""
+    state: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), (state[1].tobytes(), *state[2:]), random.getstate()
+
+
+def _restore(states: Any) -> None:
+    for_torch, (words, *place), for_random = states
+    torch.set_rng_state(torch.frombuffer(bytearray(for_torch), dtype=torch.uint8))
+    np.random.set_state(("MT19937", np.frombuffer(words, dtype=np.uint32), *place))
+    version, numbers, gauss = for_random
+    random.setstate((version, tuple(numbers), gauss))

@@ -1,0 +1,51 @@
+"""A shuffle that keeps blocks of neighbours together, for data that lies in shards on disk.
+
+10 samples in blocks of 4:      0 1 2 3 | 4 5 6 7 | 8 9
+blocks permuted:                8 9 | 0 1 2 3 | 4 5 6 7
+samples within each, too:       9 8 | 2 0 3 1 | 4 7 5 6
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lockstep import randomness
+from lockstep.data.orders.numbers import whole
+from lockstep.data.permutation import Indices, Permutation
+
+
+class BlockShuffled:
+    """Every sample once an epoch: blocks of `block` neighbours in permuted order, permuted within each. Nothing is stored.
+
+    The last block of the data set is shorter where `block` does not divide `samples`; it comes anywhere, like the others. Each block that
+    the asked positions touch costs some 30 microseconds, so ask for neighbouring positions together.
+
+    Raises:
+        UsageError: fewer than one sample, or one sample a block.
+    """
+
+    def __init__(self, samples: int, block: int, seed: int) -> None:
+        self.samples = whole("samples", samples)
+        self.block = whole("block", block)
+        self.seed = seed
+        self._blocks = -(-self.samples // self.block)
+        self._last = self.samples - (self._blocks - 1) * self.block  # samples of the last one
+
+    def at(self, epoch: int, positions: Indices) -> Indices:
+        key = randomness.order(self.seed, epoch)
+        blocks = Permutation(self._blocks, key)
+        short = int(blocks.inverse(np.array([self._blocks - 1], dtype=np.int64))[0])  # the place of the last block
+        behind = positions >= short * self.block + self._last
+        padded = positions + behind * (self.block - self._last)  # where it would be if that block were a full one
+        place = padded // self.block
+        offset = padded - place * self.block
+        number = blocks(place)
+        found = np.empty_like(padded)
+        for each in np.unique(number).tolist():
+            inside = number == each
+            size = self._last if each == self._blocks - 1 else self.block
+            found[inside] = each * self.block + Permutation(size, randomness.derive(key, each))(offset[inside])
+        return found
+
+    def fingerprint(self) -> str:
+        return f"shuffled in blocks of {self.block} (permutation 1), {self.samples} samples, seed {self.seed}"

@@ -1,0 +1,100 @@
+"""Micro-batches of samples of similar length, as many as a budget of tokens holds, so that little is padded and all cost alike.
+
+lengths  3 9 4 8 3 9 4 3 9      tokens 18, boundaries 4, 9
+bucket up to 4:   3 4 3 4 3     its longest is 4: 18 // 4 = 4 samples a micro-batch     one full, one short
+bucket up to 9:   9 8 9 9       its longest is 9: 18 // 9 = 2 samples a micro-batch     two full
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep import randomness
+from lockstep.data.orders.numbers import Numbers, lengths, short, whole
+from lockstep.data.permutation import Indices, Permutation
+from lockstep.errors import UsageError
+
+_GROWTH = 1.125  # from one default boundary to the next: at most an eighth of a sample is padding within its bucket
+
+
+class ByLength:
+    """Batches of at most `tokens` padded tokens: the samples of a micro-batch times the longest length in its bucket.
+
+    A bucket holds the samples longer than the boundary before it, up to its own; what is longer than the last boundary is one more bucket.
+    By default boundaries grow by an eighth from the shortest length to the longest. Within a bucket samples are permuted every epoch, and
+    so are the full micro-batches of all buckets over the epoch: each costs nearly the budget, so ranks are balanced however many share a
+    step. The short ones, one a bucket at most, come last, the costliest first: spread out, each would leave all other ranks
+    of its step waiting; together they cost the fewest such steps. Their number does not depend on the epoch.
+    A sample longer than half of the budget is a micro-batch alone, and costs what it is long.
+
+    `lengths` are in tokens, shape [n].
+
+    Raises:
+        UsageError: a length that is no whole number, less than 1, or above `tokens`; boundaries that do not grow.
+    """
+
+    def __init__(self, lengths: Numbers, tokens: int, *, seed: int, boundaries: Sequence[int] | None = None) -> None:
+        self._lengths = _checked(lengths, 1)
+        self.tokens = whole("tokens", tokens)
+        self.seed = seed
+        longest = int(self._lengths.argmax())
+        if self._lengths[longest] > self.tokens:
+            raise UsageError(
+                f"lengths[{longest}]={self._lengths[longest]} is more than tokens={self.tokens}: "
+                "the sample fits in no micro-batch; raise tokens, or cut the sample"
+            )
+        self.boundaries = _geometric(self._lengths) if boundaries is None else _growing(boundaries)
+        bucket = np.searchsorted(self.boundaries, self._lengths, side="left")
+        by_bucket = np.argsort(bucket, kind="stable").astype(np.int64)
+        self._members = np.split(by_bucket, np.flatnonzero(np.diff(bucket[by_bucket])) + 1)  # none of them is empty
+        self._longest = np.array([int(self._lengths[each].max()) for each in self._members])
+        self._sizes = self.tokens // self._longest
+        held = np.array([each.size for each in self._members])
+        self._full = np.cumsum(held // self._sizes)
+        ragged = np.flatnonzero(held % self._sizes)
+        self._short = ragged[np.argsort(-(held % self._sizes * self._longest)[ragged], kind="stable")]
+
+    def count(self, epoch: int) -> int:
+        return int(self._full[-1]) + self._short.size
+
+    def batch(self, epoch: int, number: int) -> Indices:
+        if not 0 <= number < self.count(epoch):
+            raise UsageError(f"number={number} does not lie in [0, {self.count(epoch)}), the micro-batches of epoch {epoch}")
+        key = randomness.order(self.seed, epoch)
+        full = int(self._full[-1])
+        if number >= full:
+            bucket = int(self._short[number - full])
+            chunk = self._members[bucket].size // int(self._sizes[bucket])
+        else:
+            place = int(Permutation(full, key)(np.array([number], dtype=np.int64))[0])
+            bucket = int(np.searchsorted(self._full, place, side="right"))
+            chunk = place - (int(self._full[bucket - 1]) if bucket else 0)
+        members, size = self._members[bucket], int(self._sizes[bucket])
+        places = np.arange(chunk * size, min((chunk + 1) * size, members.size), dtype=np.int64)
+        return members[Permutation(members.size, randomness.derive(key, bucket))(places)]
+
+    def fingerprint(self) -> str:
+        given = f"lengths {short(self._lengths)}, boundaries {short(self.boundaries)}"
+        return f"by length (permutation 1), {self._lengths.size} samples, {self.tokens} tokens, {given}, seed {self.seed}"
+
+
+_checked = lengths  # the argument of the same name hides it
+
+
+def _geometric(lengths: Indices) -> Indices:
+    edges, longest = [int(lengths.min())], int(lengths.max())
+    while edges[-1] < longest:
+        edges.append(min(longest, max(edges[-1] + 1, int(edges[-1] * _GROWTH))))
+    return np.array(edges, dtype=np.int64)
+
+
+def _growing(boundaries: Sequence[int]) -> Indices:
+    found = [whole(f"boundaries[{number}]", each) for number, each in enumerate(boundaries)]
+    for number in range(1, len(found)):
+        if found[number] <= found[number - 1]:
+            raise UsageError(
+                f"boundaries[{number}]={found[number]} is not more than boundaries[{number - 1}]={found[number - 1]}: boundaries grow"
+            )
+    return np.array(found, dtype=np.int64)

@@ -1,0 +1,242 @@
+"""One walk through one epoch: batches from torch's DataLoader, in order and once, and whose fault it was when none comes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lockstep.data.ahead import Ahead, Copies
+from lockstep.data.course import Course
+from lockstep.data.keyed import IDLE, LINE, Keys, listed, worker_setup
+from lockstep.errors import LockstepError, UsageError
+
+_PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
+_LIKELY = {
+    signal.SIGKILL: "; most likely the host ran out of memory: take fewer num_workers, or let a sample need less",
+    signal.SIGBUS: "; most likely /dev/shm is full: make it larger, or take fewer num_workers",
+    signal.SIGSEGV: "; native code crashed: try num_workers=0 under `python -X faulthandler`",
+    signal.SIGABRT: "; native code gave up: try num_workers=0 under `python -X faulthandler`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a walk goes: one rank's micro-batches of one epoch, from its step `begin` on."""
+
+    course: Course
+    epoch: int
+    begin: int
+    rank: int
+    size: int
+
+    def keys(self) -> Iterator[Keys]:
+        cuts = self.course.plan(self.epoch).cuts(self.epoch, self.begin)
+        return ((self.epoch, indices) for indices in self.course.indices(cuts, self.rank, self.size))
+
+
+class KeysSampler(Sampler[Keys]):
+    """DataLoader's batch sampler: the keys of a span's micro-batches. Remembers those that have not come back."""
+
+    def __init__(self) -> None:
+        self.span: Span | None = None
+        self.sent: dict[int, Keys] = {}
+        self.received = 0
+
+    def __iter__(self) -> Iterator[Keys]:
+        assert self.span is not None
+        self.sent, self.received = {}, 0
+        return self._counted(self.span.keys(), self.sent)
+
+    @staticmethod
+    def _counted(keys: Iterator[Keys], sent: dict[int, Keys]) -> Iterator[Keys]:
+        for number, each in enumerate(keys):
+            sent[number] = each
+            yield each
+
+    def came(self) -> None:
+        del self.sent[self.received]
+        self.received += 1
+
+
+class Walk:
+    """The batches of one span.
+
+    torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a walk ends when a later one begins or
+    when a fetch fails; from then on it raises, where it could only give the batches of other slots.
+    """
+
+    def __init__(self, loader: DataLoader[Any], sampler: KeysSampler, span: Span, copies: Copies, turns: Turns) -> None:
+        self._loader, self._sampler, self._span, self._turns = loader, sampler, span, turns
+        self._turn = turns.next()
+        self._failed = False
+        self.ahead = copies.ahead
+        self._ahead = Ahead(copies)
+        self._dataset = type(loader.dataset._dataset).__name__  # type: ignore[attr-defined]
+        sampler.span = span
+        if loader.num_workers:
+            loader.worker_init_fn = worker_setup()  # now, not in the constructor: the process may have forked since
+        self._batches: Any = _begun(loader, self._dataset, span.rank)
+
+    def fetch_ahead(self, count: int) -> None:
+        """Have `count` batches on their way to the device."""
+        if not self._failed and self._turn == self._turns.now:
+            self._ahead.fill(count, self._fetch)
+
+    def take(self) -> Any:
+        """The next batch of this rank, on its device."""
+        if self._turn != self._turns.now:
+            raise self._late("another epoch was begun, a state loaded or the Loader closed")
+        return self._ahead.take(self._fetch)
+
+    def _fetch(self) -> Any:
+        if self._failed:
+            raise self._late("a sample could not be fetched")
+        self._failed = True
+        batch = next(self._batches) if not self._loader.num_workers else self._from_workers()
+        self._sampler.came()
+        self._failed = False
+        return batch
+
+    def _from_workers(self) -> Any:
+        if death := self._death():
+            raise death
+        try:
+            with _watched(self._batches):
+                return next(self._batches)
+        except Exception as error:
+            if isinstance(error, (ConnectionError, EOFError)) and "DataLoader worker process" not in str(error):
+                self._await_end()  # what it left in shared memory went before it did
+            if death := self._death():
+                raise death from error
+            raise
+
+    def _late(self, why: str) -> LockstepError:
+        return LockstepError(
+            f"a window of epoch {self._span.epoch} has batches that were not fetched before {why}: walk a window before you go on"
+        )
+
+    def _death(self) -> LockstepError | None:
+        """The first dead worker, of what it died, and what it was fetching."""
+        workers = getattr(self._batches, "_workers", ())
+        for number, worker in enumerate(workers):
+            if worker.exitcode is not None:
+                samples = self._under_way(number, len(workers))
+                what = f" while it fetched {samples} of {self._dataset} in epoch {self._span.epoch}" if samples else ""
+                end_workers(self._loader)
+                return _dead(worker, number, self._span.rank, what)
+        return None
+
+    def _under_way(self, number: int, workers: int) -> str:
+        """What worker `number` was at: the sample that it noted, or the first micro-batch that has not come from it."""
+        progress = getattr(self._loader.dataset, "_progress", None)
+        if progress is not None:
+            return "" if progress[number * LINE] == IDLE else f"sample {progress[number * LINE]}"
+        arrived = getattr(self._batches, "_task_info", {})  # also what lies here to be handed out after others
+        waiting = [place for place in self._sampler.sent if place % workers == number and len(arrived.get(place, ())) < 2]
+        return f"samples {listed(self._sampler.sent[min(waiting)][1])}" if waiting else ""
+
+    def _await_end(self) -> None:
+        wait([worker.sentinel for worker in getattr(self._batches, "_workers", ())], timeout=_PATIENCE_SECONDS)
+
+
+class Turns:
+    """Whose turn it is: only the walk that began last may fetch."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def next(self) -> int:
+        self.now += 1
+        return self.now
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End the workers now; the next walk starts others."""
+    iterator, loader._iterator = loader._iterator, None
+    if iterator is not None:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
+
+
+def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
+    who = f"rank {rank}'s loader worker {number} (pid {worker.pid})"
+    if worker.exitcode >= 0:
+        return LockstepError(f"{who} ended with exit code {worker.exitcode}{what}: a dataset must not leave its process")
+    cause = -worker.exitcode
+    name = signal.Signals(cause).name if cause in signal.valid_signals() else f"signal {cause}"
+    return LockstepError(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}")
+
+
+def _begun(loader: DataLoader[Any], name: str, rank: int) -> Any:
+    """torch's iterator, with its workers started."""
+    dead = [(number, worker) for number, worker in enumerate(getattr(loader._iterator, "_workers", ())) if worker.exitcode is not None]
+    if dead:
+        end_workers(loader)
+        raise _dead(dead[0][1], dead[0][0], rank, " between two epochs")
+    if not loader.num_workers:
+        return _here(loader)
+    try:
+        with _watched(loader._iterator):
+            iterator: Any = iter(loader)
+    except Exception as error:
+        method = _start_method()
+        if method != "fork" and (why := _unpicklable(loader.dataset)) is not None:
+            raise UsageError(
+                f"{name} cannot be sent to num_workers={loader.num_workers} loader workers, which are started by {method} and get a pickled "
+                f"copy ({why}): make it picklable (no lambdas, open files or local classes), or set num_workers=0"
+            ) from error
+        raise
+    if getattr(iterator, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    return iterator
+
+
+def _here(loader: DataLoader[Any]) -> Iterator[Any]:
+    """What DataLoader does without workers, less what it spends on every batch."""
+    fetch = loader.dataset.__getitems__  # type: ignore[attr-defined]
+    pinned = loader.pin_memory and torch.accelerator.is_available()
+    for keys in loader.batch_sampler:  # type: ignore[union-attr]
+        yield pin_memory(fetch(keys)) if pinned else fetch(keys)
+
+
+def _start_method() -> str:
+    return str(torch.multiprocessing.get_start_method())
+
+
+def _unpicklable(keyed: Any) -> str | None:
+    try:
+        ForkingPickler.dumps((keyed._dataset, keyed._collate))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@contextmanager
+def _watched(iterator: Any) -> Iterator[None]:
+    """torch raises a worker's death from a signal handler, wherever this thread is then: also in the user's backward, without a name.
+
+    So it is told about its workers while a batch is being waited for, and only then. One that died in between is found here.
+    """
+    workers = getattr(iterator, "_workers", None)
+    if not workers:
+        yield
+        return
+    signal_handling._set_worker_pids(id(iterator), tuple(worker.pid for worker in workers))
+    iterator._worker_pids_set = True
+    try:
+        yield
+    finally:
+        if iterator._worker_pids_set:
+            signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False

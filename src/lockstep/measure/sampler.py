@@ -1,0 +1,159 @@
+"""What an order costs before the first sample, and per sample: ours beside torch's DistributedSampler, each in a fresh process.
+
+Run as a module it is one such process: `python -m lockstep.measure.sampler ours 1000000` prints a Figure as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+
+from lockstep.errors import LockstepError, UsageError
+
+Kind = Literal["ours", "torch"]
+
+SIZES = (10**6, 10**7, 10**8, 10**9, 10**12)
+_BATCH = 4096
+_BATCHES = 200
+_FIRST = 1024  # ours is asked for that many, torch's for one: it makes them all anyway
+_TORCH_BYTES = 64  # of memory a sample, at least: int64, a list of Python's ints, and copies of that list
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One process's measurement."""
+
+    seconds: float
+    """From nothing but imports until the first index."""
+    mib: float
+    """Growth of the resident set meanwhile, at its peak."""
+    ns_per_index: float | None = None
+    """In batches of 4096, median over 200 batches at places all over the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One number of samples. `torch` is None where it was not measured, and `note` says why."""
+
+    samples: int
+    ours: Figure
+    torch: Figure | None = None
+    note: str = ""
+
+    @property
+    def time_ratio(self) -> float | None:
+        """torch's start-up time over ours."""
+        return self.torch.seconds / self.ours.seconds if self.torch else None
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """torch's start-up memory over ours; ours counts as a page at least."""
+        return self.torch.mib / max(self.ours.mib, 4096 / _MIB) if self.torch else None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"time_ratio": self.time_ratio, "memory_ratio": self.memory_ratio}
+
+
+def rows(largest_torch: int, sizes: tuple[int, ...] = SIZES) -> Iterator[Row]:
+    """Measure one size after the other; torch's up to `largest_torch` samples and what this machine's memory holds. Linux only."""
+    for samples in sizes:
+        ours = in_a_process("ours", samples)
+        needed, free = samples * _TORCH_BYTES, _bytes("/proc/meminfo", "MemAvailable")
+        if samples > largest_torch:
+            yield Row(samples=samples, ours=ours)
+        elif needed > free:
+            note = f"torch's not measured at {samples}: it needs some {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+            yield Row(samples=samples, ours=ours, note=note)
+        else:
+            yield Row(samples=samples, ours=ours, torch=in_a_process("torch", samples))
+
+
+def in_a_process(kind: Kind, samples: int) -> Figure:
+    """Measure in a fresh process. Raises LockstepError if that fails."""
+    command = [sys.executable, "-m", "lockstep.measure.sampler", kind, str(samples)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise LockstepError(f"the measurement of {kind} at {samples} samples ended with exit code {done.returncode}: {said}")
+    return Figure(**json.loads(done.stdout))
+
+
+def measure(kind: Kind, samples: int) -> Figure:
+    """Measure in this process, whose imports are not counted."""
+    return _ours(samples) if kind == "ours" else _torchs(samples)
+
+
+def _ours(samples: int) -> Figure:
+    from lockstep.data.orders import Shuffled
+
+    before, start = _fresh_peak(), perf_counter()
+    order = Shuffled(samples, 0)
+    order.at(0, np.arange(min(_FIRST, samples), dtype=np.int64))
+    seconds = perf_counter() - start
+    mib = (_bytes("/proc/self/status", "VmHWM") - before) / _MIB
+    batch = min(_BATCH, samples)
+    times = []
+    for number in range(_BATCHES):
+        first = (samples - batch) * number // _BATCHES
+        begun = perf_counter()
+        order.at(0, np.arange(first, first + batch, dtype=np.int64))
+        times.append((perf_counter() - begun) / batch * 1e9)
+    return Figure(seconds=seconds, mib=mib, ns_per_index=statistics.median(times))
+
+
+def _torchs(samples: int) -> Figure:
+    from torch.utils.data import DistributedSampler
+
+    dataset: Any = range(samples)  # a length is all that it is asked for
+    before, start = _fresh_peak(), perf_counter()
+    next(iter(DistributedSampler(dataset, num_replicas=2, rank=0)))
+    seconds = perf_counter() - start
+    return Figure(seconds=seconds, mib=(_bytes("/proc/self/status", "VmHWM") - before) / _MIB)
+
+
+def _fresh_peak() -> int:
+    """Forget the peak of the resident set (which the imports reached, or the parent), and return what it is now, in bytes."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        raise UsageError(f"/proc/self/clear_refs cannot be written ({error.strerror}): memory is measured on Linux only") from error
+    return _bytes("/proc/self/status", "VmRSS")
+
+
+def _bytes(file: str, name: str) -> int:
+    try:
+        lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read ({error.strerror}): memory is measured on Linux only") from error
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def table(measured: list[Row]) -> str:
+    """Plain text, one line a size."""
+    head = ["samples", "start-up ms", "MiB", "ns/index", "torch's start-up s", "MiB", "time ratio", "memory ratio"]
+    lines = [head, *(_cells(row) for row in measured)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join([*text, *(row.note for row in measured if row.note)])
+
+
+def _cells(row: Row) -> list[str]:
+    per_index = "-" if row.ours.ns_per_index is None else f"{row.ours.ns_per_index:.1f}"
+    ours = [f"{row.samples:.0e}".replace("+", ""), f"{row.ours.seconds * 1e3:.2f}", f"{row.ours.mib:.2f}", per_index]
+    if row.torch is None:
+        return [*ours, "-", "-", "-", "-"]
+    return [*ours, f"{row.torch.seconds:.3f}", f"{row.torch.mib:.1f}", f"{row.time_ratio:.0f}", f"{row.memory_ratio:.0f}"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure("torch" if sys.argv[1] == "torch" else "ours", int(sys.argv[2])))))

@@ -1,0 +1,105 @@
+"""When no batch comes: which worker, of what, at which samples; and whose turn it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch.multiprocessing
+
+from lockstep.data.loader import Epoch, Loader
+from lockstep.errors import LockstepError, UsageError
+from tests.data.datasets import Lambda, Leaving, Numbers, WorkerPids, as_list
+
+
+def loader(dataset: Any, **options: Any) -> Loader:
+    """Batches are lists: a worker that is killed while it sends a tensor leaves shared memory behind."""
+    sizes = {"global_batch": 8, "micro_batch": 2, "shuffle": False, "device": "cpu", "rank": 1, "size": 2, "collate_fn": as_list}
+    return Loader(dataset, **(sizes | options))
+
+
+def everything(ours: Loader, number: int = 0) -> list[int]:
+    return [sample for window in Epoch(ours, number) for batch in window for sample in batch]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (
+            Leaving(32, bad=15, signal=signal.SIGKILL),
+            r"rank 1's loader worker 1 \(pid \d+\) died by SIGKILL while it fetched sample 15 of Leaving in epoch 0; most likely the host ran "
+            "out of memory: take fewer num_workers, or let a sample need less",
+        ),
+        (
+            Leaving(32, bad=4, signal=signal.SIGSEGV),
+            r"worker 0 \(pid \d+\) died by SIGSEGV while it fetched sample 4 of .*; native code crashed",
+        ),
+        (
+            Leaving(32, bad=6, code=3),
+            r"worker 1 \(pid \d+\) ended with exit code 3 while it fetched sample 6 of Leaving in epoch 0: a dataset must",
+        ),
+    ],
+)
+def test_a_worker_that_dies_is_named_with_its_samples(dataset: Leaving, message: str) -> None:
+    ours = loader(dataset, num_workers=2)
+    with pytest.raises(LockstepError, match=message):
+        everything(ours)
+    dataset.bad = -1
+    assert everything(loader(dataset, num_workers=2)) == everything(loader(dataset))
+    ours.close()
+
+
+def test_a_worker_that_died_between_two_fetches_is_named_in_the_next_and_nowhere_else() -> None:
+    ours = loader(WorkerPids(64), num_workers=1)
+    epoch = iter(Epoch(ours, 0))
+    (worker,) = {pid for batch in next(epoch) for pid in batch}
+    os.kill(worker, signal.SIGKILL)
+    ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]  # torch's own handler would raise here
+    with pytest.raises(LockstepError, match=rf"rank 1's loader worker 0 \(pid {worker}\) died by SIGKILL"):
+        next(iter(next(epoch)))
+    assert worker not in everything(ours, 1)  # others were started
+    ours.close()
+
+
+def test_a_worker_that_died_between_two_epochs_is_named_when_the_next_begins() -> None:
+    ours = loader(WorkerPids(64), num_workers=1)
+    (worker,) = set(everything(ours))
+    os.kill(worker, signal.SIGKILL)
+    ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]
+    with pytest.raises(LockstepError, match=rf"pid {worker}\) died by SIGKILL between two epochs; most likely"):
+        next(iter(Epoch(ours, 1)))
+    assert worker not in everything(ours, 1)
+    ours.close()
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_dataset_that_cannot_be_sent_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.multiprocessing, "get_start_method", lambda: method)
+    ours = loader(Lambda(32), num_workers=1)
+    ours._loader.multiprocessing_context = method
+    with pytest.raises(
+        UsageError,
+        match=rf"Lambda cannot be sent to num_workers=1 loader workers, which are started by {method} and get a pickled copy \(.*lambda",
+    ):
+        everything(ours)
+
+
+def test_where_workers_are_forked_nothing_is_pickled() -> None:
+    assert len(everything(loader(Lambda(32), num_workers=1, size=1, rank=0))) == 32
+
+
+def test_the_recipe_is_one_object_and_says_what_must_be_equal() -> None:
+    ours = loader(Numbers(32), seed=3)
+    recipes = [window.recipe for window in Epoch(ours, 0)]
+    assert all(recipe is ours.recipe for recipe in recipes)
+    assert ours.recipe == {
+        "dataset length": 32,
+        "order": "sequential, 32 samples",
+        "seed": 3,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "drop_last": False,
+    }
+    assert loader(Numbers(32), seed=3, rank=0, size=3, num_workers=1).recipe == ours.recipe
