@@ -112,7 +112,7 @@ def test_what_cannot_be_meant_is_refused(arguments: tuple[Any, ...], message: st
 
 
 def test_a_seed_comes_first() -> None:
-    with pytest.raises(UsageError, match="call lockstep.seed"), lockstep.stream("rank"):
+    with pytest.raises(UsageError, match=r"call lockstep\.seed\(seed\) first"), lockstep.stream("rank"):
         pass
     with pytest.raises(UsageError, match="seed=True is not a whole number"):
         lockstep.seed(True)

@@ -1,24 +1,160 @@
 """The collectives as functions, for users: `lockstep.collectives.all_reduce(tensor)`.
 
-Each takes `group`: a `lockstep.collectives.Group` or a torch process group; None is the group of all ranks.
+All take the same keywords:
+
+`group`      a `lockstep.collectives.Group` (as `world.subgroup(ranks)` gives), a torch process group, or None: all ranks. `root` is a place in it.
+`algorithm`  "native" is the backend's own collective; the others are written out (algorithms/) and run over messages of any backend: central (one
+             rank after the other), ring, tree, recursive_doubling, halving_doubling, direct, hierarchical, doubling, halving. "auto" chooses.
+`async_op`   True returns a handle at once: `handle.wait()` gives the result, and nothing may touch the tensors before. Several may be in
+             flight; all ranks issue the same ones in the same order.
+`op`         sum, mean, max, min, prod or a torch ReduceOp. A mean divides once, at the end, and is refused for integers.
+
+All ranks of the group call the same collective, from the same line. On one host, other shapes, dtypes or orders raise CollectiveMismatch on all ranks
+before anything is sent; a rank that dies raises PeerFailed on the others. Any dtype that torch adds up, any strides, also empty and 0-d.
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.central import central_all_reduce
-from lockstep.collectives.group import Done, Group, Op, Work
+from lockstep.collectives import by_schedule, native
+from lockstep.collectives.algorithms import Algorithm, algorithms_of
+from lockstep.collectives.group import Group, Op, Work
+from lockstep.collectives.handle import Handle, Later
+from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 
-Algorithm = Literal["native", "central"]
-ALGORITHMS: tuple[Algorithm, ...] = ("native", "central")
+T = TypeVar("T")
+AnyGroup = Group | dist.ProcessGroup | None
+AnyOp = Op | dist.ReduceOp | Any  # torch's ReduceOp.SUM is of another, hidden type
+
+_OF_TORCH: dict[Any, Op] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "prod",
+}
 
 
-def resolve(group: Group | dist.ProcessGroup | None) -> Group:
+@overload
+def all_reduce(
+    tensor: Tensor, op: AnyOp = ..., *, algorithm: Algorithm = ..., group: AnyGroup = ..., async_op: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def all_reduce(tensor: Tensor, op: AnyOp = ..., *, algorithm: Algorithm = ..., group: AnyGroup = ..., async_op: Literal[True]) -> Work: ...
+def all_reduce(
+    tensor: Tensor, op: AnyOp = "sum", *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
+) -> Tensor | Work:
+    """Replace `tensor` on every rank by the sum (mean, max, min, prod) over all ranks, in place; return it, or a handle."""
+    found, op = resolve(group), _op(op)
+    name = _choose(found, "all_reduce", algorithm, tensor)
+    if name == "native":
+        handle = Handle([found.all_reduce(tensor, op)], lambda: tensor)
+        return handle if async_op else handle.wait()
+    nodes = found.ranks_per_node if name == "hierarchical" else None
+    run = by_schedule.all_reduce(found, tensor, op, name, nodes)
+    return Later(found.in_background(run)) if async_op else run()
+
+
+def broadcast(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
+    """Replace `tensor` on every rank by that of rank `root` of the group, in place; return it, or a handle."""
+    found = resolve(group)
+    name = _choose(found, "broadcast", algorithm, tensor)
+    if name == "native":
+        return _answer(Handle([found.broadcast(tensor, root)], lambda: tensor), async_op)
+    return _run(found, by_schedule.broadcast(found, tensor, root, name), async_op)
+
+
+def reduce(
+    tensor: Tensor, root: int = 0, op: AnyOp = "sum", *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """Replace `tensor` on rank `root` by the sum (mean, ...) over all ranks; on the others it stays as it is. Return it, or a handle."""
+    found, op = resolve(group), _op(op)
+    name = _choose(found, "reduce", algorithm, tensor)
+    if name == "native":
+        return _answer(native.reduce(found, tensor, root, op), async_op)
+    return _run(found, by_schedule.reduce(found, tensor, root, op, name), async_op)
+
+
+def all_gather(
+    tensor: Tensor, *, as_list: bool = False, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """Every rank's tensor, joined along dim 0 in the order of ranks (0-d: one element a rank), or with `as_list` one tensor for each.
+
+    Dim 0 may have another length on each rank, which costs one small message more to find out. Or a handle, with `async_op`.
+    """
+    found = resolve(group)
+    name = _choose(found, "all_gather", algorithm, tensor)
+
+    def shaped(pieces: list[Tensor]) -> Any:
+        if as_list:
+            return pieces
+        return torch.cat(pieces) if tensor.dim() else torch.stack(pieces)
+
+    if name == "native":
+        handle = native.all_gather(found, tensor)
+        return _answer(Handle([handle], lambda: shaped(handle.wait())), async_op)
+    run = by_schedule.all_gather(found, tensor, name)
+    return _run(found, lambda: shaped(run()), async_op)
+
+
+def reduce_scatter(
+    tensor: Tensor, op: AnyOp = "sum", *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """This rank's rows of the sum (mean, ...) over all ranks, as a new tensor, or a handle. `tensor` stays as it is.
+
+    Rows are cut as `torch.tensor_split` cuts them: where their number does not divide, the first ranks get one more.
+    """
+    found, op = resolve(group), _op(op)
+    name = _choose(found, "reduce_scatter", algorithm, tensor)
+    if name == "native":
+        return _answer(native.reduce_scatter(found, tensor, op), async_op)
+    return _run(found, by_schedule.reduce_scatter(found, tensor, op, name), async_op)
+
+
+def scatter(
+    tensors: Sequence[Tensor] | None = None,
+    root: int = 0,
+    *,
+    algorithm: Algorithm = "auto",
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """This rank's tensor of the list that rank `root` gives, one for each rank, or a handle. The others give None. Shapes may differ."""
+    found = resolve(group)
+    name = _choose(found, "scatter", algorithm, None)
+    device = tensors[0].device if tensors else _device(found)
+    if name == "native":
+        return _answer(native.scatter(found, tensors, root, device), async_op)
+    return _run(found, by_schedule.scatter(found, tensors, root, device, name), async_op)
+
+
+def gather(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
+    """On rank `root` a list of every rank's tensor, elsewhere None; or a handle. Dim 0 may have another length on each rank."""
+    found = resolve(group)
+    name = _choose(found, "gather", algorithm, tensor)
+    if name == "native":
+        return _answer(native.gather(found, tensor, root), async_op)
+    return _run(found, by_schedule.gather(found, tensor, root, name), async_op)
+
+
+def all_to_all(tensors: Sequence[Tensor], *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
+    """A list of what each rank has for this one, or a handle: `tensors[r]` goes to rank r of the group. Shapes may differ, the dtype not."""
+    found = resolve(group)
+    name = _choose(found, "all_to_all", algorithm, None)
+    if name == "native":
+        return _answer(native.all_to_all(found, tensors), async_op)
+    return _run(found, by_schedule.all_to_all(found, tensors, name), async_op)
+
+
+def resolve(group: AnyGroup) -> Group:
+    """The Group that is meant. Raises UsageError for one that this rank is not in."""
     if group is None:
         return Group.default()
     if isinstance(group, Group):
@@ -28,56 +164,30 @@ def resolve(group: Group | dist.ProcessGroup | None) -> Group:
     return Group.of(group)
 
 
-def start_all_reduce(group: Group, tensor: Tensor, op: Op = "sum", algorithm: str = "native") -> Work:
-    """Start an all-reduce by the named algorithm."""
-    if algorithm == "native":
-        return group.all_reduce(tensor, op)
-    if algorithm == "central":
-        central_all_reduce(group, tensor, op)
-        return Done()
-    raise UsageError(f"algorithm={algorithm!r} is unknown: choose one of {', '.join(ALGORITHMS)}")
+def _op(op: AnyOp) -> Any:
+    """The name of an operation; what is unknown is refused where it is used."""
+    if isinstance(op, str):
+        return op
+    return _OF_TORCH.get(op, str(op))
 
 
-@overload
-def all_reduce(
-    tensor: Tensor,
-    op: Op = ...,
-    *,
-    algorithm: Algorithm = ...,
-    group: Group | dist.ProcessGroup | None = ...,
-    async_op: Literal[False] = ...,
-) -> Tensor: ...
-@overload
-def all_reduce(
-    tensor: Tensor, op: Op = ..., *, algorithm: Algorithm = ..., group: Group | dist.ProcessGroup | None = ..., async_op: Literal[True]
-) -> Work: ...
-def all_reduce(
-    tensor: Tensor,
-    op: Op = "sum",
-    *,
-    algorithm: Algorithm = "native",
-    group: Group | dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Tensor | Work:
-    """Replace `tensor` on every rank by the sum (mean, max, min, prod) over all ranks, in place; return it.
-
-    With `async_op=True` return a handle at once: `handle.wait()` before the tensor is touched; several may be in flight.
-    `algorithm` is "native" (what the backend does) or "central" (through rank 0: the naive reference, never asynchronous).
-    Raises UsageError for an unknown operation or algorithm, and for a mean of integers.
-    """
-    work = start_all_reduce(resolve(group), tensor, op, algorithm)
-    if async_op:
-        return work
-    work.wait()
-    return tensor
+def _choose(group: Group, kind: Kind, algorithm: str, tensor: Tensor | None) -> str:
+    if algorithm == "auto":
+        return group.tuning.choose(kind, 0 if tensor is None else tensor.numel() * tensor.element_size(), group.size)
+    if algorithm != "native" and algorithm not in algorithms_of(kind):
+        raise UsageError(f"algorithm={algorithm!r} is unknown for {kind}: choose one of auto, native, {', '.join(algorithms_of(kind))}")
+    return algorithm
 
 
-def broadcast(tensor: Tensor, root: int = 0, *, group: Group | dist.ProcessGroup | None = None) -> Tensor:
-    """Replace `tensor` on every rank by that of rank `root` of the group, in place; return it."""
-    resolve(group).broadcast(tensor, root).wait()
-    return tensor
+def _device(group: Group) -> torch.device:
+    if dist.get_backend(group.process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
-def all_gather(tensor: Tensor, *, group: Group | dist.ProcessGroup | None = None) -> Tensor:
-    """Every rank's tensor, joined along dim 0 in the order of ranks; a 0-d tensor gives one element a rank. Shapes must be equal."""
-    return resolve(group).all_gather(tensor)
+def _answer(handle: Handle[T], async_op: bool) -> T | Handle[T]:
+    return handle if async_op else handle.wait()
+
+
+def _run(group: Group, run: Callable[[], T], async_op: bool) -> Any:
+    return Later(group.in_background(run)) if async_op else run()

@@ -9,17 +9,21 @@ the same code runs, communication degenerates to nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.collectives.background import Background
+from lockstep.collectives.choose import BUILT_IN
 from lockstep.collectives.tags import describe
 from lockstep.errors import UsageError
 
+T = TypeVar("T")
 Op = Literal["sum", "mean", "max", "min", "prod"]
 
 REDUCE_OPS = {
@@ -34,7 +38,7 @@ REDUCE_OPS = {
 class Work(Protocol):
     """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
 
-    def wait(self, timeout: timedelta | None = None) -> None: ...
+    def wait(self, timeout: timedelta | None = None) -> object: ...
 
 
 class Comparison(Protocol):
@@ -95,6 +99,10 @@ class Group:
         self.number = 0
         self.bytes_sent = 0
         self.tags: Comparison | None = None
+        self._background = Background("lockstep collectives")
+        self.tuning = BUILT_IN
+        self.ranks_per_node = self.size
+        """Of consecutive ranks that share a host; the last host may have fewer."""
         self.waits = True
         """Whether the host waits for all ranks before a collective's result; on a GPU it queues the work and runs ahead."""
         self.timeout = timedelta(minutes=30)
@@ -109,8 +117,13 @@ class Group:
             group = cls._of_process_group[process_group] = cls(process_group)
         return group
 
+    def in_background(self, run: Callable[[], T]) -> Future[T]:
+        """Do something on a thread of this group's own, after what was given to it before."""
+        return self._background.submit(run)
+
     def forget(self) -> None:
         """End of the world: the next Group of this process group is a new one."""
+        self._background.close()
         self.tags = None
         self._of_process_group.pop(self.process_group, None)
 
@@ -188,10 +201,11 @@ class Group:
         """Receive a contiguous tensor from rank `source` of this group."""
         dist.recv(tensor, src=self.ranks[source], group=self.process_group)
 
-    def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int) -> None:
-        """Give the next collective its number and, where the ranks share a host, tell them what it is. Raises CollectiveMismatch."""
+    def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int) -> int:
+        """Give the next collective its number, return it and, where ranks compare, tell them what it is. Raises CollectiveMismatch."""
         self.bytes_sent += sends
         self.say(describe(kind, tensor, detail, place) if self.tags is not None else "")
+        return self.number
 
     def say(self, text: str) -> None:
         """Take the next number for something that all ranks do together, in words. Raises CollectiveMismatch."""

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Generic, TypeVar
 
 from lockstep.collectives.group import Work
 
 T = TypeVar("T")
+
+
+class Later(Generic[T]):
+    """A collective that a group's background thread does: waited for like a Handle."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> T:
+        """Return the result when it is there. Raises what the collective raised, and TimeoutError."""
+        return self._future.result(None if timeout is None else timeout.total_seconds())
 
 
 class Handle(Generic[T]):

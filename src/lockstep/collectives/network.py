@@ -8,6 +8,7 @@ walked: 65,536 ranks take no longer than 4. Agrees with the closed formulas wher
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,6 @@ class Network:
         return latency + moving + adding
 
 
-def _busiest(who: Ranks, seconds: NDArray[np.float64], count: int) -> float:
+def _busiest(who: Ranks, seconds: NDArray[Any], count: int) -> float:
     """The most that anybody has to do."""
     return float(np.bincount(who, weights=seconds, minlength=count).max())

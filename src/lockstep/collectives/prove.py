@@ -155,7 +155,7 @@ def written(order: Order) -> str:
         if isinstance(item, int):
             done.append((item, str(item)))
         elif item is None:
-            (least, first), (other, second) = sorted((done.pop(), done.pop()))
+            (least, first), (_, second) = sorted((done.pop(), done.pop()))
             done.append((least, f"({first}+{second})"))
         else:
             work += [None, *item]

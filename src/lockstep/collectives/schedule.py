@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -132,7 +133,7 @@ def spans(numel: int, cells: int) -> list[tuple[int, int]]:
     """The elements [start, stop) of each cell of a flat tensor: as `torch.tensor_split` cuts it, the first `numel % cells` one longer."""
     each, more = divmod(numel, cells)
     starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(pairwise(starts))
 
 
 def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:
