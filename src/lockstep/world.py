@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import meeting
+from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.exchanged_tags import ExchangedTags
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import call_site, share_page
@@ -53,7 +55,15 @@ class World:
     _failed: ClassVar[WeakSet[dist.ProcessGroup]] = WeakSet()  # of worlds that were closed without waiting
 
     def __init__(
-        self, place: Placement, device: torch.device, *, store: dist.Store, timeout: timedelta, adopted: bool, tags: Tagging = "host"
+        self,
+        place: Placement,
+        device: torch.device,
+        *,
+        store: dist.Store,
+        timeout: timedelta,
+        adopted: bool,
+        tags: Tagging = "host",
+        tuning: Path | str | None = None,
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size, self.node = place.local_rank, place.local_size, place.node
@@ -68,6 +78,8 @@ class World:
         self._subgroups: dict[str, int] = {}  # made so far, by ranks
         self.group = Group.default()
         self._tags = tags
+        self.tuning = share_tuning(store, tuning, self.rank, self.size)
+        self._describe(self.group)
         self._share_tags(self.group)
         self._open[self.group.process_group] = self
         self._share_host(self.group)
@@ -164,9 +176,16 @@ class World:
         """The Group of a process group that the user's own code made. Called by all its members."""
         group = Group.of(process_group)
         self._groups.append(group)
+        self._describe(group)
         self._share_tags(group)
         self._share_host(group)
         return group
+
+    def _describe(self, group: Group) -> None:
+        """What the choice of an algorithm depends on: the thresholds, and how many ranks in a row share a host."""
+        group.tuning = self.tuning
+        first = group.ranks[0] // self.local_size
+        group.ranks_per_node = sum(rank // self.local_size == first for rank in group.ranks)
 
     def _share_tags(self, group: Group, *, host: bool = False) -> None:
         """Have every collective of the group compared before it is issued: on a page of memory where all ranks are on one host.
@@ -273,6 +292,7 @@ def init(
     init_method: str | None = None,
     timeout: timedelta | None = None,
     tags: Tagging = "host",
+    tuning: Path | str | None = None,
 ) -> World:
     """Open the world that this process belongs to. All arguments are optional; as with `open()`, use it plainly or in a `with`.
 
@@ -282,6 +302,8 @@ def init(
     `timeout`: the longest that one collective may take; default: torch's own.
     `tags`: whether ranks compare what they are about to call: "host", where all of them are on one host, which costs nothing; "all", on
     several hosts too, at one small message a collective (to find a mistake); "off".
+    `tuning`: a file that `lockstep bench collectives --tune FILE` wrote; rank 0 reads it (default: the file that LOCKSTEP_TUNING names),
+    and every rank chooses algorithms by it.
     It sets the device to the local rank's GPU, and the intra-op threads to cores / local ranks unless OMP_NUM_THREADS is set by you.
     A second call returns the open world; a process group that your code initialised is adopted, never closed.
     Raises UsageError for contradictory arguments or variables, and for more ranks on a host than it has GPUs.
@@ -307,7 +329,7 @@ def init(
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
-    world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False, tags=tags)
+    world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False, tags=tags, tuning=tuning)
     world.own(SharedCores(place.local_size))
     return world
 

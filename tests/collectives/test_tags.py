@@ -77,7 +77,7 @@ def different_kinds(world: lockstep.World) -> str:
 
 def test_different_kinds_also_asynchronously() -> None:
     for message in run_ranks(different_kinds, 3):
-        assert re.match(r"#2: ranks 0,1 all_reduce sum f32\[1024\] at .*; rank 2 all_gather i64\[3\] at ", message)
+        assert re.match(r"#2: ranks 0,1 all_reduce sum f32\[1024\] at .*; rank 2 all_gather i64\[\*\] at ", message)
 
 
 def uneven(world: lockstep.World) -> str:

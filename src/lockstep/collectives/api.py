@@ -58,7 +58,7 @@ def all_reduce(
         handle = Handle([found.all_reduce(tensor, op)], lambda: tensor)
         return handle if async_op else handle.wait()
     nodes = found.ranks_per_node if name == "hierarchical" else None
-    run = by_schedule.all_reduce(found, tensor, op, name, nodes)
+    run = by_schedule.all_reduce(found, tensor, op, name, _label(algorithm), nodes)
     return Later(found.in_background(run)) if async_op else run()
 
 
@@ -68,7 +68,7 @@ def broadcast(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", g
     name = _choose(found, "broadcast", algorithm, tensor)
     if name == "native":
         return _answer(Handle([found.broadcast(tensor, root)], lambda: tensor), async_op)
-    return _run(found, by_schedule.broadcast(found, tensor, root, name), async_op)
+    return _run(found, by_schedule.broadcast(found, tensor, root, name, _label(algorithm)), async_op)
 
 
 def reduce(
@@ -79,7 +79,7 @@ def reduce(
     name = _choose(found, "reduce", algorithm, tensor)
     if name == "native":
         return _answer(native.reduce(found, tensor, root, op), async_op)
-    return _run(found, by_schedule.reduce(found, tensor, root, op, name), async_op)
+    return _run(found, by_schedule.reduce(found, tensor, root, op, name, _label(algorithm)), async_op)
 
 
 def all_gather(
@@ -100,7 +100,7 @@ def all_gather(
     if name == "native":
         handle = native.all_gather(found, tensor)
         return _answer(Handle([handle], lambda: shaped(handle.wait())), async_op)
-    run = by_schedule.all_gather(found, tensor, name)
+    run = by_schedule.all_gather(found, tensor, name, _label(algorithm))
     return _run(found, lambda: shaped(run()), async_op)
 
 
@@ -115,7 +115,7 @@ def reduce_scatter(
     name = _choose(found, "reduce_scatter", algorithm, tensor)
     if name == "native":
         return _answer(native.reduce_scatter(found, tensor, op), async_op)
-    return _run(found, by_schedule.reduce_scatter(found, tensor, op, name), async_op)
+    return _run(found, by_schedule.reduce_scatter(found, tensor, op, name, _label(algorithm)), async_op)
 
 
 def scatter(
@@ -132,7 +132,7 @@ def scatter(
     device = tensors[0].device if tensors else _device(found)
     if name == "native":
         return _answer(native.scatter(found, tensors, root, device), async_op)
-    return _run(found, by_schedule.scatter(found, tensors, root, device, name), async_op)
+    return _run(found, by_schedule.scatter(found, tensors, root, device, name, _label(algorithm)), async_op)
 
 
 def gather(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
@@ -141,7 +141,7 @@ def gather(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", grou
     name = _choose(found, "gather", algorithm, tensor)
     if name == "native":
         return _answer(native.gather(found, tensor, root), async_op)
-    return _run(found, by_schedule.gather(found, tensor, root, name), async_op)
+    return _run(found, by_schedule.gather(found, tensor, root, name, _label(algorithm)), async_op)
 
 
 def all_to_all(tensors: Sequence[Tensor], *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
@@ -150,7 +150,7 @@ def all_to_all(tensors: Sequence[Tensor], *, algorithm: Algorithm = "auto", grou
     name = _choose(found, "all_to_all", algorithm, None)
     if name == "native":
         return _answer(native.all_to_all(found, tensors), async_op)
-    return _run(found, by_schedule.all_to_all(found, tensors, name), async_op)
+    return _run(found, by_schedule.all_to_all(found, tensors, name, _label(algorithm)), async_op)
 
 
 def resolve(group: AnyGroup) -> Group:
@@ -177,6 +177,11 @@ def _choose(group: Group, kind: Kind, algorithm: str, tensor: Tensor | None) -> 
     if algorithm != "native" and algorithm not in algorithms_of(kind):
         raise UsageError(f"algorithm={algorithm!r} is unknown for {kind}: choose one of auto, native, {', '.join(algorithms_of(kind))}")
     return algorithm
+
+
+def _label(algorithm: str) -> str:
+    """What other ranks are told of the algorithm: it must be the same where it was chosen, else it follows from what is the same."""
+    return "" if algorithm == "auto" else f" by {algorithm}"
 
 
 def _device(group: Group) -> torch.device:

@@ -2,6 +2,7 @@
 
 Each function takes a collective's number on the caller's thread, so that ranks compare what they are about to do in the order of the
 program, and returns what does it: at once or, for an asynchronous call, in the group's background, in the order in which they were issued.
+`label` names the algorithm to the other ranks where the caller chose it (" by ring"), and is empty where it follows from the size.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from lockstep.collectives.group import Group, Op, check_op, working_dtype
 from lockstep.collectives.native import arriving_forms, scattered_forms
 from lockstep.collectives.over_processes import execute, lanes_of, plan
 from lockstep.collectives.schedule import Kind
-from lockstep.collectives.tags import call_site
 from lockstep.errors import UsageError
 
 T = TypeVar("T")
 Run = Callable[[], T]
 
 
-def all_reduce(group: Group, tensor: Tensor, op: Op, algorithm: str, ranks_per_node: int | None = None) -> Run[Tensor]:
-    return _reduced(group, "all_reduce", tensor, op, algorithm, 0, ranks_per_node)
+def all_reduce(group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, ranks_per_node: int | None = None) -> Run[Tensor]:
+    return _reduced(group, "all_reduce", tensor, op, algorithm, label, 0, ranks_per_node)
 
 
-def reduce(group: Group, tensor: Tensor, root: int, op: Op, algorithm: str) -> Run[Tensor]:
+def reduce(group: Group, tensor: Tensor, root: int, op: Op, algorithm: str, label: str) -> Run[Tensor]:
     group.check_root(root)
-    return _reduced(group, "reduce", tensor, op, algorithm, root, None)
+    return _reduced(group, "reduce", tensor, op, algorithm, label, root, None)
 
 
-def _reduced(group: Group, kind: Kind, tensor: Tensor, op: Op, algorithm: str, root: int, ranks_per_node: int | None) -> Run[Tensor]:
+def _reduced(
+    group: Group, kind: Kind, tensor: Tensor, op: Op, algorithm: str, label: str, root: int, ranks_per_node: int | None
+) -> Run[Tensor]:
     check_op(op, tensor)
     schedule, steps = plan(kind, algorithm, group.size, group.rank, root, ranks_per_node)
-    number = group.announce(kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''} by {algorithm}", None, sends=0)
+    number = group.announce(kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''}{label}", None, sends=0)
 
     def run() -> Tensor:
         wanted = kind == "all_reduce" or group.rank == root
@@ -57,10 +59,10 @@ def _reduced(group: Group, kind: Kind, tensor: Tensor, op: Op, algorithm: str, r
     return run
 
 
-def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str) -> Run[Tensor]:
+def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str, label: str) -> Run[Tensor]:
     group.check_root(root)
     schedule, steps = plan("broadcast", algorithm, group.size, group.rank, root, None)
-    number = group.announce("broadcast", tensor, f"from {root} by {algorithm}", None, sends=0)
+    number = group.announce("broadcast", tensor, f"from {root}{label}", None, sends=0)
 
     def run() -> Tensor:
         octets = as_bytes(tensor)
@@ -75,12 +77,12 @@ def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str) -> Run[Te
     return run
 
 
-def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str) -> Run[Tensor]:
+def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str, label: str) -> Run[Tensor]:
     check_op(op, tensor)
     if tensor.dim() == 0:
         raise UsageError("reduce_scatter cuts rows, and a 0-d tensor has none: use all_reduce")
     _, steps = plan("reduce_scatter", algorithm, group.size, group.rank, 0, None)
-    number = group.announce("reduce_scatter", tensor, f"{op} by {algorithm}", None, sends=0)
+    number = group.announce("reduce_scatter", tensor, f"{op}{label}", None, sends=0)
 
     def run() -> Tensor:
         parts = tensor.detach().tensor_split(group.size)
@@ -94,9 +96,9 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str) -> Run[
     return run
 
 
-def all_gather(group: Group, tensor: Tensor, algorithm: str) -> Run[list[Tensor]]:
+def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[list[Tensor]]:
     _, steps = plan("all_gather", algorithm, group.size, group.rank, 0, None)
-    forms, number = _gathered_forms(group, "all_gather", tensor, algorithm)
+    forms, number = _gathered_forms(group, "all_gather", tensor, label.strip())
 
     def run() -> list[Tensor]:
         sizes = [form.bytes for form in forms]
@@ -110,10 +112,10 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str) -> Run[list[Tensor]
     return run
 
 
-def gather(group: Group, tensor: Tensor, root: int, algorithm: str) -> Run[list[Tensor] | None]:
+def gather(group: Group, tensor: Tensor, root: int, algorithm: str, label: str) -> Run[list[Tensor] | None]:
     group.check_root(root)
     _, steps = plan("gather", algorithm, group.size, group.rank, root, None)
-    forms, number = _gathered_forms(group, "gather", tensor, f"{algorithm} to {root}")
+    forms, number = _gathered_forms(group, "gather", tensor, f"to {root}{label}")
 
     def run() -> list[Tensor] | None:
         mine = as_bytes(tensor)
@@ -125,11 +127,11 @@ def gather(group: Group, tensor: Tensor, root: int, algorithm: str) -> Run[list[
     return run
 
 
-def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int, device: torch.device, algorithm: str) -> Run[Tensor]:
+def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int, device: torch.device, algorithm: str, label: str) -> Run[Tensor]:
     _, steps = plan("scatter", algorithm, group.size, group.rank, root, None)
     forms = scattered_forms(group, tensors, root)
     like = torch.empty(0, dtype=torch.uint8, device=device)
-    number = group.announce("scatter", like, f"from {root} by {algorithm}", None, sends=0)
+    number = group.announce("scatter", like, f"from {root}{label}", None, sends=0)
 
     def run() -> Tensor:
         held = {} if tensors is None else {rank: as_bytes(each) for rank, each in enumerate(tensors)}
@@ -141,11 +143,11 @@ def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int, device: t
     return run
 
 
-def all_to_all(group: Group, tensors: Sequence[Tensor], algorithm: str) -> Run[list[Tensor]]:
+def all_to_all(group: Group, tensors: Sequence[Tensor], algorithm: str, label: str) -> Run[list[Tensor]]:
     _, steps = plan("all_to_all", algorithm, group.size, group.rank, 0, None)
     arriving = arriving_forms(group, tensors)
     like = as_bytes(tensors[0])[:0]
-    number = group.announce("all_to_all", like, f"by {algorithm}", None, sends=0)
+    number = group.announce("all_to_all", like, label.strip(), None, sends=0)
 
     def run() -> list[Tensor]:
         size, rank = group.size, group.rank
@@ -164,9 +166,9 @@ def all_to_all(group: Group, tensors: Sequence[Tensor], algorithm: str) -> Run[l
 
 
 def _gathered_forms(group: Group, kind: Kind, tensor: Tensor, detail: str) -> tuple[Sequence[Form], int]:
-    (forms,) = zip(*exchange(group, [Form.of(tensor)], f"for the shapes of {kind} {call_site()}"), strict=True)
+    (forms,) = zip(*exchange(group, [Form.of(tensor)], kind), strict=True)
     check_alike(kind, forms, group)
-    number = group.announce(kind, as_bytes(tensor)[:0], f"by {detail}", None, sends=0)
+    number = group.announce(kind, as_bytes(tensor)[:0], detail, None, sends=0)
     return forms, number
 
 

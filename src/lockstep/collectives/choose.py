@@ -7,16 +7,22 @@ world opens, and broadcasts what it says, so no two ranks can choose differently
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 
 FORMAT = "lockstep collectives tuning 1"
+_KEY = "tuning of collectives"
+TUNING_VARIABLE = "LOCKSTEP_TUNING"
 _FOREVER = float("inf")
 
 
@@ -75,3 +81,30 @@ class Tuning:
 
 # Over gloo, a message between two processes costs less than its collective does; large tensors are the backend's own.
 BUILT_IN = Tuning({"all_reduce": [(64 * 2**10, "recursive_doubling"), (_FOREVER, "native")]})
+
+
+def share_tuning(store: dist.Store, file: Path | str | None, rank: int, size: int) -> Tuning:
+    """Rank 0's thresholds (from `file`, else from the file that LOCKSTEP_TUNING names, else built in), the same on all ranks.
+
+    Every rank calls it. Rank 0 says which file it was. Raises UsageError, on all ranks, for a file that cannot be used.
+    """
+    if rank:
+        said = json.loads(store.get(_KEY).decode())
+    else:
+        file = file or os.environ.get(TUNING_VARIABLE)
+        said = _said(Path(file)) if file else {}
+        if size > 1:
+            store.set(_KEY, json.dumps(said))
+        if "tuning" in said:
+            print(f"collectives are chosen by {file}", file=sys.stderr)
+    if "error" in said:
+        raise UsageError(said["error"])
+    return Tuning.from_json(said["tuning"], said["source"]) if said else BUILT_IN
+
+
+def _said(file: Path) -> dict[str, Any]:
+    try:
+        found = Tuning.read(file)
+    except UsageError as error:
+        return {"error": str(error)}
+    return {"tuning": found.as_json(), "source": found.source}

@@ -52,6 +52,10 @@ class Form:
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
 
+    def any_length(self) -> str:
+        """What must be alike on all ranks: all but the length of dim 0."""
+        return f"{short_dtype(self.dtype)}[{','.join(['*', *map(str, self.shape[1:])][: len(self.shape)])}]"
+
     @property
     def bytes(self) -> int:
         count = self.dtype.itemsize
@@ -76,10 +80,11 @@ ROW = 2 + _MOST_DIMS
 """Numbers of an encoded form."""
 
 
-def exchange(group: Group, mine: Sequence[Form], place: str) -> list[list[Form]]:
-    """Every rank's forms, by rank; all ranks give equally many. A small collective on the host."""
+def exchange(group: Group, mine: Sequence[Form], kind: str) -> list[list[Form]]:
+    """Every rank's forms, by rank; all ranks give equally many. A small collective on the host, which other ranks see as `kind`."""
+    text = f"{kind} {mine[0].any_length()}" if len(mine) == 1 else f"{kind} of {short_dtype(mine[0].dtype)}"
     table = torch.tensor([form.encode() for form in mine], dtype=torch.int64).view(len(mine), ROW)
-    rows = group.host.all_gather(table, place=place).view(group.size, len(mine), ROW).tolist()
+    rows = group.host.all_gather(table, text=text).view(group.size, len(mine), ROW).tolist()
     return [[Form.decode(row) for row in theirs] for theirs in rows]
 
 

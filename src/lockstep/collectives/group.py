@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
-from lockstep.collectives.tags import describe
+from lockstep.collectives.tags import call_site, describe
 from lockstep.errors import UsageError
 
 T = TypeVar("T")
@@ -161,10 +161,10 @@ class Group:
 
         return NativeWork(self, work, finish)
 
-    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Work:
+    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None) -> Work:
         """Replace `tensor` on every rank by that of rank `root` (a place in this group)."""
         self.check_root(root)
-        self.announce("broadcast", tensor, f"from {root}", place, sends=_bytes(tensor) if self.rank == root and self.size > 1 else 0)
+        self.announce("broadcast", tensor, f"from {root}", place, _bytes(tensor) if self.rank == root and self.size > 1 else 0, text)
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # a backend need not know the dtype of what it moves
@@ -177,12 +177,12 @@ class Group:
 
         return NativeWork(self, work, copy_back)
 
-    def all_gather(self, tensor: Tensor, place: str | None = None) -> Tensor:
+    def all_gather(self, tensor: Tensor, place: str | None = None, text: str | None = None) -> Tensor:
         """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size * n, ...], 0-d gives [size].
 
         The shapes must be equal on all ranks.
         """
-        self.announce("all_gather", tensor, "", place, sends=(self.size - 1) * _bytes(tensor))
+        self.announce("all_gather", tensor, "", place, (self.size - 1) * _bytes(tensor), text)
         self.wait_for_all(self.number)
         piece = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
         if self.size == 1 or tensor.numel() == 0:
@@ -201,10 +201,15 @@ class Group:
         """Receive a contiguous tensor from rank `source` of this group."""
         dist.recv(tensor, src=self.ranks[source], group=self.process_group)
 
-    def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int) -> int:
-        """Give the next collective its number, return it and, where ranks compare, tell them what it is. Raises CollectiveMismatch."""
+    def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int, text: str | None = None) -> int:
+        """Give the next collective its number, return it and, where ranks compare, tell them what it is. Raises CollectiveMismatch.
+
+        `text` says it in place of `kind`, `tensor` and `detail`.
+        """
         self.bytes_sent += sends
-        self.say(describe(kind, tensor, detail, place) if self.tags is not None else "")
+        if self.tags is not None:
+            text = describe(kind, tensor, detail, place) if text is None else f"{text} {place or call_site()}"
+        self.say(text or "")
         return self.number
 
     def say(self, text: str) -> None:

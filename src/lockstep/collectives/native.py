@@ -15,7 +15,6 @@ from torch import Tensor
 from lockstep.collectives.forms import ROW, Form, check_alike, exchange, from_bytes, padded, room_for
 from lockstep.collectives.group import REDUCE_OPS, Group, NativeWork, Op, check_op, working_dtype
 from lockstep.collectives.handle import Handle
-from lockstep.collectives.tags import call_site
 from lockstep.errors import UsageError
 
 _all_gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,7 +66,7 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op) -> Handle[Tensor]:
 
 def all_gather(group: Group, tensor: Tensor) -> Handle[list[Tensor]]:
     """Every rank's tensor, by rank; dim 0 may have another length on each."""
-    (forms,) = zip(*exchange(group, [Form.of(tensor)], f"for the shapes of all_gather {call_site()}"), strict=True)
+    (forms,) = zip(*exchange(group, [Form.of(tensor)], "all_gather"), strict=True)
     check_alike("all_gather", forms, group)
     room = room_for(forms)
     mine = padded(tensor, room)
@@ -85,7 +84,7 @@ def all_gather(group: Group, tensor: Tensor) -> Handle[list[Tensor]]:
 def gather(group: Group, tensor: Tensor, root: int) -> Handle[list[Tensor] | None]:
     """On rank `root` every rank's tensor, by rank; dim 0 may have another length on each. None on the others."""
     group.check_root(root)
-    (forms,) = zip(*exchange(group, [Form.of(tensor)], f"for the shapes of gather {call_site()}"), strict=True)
+    (forms,) = zip(*exchange(group, [Form.of(tensor)], "gather"), strict=True)
     check_alike("gather", forms, group)
     room = room_for(forms)
     mine = padded(tensor, room)
@@ -130,7 +129,7 @@ def scattered_forms(group: Group, tensors: Sequence[Tensor] | None, root: int) -
     table = torch.zeros(group.size, ROW, dtype=torch.int64)
     if tensors is not None:
         table = torch.tensor([Form.of(tensor).encode() for tensor in tensors], dtype=torch.int64)
-    group.host.broadcast(table, root, place=f"for the shapes of scatter {call_site()}").wait()
+    group.host.broadcast(table, root, text=f"scatter from {root}").wait()
     return [Form.decode(row) for row in table.tolist()]
 
 
@@ -160,7 +159,7 @@ def arriving_forms(group: Group, tensors: Sequence[Tensor]) -> list[Form]:
         raise UsageError(f"all_to_all: {len(tensors)} tensors for {group.size} ranks: give one for each")
     if len({tensor.dtype for tensor in tensors}) > 1:
         raise UsageError("all_to_all: the tensors have different dtypes")
-    everyone = exchange(group, [Form.of(tensor) for tensor in tensors], f"for the shapes of all_to_all {call_site()}")
+    everyone = exchange(group, [Form.of(tensor) for tensor in tensors], "all_to_all")
     return [theirs[group.rank] for theirs in everyone]
 
 

@@ -1,0 +1,248 @@
+"""How fast collectives are here: every algorithm beside the backend's own, in turns, and every timed run checked.
+
+Columns and definitions are those of nccl-tests. `size` is the bytes of the tensor that every rank ends with (all-gather: of all pieces
+together; reduce-scatter: of each input); `time` the slowest rank's, median over the runs; algbw = size / time; busbw = algbw times a factor
+that makes an ideal ring's value the speed of the link, whatever the number of ranks (2(n-1)/n for an all-reduce). It is derived from the
+time, not traffic that was measured. `#wrong` counts elements that are not what they must be, over all runs and ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import collectives
+from lockstep.collectives.algorithms import algorithms_of
+from lockstep.collectives.choose import Tuning
+from lockstep.collectives.schedule import Kind
+from lockstep.errors import UsageError
+from lockstep.launcher.spawn import launch
+from lockstep.world import World, init
+
+KINDS: tuple[Kind, ...] = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+TUNED: tuple[Kind, ...] = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+_MARGIN = 0.9  # an algorithm takes the backend's place only where it needs less than this share of its time
+_WORTH = 0.25  # seconds that one size of one algorithm is measured, about
+_FEWEST, _MOST = 8, 200  # runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One algorithm at one size."""
+
+    collective: str
+    algorithm: str
+    size: int
+    workers: int
+    runs: int
+    p50: float
+    """Seconds, of the slowest rank of each run."""
+    p99: float
+    wrong: int
+
+    @property
+    def algbw(self) -> float:
+        """GB/s."""
+        return self.size / self.p50 / 1e9
+
+    @property
+    def busbw(self) -> float:
+        """GB/s."""
+        return self.algbw * bus_factor(self.collective, self.workers)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"algbw": self.algbw, "busbw": self.busbw}
+
+
+def bus_factor(collective: str, workers: int) -> float:
+    """busbw / algbw, as nccl-tests define it."""
+    if collective == "all_reduce":
+        return 2 * (workers - 1) / workers
+    return 1.0 if collective in ("broadcast", "reduce") else (workers - 1) / workers
+
+
+def measure(kind: Kind, workers: int, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None = None) -> list[Measured]:
+    """Measure on that many fresh ranks of this host. Raises UsageError for a collective or algorithm that there is not."""
+    check(kind, algorithms)
+    return launch(_on_rank, workers=workers, args=(kind, tuple(sizes), tuple(algorithms), runs))[0]
+
+
+def check(kind: str, algorithms: Sequence[str]) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"collective {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    for algorithm in algorithms:
+        if algorithm not in ("native", "auto", *algorithms_of(kind)):
+            raise UsageError(f"algorithm {algorithm!r} is unknown for {kind}: choose one of native, auto, {', '.join(algorithms_of(kind))}")
+
+
+def _on_rank(kind: Kind, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None) -> list[Measured]:
+    with init() as world:
+        return [each for size in sizes for each in _one_size(world, kind, size, algorithms, runs)]
+
+
+def _one_size(world: World, kind: Kind, size: int, algorithms: Sequence[str], runs: int | None) -> list[Measured]:
+    case = _Case(world, kind, size)
+    times: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
+    wrong = dict.fromkeys(algorithms, 0)
+    count = runs or case.worthwhile(algorithms[0])
+    for run in range(-2, count):  # the first two warm up
+        for algorithm in algorithms if run % 2 else reversed(algorithms):
+            seconds, bad = case.run(algorithm, run)
+            if run >= 0:
+                times[algorithm].append(seconds)
+                wrong[algorithm] += bad
+    found = torch.tensor([times[algorithm] for algorithm in algorithms], dtype=torch.float64)
+    bad_everywhere = torch.tensor([wrong[algorithm] for algorithm in algorithms])
+    world.control.all_reduce(found, "max").wait()
+    world.control.all_reduce(bad_everywhere).wait()
+    result = []
+    for algorithm, row, bad in zip(algorithms, found.tolist(), bad_everywhere.tolist(), strict=True):
+        ordered = sorted(row)
+        p99 = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+        result.append(
+            Measured(
+                collective=kind,
+                algorithm=algorithm,
+                size=size,
+                workers=world.size,
+                runs=count,
+                p50=statistics.median(row),
+                p99=p99,
+                wrong=bad,
+            )
+        )
+    return result
+
+
+class _Case:
+    """One collective at one size on one rank: fresh data for each run, and what must come out."""
+
+    def __init__(self, world: World, kind: Kind, size: int) -> None:
+        self._world, self._kind = world, kind
+        count = max(1, size // 4)
+        pieces = kind in ("all_gather", "all_to_all")
+        self._count = max(1, count // world.size) if pieces else count
+        self._pattern = torch.arange(self._count, dtype=torch.float32, device=world.device).remainder_(61)
+
+    def _of(self, rank: int, run: int) -> Tensor:
+        return self._pattern + (rank + 1) * (run % 5 + 2)
+
+    def worthwhile(self, algorithm: str) -> int:
+        """How many runs fill the time, equal on all ranks."""
+        self.run(algorithm, 0)
+        seconds = torch.tensor(self.run(algorithm, 0)[0])
+        self._world.control.all_reduce(seconds, "max").wait()
+        return min(_MOST, max(_FEWEST, int(_WORTH / max(seconds.item(), 1e-6))))
+
+    def run(self, algorithm: str, run: int) -> tuple[float, int]:
+        """(seconds on this rank, wrong elements on it)."""
+        world, size = self._world, self._world.size
+        mine = self._of(world.rank, run)
+        call: Callable[[], Any]
+        everyone = [self._of(rank, run) for rank in range(size)]
+        total = self._pattern * size + sum(range(1, size + 1)) * (run % 5 + 2)
+        name: Any = algorithm
+        if self._kind == "all_reduce":
+            call, expected = lambda: collectives.all_reduce(mine, algorithm=name), total
+        elif self._kind == "broadcast":
+            call, expected = lambda: collectives.broadcast(mine, algorithm=name), everyone[0]
+        elif self._kind == "reduce":
+            call, expected = lambda: collectives.reduce(mine, algorithm=name), total if world.rank == 0 else mine.clone()
+        elif self._kind == "all_gather":
+            call, expected = lambda: collectives.all_gather(mine, algorithm=name), torch.cat(everyone)
+        elif self._kind == "reduce_scatter":
+            call, expected = lambda: collectives.reduce_scatter(mine, algorithm=name), total.tensor_split(size)[world.rank]
+        else:
+            sent = [mine + other for other in range(size)]
+            call = lambda: torch.cat(collectives.all_to_all(sent, algorithm=name))  # noqa: E731
+            expected = torch.cat([each + world.rank for each in everyone])
+        world.control.all_reduce(torch.zeros(1)).wait()  # all ranks are here
+        self._settle()
+        begin = time.perf_counter()
+        found = call()
+        self._settle()
+        seconds = time.perf_counter() - begin
+        return seconds, int((found != expected).sum())
+
+    def _settle(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+
+
+def tune(workers: int, sizes: Sequence[int], source: str) -> tuple[Tuning, list[Measured]]:
+    """Measure everything, and have the fastest algorithm chosen at every size; the backend's own unless another is clearly faster."""
+    found: list[Measured] = []
+    table: dict[str, list[tuple[float, str]]] = {}
+    for kind in TUNED:
+        measured = measure(
+            kind, workers, sizes, ["native", *(name for name in algorithms_of(kind) if name not in ("central", "hierarchical"))]
+        )
+        found += measured
+        table[kind] = thresholds({size: {each.algorithm: each.p50 for each in measured if each.size == size} for size in sizes})
+    return Tuning(table, workers, source), found
+
+
+def thresholds(seconds: dict[int, dict[str, float]]) -> list[tuple[float, str]]:
+    """Pairs (up to how many bytes, algorithm) from the time of each at each size; one size's rule ends in the middle, by ratio, of the next."""
+    chosen: list[tuple[int, str]] = []
+    for size in sorted(seconds):
+        best = min(seconds[size], key=seconds[size].__getitem__)
+        chosen.append((size, best if seconds[size][best] < _MARGIN * seconds[size]["native"] else "native"))
+    pairs = []
+    for (size, algorithm), following in zip(chosen, [*chosen[1:], None], strict=True):
+        if following is None:
+            pairs.append((float("inf"), algorithm))
+        elif following[1] != algorithm:
+            pairs.append(((size * following[0]) ** 0.5, algorithm))
+    return pairs
+
+
+def table(measured: Sequence[Measured]) -> str:
+    """nccl-tests' columns, a line for each size and algorithm."""
+    lines = [
+        f"{'collective':<15}{'algorithm':<20}{'size':>11}{'time':>10}{'p99':>10}{'algbw':>8}{'busbw':>8}{'#wrong':>8}{'vs native':>11}"
+    ]
+    lines.append(f"{'':<15}{'':<20}{'(B)':>11}{'(us)':>10}{'(us)':>10}{'(GB/s)':>8}{'(GB/s)':>8}{'':>8}{'':>11}")
+    native = {(each.collective, each.size): each.p50 for each in measured if each.algorithm == "native"}
+    for each in measured:
+        base = native.get((each.collective, each.size))
+        against = f"{base / each.p50:.2f}x" if base else ""
+        lines.append(
+            f"{each.collective:<15}{each.algorithm:<20}{each.size:>11}{1e6 * each.p50:>10.1f}{1e6 * each.p99:>10.1f}"
+            f"{each.algbw:>8.2f}{each.busbw:>8.2f}{each.wrong:>8}{against:>11}"
+        )
+    return "\n".join(lines)
+
+
+def plot(measured: Sequence[Measured], file: str) -> None:
+    """Time by size, a curve an algorithm, both axes logarithmic. Raises UsageError without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'lockstep-train[plot]'") from None
+    kinds = list(dict.fromkeys(each.collective for each in measured))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(1 + 6 * len(kinds), 5), squeeze=False)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        for algorithm in dict.fromkeys(each.algorithm for each in measured if each.collective == kind):
+            points = [(each.size, 1e6 * each.p50) for each in measured if (each.collective, each.algorithm) == (kind, algorithm)]
+            width = 2.5 if algorithm == "native" else 1.5
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, linewidth=width, label=algorithm)
+        axis.set(xscale="log", yscale="log", xlabel="bytes", ylabel="time in us, median of the slowest rank")
+        axis.set_title(f"{kind}, {measured[0].workers} ranks on one host")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(file, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {file} cannot be written: {error}") from error
+    plt.close(figure)
