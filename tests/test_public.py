@@ -13,6 +13,7 @@ NAMES = [
     "DistributedDataParallel",
     "DistributedSampler",
     "Loader",
+    "Replicas",
     "Stepper",
     "Task",
     "World",

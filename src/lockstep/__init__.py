@@ -14,6 +14,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "DistributedDataParallel": "lockstep.data_parallel",
     "DistributedSampler": "lockstep.data.sampler",
     "Loader": "lockstep.data.loader",
+    "Replicas": "lockstep.replicas",
     "Stepper": "lockstep.stepper",
     "Task": "lockstep.task",
     "World": "lockstep.world",
@@ -32,6 +33,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "Loader",
+    "Replicas",
     "Stepper",
     "Task",
     "World",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from lockstep.inference.predict import predict
     from lockstep.launcher.spawn import launch
     from lockstep.learning_rate import scale_lr
+    from lockstep.replicas import Replicas
     from lockstep.stepper import Stepper
     from lockstep.streams import seed, stream
     from lockstep.task import Task

@@ -26,6 +26,8 @@ from lockstep import meeting
 from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.exchanged_tags import ExchangedTags
 from lockstep.collectives.group import Group
+from lockstep.collectives.shared_memory.operations import SharedMemory, length, possible
+from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback
@@ -198,11 +200,18 @@ class World:
         name = group.process_group.group_name
         if sys.platform == "linux" and self.local_size == self.size:
             group.tags = self.own(share_page(self._store, name, group.rank, group.ranks, self.timeout))
+            self._share_memory(group, name)
         elif self._tags == "all":
             twin = self._twin(group)
             group.tags = self.own(ExchangedTags(self._store, name, twin, group.ranks, self.timeout))
         if group.tags is not None:
             group.timeout = self.timeout
+
+    def _share_memory(self, group: Group, name: str) -> None:
+        """Where tensors are on the CPU of one host, they may travel through its memory."""
+        if group.waits and possible():
+            memory = share(self._store, f"memory/{name}", group.rank, group.size, length(group.size), self.timeout)
+            group.memory = self.own(SharedMemory(memory, group))
 
     def _share_host(self, group: Group) -> None:
         """On GPUs, give the group a twin for CPU tensors."""

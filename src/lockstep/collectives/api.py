@@ -29,6 +29,7 @@ from lockstep.collectives.handle import Handle, Later
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 
+SHARED_MEMORY = "shared_memory"
 T = TypeVar("T")
 AnyGroup = Group | dist.ProcessGroup | None
 AnyOp = Op | dist.ReduceOp | Any  # torch's ReduceOp.SUM is of another, hidden type
@@ -56,6 +57,10 @@ def all_reduce(
     name = _choose(found, "all_reduce", algorithm, tensor)
     if name == "native":
         handle = Handle([found.all_reduce(tensor, op)], lambda: tensor)
+        return handle if async_op else handle.wait()
+    if name == SHARED_MEMORY:
+        assert found.memory is not None
+        handle = Handle([found.memory.all_reduce(tensor, op)], lambda: tensor)
         return handle if async_op else handle.wait()
     nodes = found.ranks_per_node if name == "hierarchical" else None
     run = by_schedule.all_reduce(found, tensor, op, name, _label(algorithm), nodes)
@@ -172,6 +177,15 @@ def _op(op: AnyOp) -> Any:
 
 
 def _choose(group: Group, kind: Kind, algorithm: str, tensor: Tensor | None) -> str:
+    shared = kind == "all_reduce" and group.memory is not None
+    if algorithm == "auto" and shared:
+        return SHARED_MEMORY
+    if algorithm == SHARED_MEMORY and kind == "all_reduce":
+        if not shared:
+            raise UsageError(
+                "algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one of them: use auto"
+            )
+        return SHARED_MEMORY
     if algorithm == "auto":
         return group.tuning.choose(kind, 0 if tensor is None else tensor.numel() * tensor.element_size(), group.size)
     if algorithm != "native" and algorithm not in algorithms_of(kind):

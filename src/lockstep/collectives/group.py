@@ -48,7 +48,14 @@ class Comparison(Protocol):
     def compare(self, number: int) -> bool: ...
     def wait(self, number: int, timeout: timedelta) -> None: ...
     def look(self, number: int) -> None: ...
+    def said(self, number: int) -> str: ...
     def close(self) -> None: ...
+
+
+class Memory(Protocol):
+    """All-reduce through shared memory (shared_memory/operations.py)."""
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work: ...
 
 
 class Done:
@@ -101,6 +108,8 @@ class Group:
         self.tags: Comparison | None = None
         self._background = Background("lockstep collectives")
         self.tuning = BUILT_IN
+        self.memory: Memory | None = None
+        """Where all ranks share the memory of one host: all-reduce through it."""
         self.ranks_per_node = self.size
         """Of consecutive ranks that share a host; the last host may have fewer."""
         self.waits = True
@@ -125,6 +134,7 @@ class Group:
         """End of the world: the next Group of this process group is a new one."""
         self._background.close()
         self.tags = None
+        self.memory = None
         self._of_process_group.pop(self.process_group, None)
 
     @classmethod

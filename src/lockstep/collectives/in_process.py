@@ -81,6 +81,8 @@ def reduce_scatter(tensors: Sequence[Tensor], op: str = "sum", algorithm: str = 
     """Rank r's rows of the sum of all, cut as `torch.tensor_split` cuts rows, by rank."""
     _check_alike(tensors)
     check_op(op, tensors[0])
+    if not tensors[0].dim():
+        raise UsageError("reduce_scatter of a 0-d tensor: it has no rows to cut; use reduce, or give it a dimension")
     size = len(tensors)
     schedule = schedule_of("reduce_scatter", algorithm, size)
     parts = tensors[0].tensor_split(size)
@@ -94,6 +96,7 @@ def reduce_scatter(tensors: Sequence[Tensor], op: str = "sum", algorithm: str = 
 @torch.no_grad()
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
     """What every rank ends with: all tensors. They may differ in the length of dim 0."""
+    _check_dtypes(tensors)
     size = len(tensors)
     schedule = schedule_of("all_gather", algorithm, size)
     cells = [_loose({rank: tensor}, [each.numel() for each in tensors]) for rank, tensor in enumerate(tensors)]
@@ -104,6 +107,7 @@ def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[
 @torch.no_grad()
 def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
     """What every rank ends with: its tensor of the root's list."""
+    _check_dtypes(tensors)
     size = len(tensors)
     sizes = [each.numel() for each in tensors]
     schedule = schedule_of("scatter", algorithm, size, root=root)
@@ -115,6 +119,7 @@ def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -
 @torch.no_grad()
 def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
     """What the root ends with: every rank's tensor."""
+    _check_dtypes(tensors)
     size = len(tensors)
     schedule = schedule_of("gather", algorithm, size, root=root)
     cells = [_loose({rank: tensor}, [each.numel() for each in tensors]) for rank, tensor in enumerate(tensors)]
@@ -126,8 +131,12 @@ def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") ->
 def all_to_all(tensors: Sequence[Sequence[Tensor]], algorithm: str = "direct") -> list[list[Tensor]]:
     """What every rank ends with: from each rank the tensor that it had for this one. `tensors[s][d]` goes from s to d."""
     size = len(tensors)
-    schedule = schedule_of("all_to_all", algorithm, size)
+    for rank, row in enumerate(tensors):
+        if len(row) != size:
+            raise UsageError(f"rank {rank} has {len(row)} tensors for {size} ranks: an all-to-all has one for each rank")
     every = [piece for row in tensors for piece in row]
+    _check_dtypes(every)
+    schedule = schedule_of("all_to_all", algorithm, size)
     sizes = [piece.numel() for piece in every]
     cells = [_loose({rank * size + place: piece for place, piece in enumerate(row)}, sizes) for rank, row in enumerate(tensors)]
     execute(schedule, cells)
@@ -145,11 +154,22 @@ def _loose(tensors: dict[int, Tensor], sizes: Sequence[int], like: Tensor | None
 
 
 def _check_alike(tensors: Sequence[Tensor]) -> None:
-    if not tensors:
-        raise UsageError("a collective needs at least one rank: give one tensor for each")
+    _check_any(tensors)
     for rank, tensor in enumerate(tensors):
         if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
             raise UsageError(
                 f"rank 0's tensor is {tensors[0].dtype} {list(tensors[0].shape)}, rank {rank}'s {tensor.dtype} {list(tensor.shape)}: "
                 "they must be alike"
             )
+
+
+def _check_dtypes(tensors: Sequence[Tensor]) -> None:
+    _check_any(tensors)
+    for tensor in tensors:
+        if tensor.dtype != tensors[0].dtype:
+            raise UsageError(f"tensors of {tensors[0].dtype} and {tensor.dtype}: what is moved together must have one dtype")
+
+
+def _check_any(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise UsageError("a collective needs at least one rank: give one tensor for each")

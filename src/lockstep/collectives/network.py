@@ -43,6 +43,12 @@ class Network:
     ranks_per_node: int = 1
     reduce_rate: float = float("inf")
 
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise UsageError(f"ranks_per_node={self.ranks_per_node}: a node has at least one rank")
+        if not self.reduce_rate > 0:
+            raise UsageError(f"reduce_rate={self.reduce_rate} B/s: it must be above 0; leave it out for an addition that costs nothing")
+
     @classmethod
     def flat(cls, latency: float, bandwidth: float, reduce_rate: float = float("inf")) -> Network:
         """Every rank a node of its own."""
@@ -51,7 +57,8 @@ class Network:
 
     def time(self, schedule: Schedule, bytes: float) -> float:
         """Seconds that the schedule takes for a tensor of so many bytes on every rank (in a scatter or all-gather: all pieces together)."""
-        cell = bytes / max(1, schedule.cells)
+        # An all-to-all numbers the cells of all ranks; the others number those of one tensor.
+        cell = bytes / (schedule.world if schedule.kind == "all_to_all" else schedule.cells)
         return sum(each.repeat * self._round(each, cell, schedule.world) for each in schedule.rounds)
 
     def _round(self, each: Round, cell: float, world: int) -> float:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.collectives.shared_memory.segment import share
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
-from lockstep.meeting import wait_for_count
 
 _HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid
 _NUMBER = struct.Struct("=Q")
@@ -111,6 +111,10 @@ class Tags:
         if not self.compare(number):
             self._look_for_the_dead(number)
 
+    def said(self, number: int) -> str:
+        """What this rank said its collective `number` is; empty when that is long ago."""
+        return self._text(self._rank, number) or ""
+
     # -- messages ------------------------------------------------------------------------------------------------------------------
 
     def _tag(self, rank: int, number: int) -> int:
@@ -151,25 +155,7 @@ class Tags:
 
 def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Tags:
     """Make or join the page of a group whose members all run on this host. Every member calls it. Linux only."""
-    size = len(ranks)
-    key = f"tags/{name}"
-    if rank == 0:
-        # In memory and without a name: nothing to unlink, and nothing stays whatever kills us.
-        handle = os.memfd_create("lockstep-tags", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(handle, size * _BLOCK)
-            memory = mmap.mmap(handle, size * _BLOCK)
-            store.set(f"{key}/path", f"/proc/{os.getpid()}/fd/{handle}")
-            wait_for_count(store, f"{key}/mapped", size - 1, timeout)
-        finally:
-            os.close(handle)
-    else:
-        with open(store.get(f"{key}/path").decode(), "r+b") as file:
-            memory = mmap.mmap(file.fileno(), size * _BLOCK)
-    tags = Tags(memory, rank, ranks)
-    if rank:
-        store.add(f"{key}/mapped", 1)
-    return tags
+    return Tags(share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout), rank, ranks)
 
 
 def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) -> CollectiveMismatch:

@@ -77,8 +77,10 @@ def check(kind: str, algorithms: Sequence[str]) -> None:
     if kind not in KINDS:
         raise UsageError(f"collective {kind!r} is unknown: choose one of {', '.join(KINDS)}")
     for algorithm in algorithms:
-        if algorithm not in ("native", "auto", *algorithms_of(kind)):
-            raise UsageError(f"algorithm {algorithm!r} is unknown for {kind}: choose one of native, auto, {', '.join(algorithms_of(kind))}")
+        if algorithm not in ("native", "auto", "shared_memory", *algorithms_of(kind)):
+            raise UsageError(
+                f"algorithm {algorithm!r} is unknown for {kind}: choose one of native, auto, shared_memory, {', '.join(algorithms_of(kind))}"
+            )
 
 
 def _on_rank(kind: Kind, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None) -> list[Measured]:

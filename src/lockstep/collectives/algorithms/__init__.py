@@ -10,7 +10,18 @@ from lockstep.collectives.schedule import Kind, Schedule
 from lockstep.errors import UsageError
 
 Algorithm = Literal[
-    "auto", "native", "central", "ring", "tree", "recursive_doubling", "halving_doubling", "direct", "hierarchical", "doubling", "halving"
+    "auto",
+    "native",
+    "central",
+    "ring",
+    "tree",
+    "recursive_doubling",
+    "halving_doubling",
+    "direct",
+    "hierarchical",
+    "doubling",
+    "halving",
+    "shared_memory",
 ]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 

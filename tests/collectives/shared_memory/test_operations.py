@@ -1,0 +1,147 @@
+"""All-reduce through shared memory: the right sum, the same bits on every rank, several at once, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep import collectives
+from lockstep import world as module
+from lockstep.collectives.shared_memory.operations import PIECE, SLOTS, fold
+from lockstep.errors import CollectiveTimeout, PeerFailed, UsageError, WorkerFailed
+from lockstep.testing import run_ranks
+
+
+def noise(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sums(world: lockstep.World) -> dict[str, Tensor]:
+    assert world.group.memory is not None
+    found = {}
+    counts = {"one": 1, "a piece": PIECE // 4, "a piece and one": PIECE // 4 + 1, "more than there are slots": (SLOTS + 2) * PIECE // 4 - 3}
+    for name, count in counts.items():
+        found[name] = collectives.all_reduce(noise(world.rank, count), algorithm="shared_memory")
+    for dtype in (torch.bfloat16, torch.float16):
+        found[str(dtype)] = collectives.all_reduce(noise(world.rank, 1000, dtype), "mean", algorithm="shared_memory")
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8])
+def test_everybody_has_the_bits_of_the_balanced_tree(workers: int) -> None:
+    everyone = run_ranks(sums, workers)
+    for name, first in everyone[0].items():
+        assert all(torch.equal(found[name], first) for found in everyone), name
+        if first.dtype == torch.float32:
+            assert torch.equal(first, fold([noise(rank, len(first)) for rank in range(workers)], "sum")), name
+        else:
+            exact = torch.stack([noise(rank, 1000, first.dtype).double() for rank in range(workers)]).mean(0)
+            assert torch.equal(first, exact.to(first.dtype)) or torch.allclose(first.double(), exact, rtol=1e-2, atol=1e-3)
+
+
+def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
+    big, tiny = torch.tensor([1.0]), torch.tensor([2.0**-24])
+    assert fold([big, tiny, tiny, tiny], "sum").item() == 1 + 2.0**-23  # ((1 + t) + (t + t)); one after the other it would stay 1
+    assert fold([tiny, big, tiny], "sum").item() == 1  # ((t + 1) + t)
+
+
+def in_flight(world: lockstep.World) -> list[float]:
+    """Twelve at once, large and small, waited for in another order on each rank; in between others that go another way."""
+    sizes = [3, 3 * PIECE // 4, 10, (SLOTS + 1) * PIECE // 4] * 3
+    tensors = [torch.full((size,), float(number + world.rank)) for number, size in enumerate(sizes)]
+    handles = [collectives.all_reduce(tensor, algorithm="shared_memory", async_op=True) for tensor in tensors]
+    other = collectives.all_reduce(torch.ones(5), algorithm="native", async_op=True)
+    order = torch.randperm(len(tensors), generator=torch.Generator().manual_seed(world.rank)).tolist()
+    for number in order:
+        handles[number].wait()
+    assert other is not None
+    other.wait()
+    return [tensor.unique().item() for tensor in tensors]
+
+
+def test_many_are_in_flight_and_waited_for_in_any_order() -> None:
+    assert run_ranks(in_flight, 3) == [[3.0 * number + 3 for number in range(12)]] * 3
+
+
+def lost_handles(world: lockstep.World) -> float:
+    """What nobody waits for is done when somebody waits for what came after it."""
+    for _ in range(3 * SLOTS):
+        collectives.all_reduce(torch.ones(7), algorithm="shared_memory", async_op=True)
+    return collectives.all_reduce(torch.ones(1), algorithm="shared_memory").item()
+
+
+def test_a_handle_may_be_forgotten() -> None:
+    assert run_ranks(lost_handles, 2) == [2.0, 2.0]
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}  # semaphores of multiprocessing come and go
+
+
+def killed(world: lockstep.World, at: int) -> None:
+    tensor = torch.ones(PIECE // 2)
+    for number in range(1000):
+        if world.rank == 1 and number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number < at:
+            collectives.all_reduce(tensor, algorithm="shared_memory")
+            continue
+        with pytest.raises(PeerFailed, match=r"rank 1 \(pid \d+\) has ended"):
+            collectives.all_reduce(tensor, algorithm="shared_memory")
+        world.close(failed=True)
+        return
+
+
+@pytest.mark.parametrize("at", [0, 1, 57])
+def test_the_dead_are_named(at: int) -> None:
+    before = segments()
+    with pytest.raises(WorkerFailed):
+        run_ranks(killed, 3, args=(at,), timeout=timedelta(seconds=30))
+    assert segments() <= before
+
+
+def late(world: lockstep.World) -> str:
+    world.group.timeout = timedelta(seconds=0.3)
+    if world.rank == 1:
+        world._store.wait(["enough"], timedelta(seconds=20))
+        world.close(failed=True)
+        return ""
+    try:
+        collectives.all_reduce(torch.ones(3), algorithm="shared_memory")
+    except CollectiveTimeout as error:
+        world.close(failed=True)
+        return str(error)
+    finally:
+        world._store.set("enough", "")
+    return "nothing"
+
+
+def test_who_does_not_come_is_named() -> None:
+    said = run_ranks(late, 2)[0]
+    assert said.startswith("#1: all_reduce sum f32[3] at test_operations.py")
+    assert said.endswith("rank 1 did not come within 0.3 s")
+
+
+def test_elsewhere_it_is_refused() -> None:
+    with (
+        lockstep.init(backend="gloo"),
+        pytest.raises(UsageError, match="algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host"),
+    ):
+        collectives.all_reduce(torch.ones(2), algorithm="shared_memory")
+
+
+def without(world: lockstep.World) -> tuple[bool, list[float]]:
+    world.close()
+    module.possible = lambda: False
+    with lockstep.init(backend="gloo") as plain:
+        return plain.group.memory is None, collectives.all_reduce(torch.ones(2)).tolist()
+
+
+def test_auto_takes_another_way_where_it_is_not_there() -> None:
+    assert run_ranks(without, 2) == [(True, [2.0, 2.0])] * 2

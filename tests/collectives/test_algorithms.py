@@ -1,0 +1,179 @@
+"""What the algorithms are known for: rounds, messages, what each rank sends, and the order of addition."""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+import pytest
+
+from lockstep.collectives.algorithms import ALGORITHMS, algorithms_of, schedule
+from lockstep.collectives.prove import prove
+from lockstep.collectives.schedule import Kind
+from lockstep.errors import UsageError
+from tests.collectives.numbers import KINDS, NAMED
+
+WORLDS = [*range(1, 18), 32, 64]
+POWERS = [1, 2, 4, 8, 16, 32, 64]
+
+
+def balanced(ranks: range) -> str:
+    """The balanced tree over neighbours: ((0+1)+(2+3))."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    half = len(ranks) // 2
+    return f"({balanced(ranks[:half])}+{balanced(ranks[half:])})"
+
+
+def one_by_one(ranks: range) -> str:
+    text = str(ranks[0])
+    for rank in ranks[1:]:
+        text = f"({text}+{rank})"
+    return text
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_ring(world: int) -> None:
+    proof = prove(schedule("all_reduce", "ring", world))
+    assert proof.rounds == 2 * (world - 1)
+    assert proof.messages == 2 * world * (world - 1)
+    for rank in range(world):
+        assert proof.messages_of[rank] == 2 * (world - 1)
+        assert proof.share_sent(rank, cells=world) == 2 * (world - 1) / world
+
+
+def test_a_ring_is_two_rounds_at_any_size() -> None:
+    built = schedule("all_reduce", "ring", 65_536)
+    assert len(built.rounds) == 2
+    assert len(built) == 131_070
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_central(world: int) -> None:
+    proof = prove(schedule("all_reduce", "central", world))
+    assert proof.rounds == proof.messages == 2 * (world - 1)
+    assert proof.messages_of == (world - 1, *[1] * (world - 1))
+    assert proof.orders == {0: one_by_one(range(world))}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_tree(world: int) -> None:
+    proof = prove(schedule("all_reduce", "tree", world))
+    assert proof.rounds == 2 * ceil(log2(world))
+    assert proof.messages == 2 * (world - 1)
+    assert max(proof.messages_of) == max(1, ceil(log2(world))) * (world > 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_recursive_doubling(world: int) -> None:
+    proof = prove(schedule("all_reduce", "recursive_doubling", world))
+    core = 2 ** int(log2(world))
+    assert proof.rounds == log2(core) + 2 * (world != core)
+    assert proof.messages == core * log2(core) + 2 * (world - core)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_halving_doubling(world: int) -> None:
+    built = schedule("all_reduce", "halving_doubling", world)
+    proof = prove(built)
+    core = 2 ** int(log2(world))
+    assert proof.rounds == 2 * log2(core) + 2 * (world != core)
+    if world == core:
+        assert all(proof.share_sent(rank, built.cells) == 2 * (world - 1) / world for rank in range(world))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_direct(world: int) -> None:
+    proof = prove(schedule("all_reduce", "direct", world))
+    assert proof.messages == 2 * world * (world - 1)
+    assert all(proof.share_sent(rank, cells=world) == 2 * (world - 1) / world for rank in range(world))
+
+
+@pytest.mark.parametrize("world", POWERS)
+@pytest.mark.parametrize("name", ["tree", "recursive_doubling", "halving_doubling"])
+def test_powers_of_two_are_added_along_the_balanced_tree(name: str, world: int) -> None:
+    assert set(prove(schedule("all_reduce", name, world)).orders.values()) == {balanced(range(world))}
+
+
+def test_the_balanced_tree_is_what_it_looks_like() -> None:
+    assert prove(schedule("all_reduce", "tree", 8)).orders == {0: "(((0+1)+(2+3))+((4+5)+(6+7)))"}
+
+
+def test_a_ring_adds_each_cell_in_another_order() -> None:
+    assert prove(schedule("all_reduce", "ring", 4)).orders == {
+        0: "(((0+1)+2)+3)",
+        1: "(0+((1+2)+3))",
+        2: "((0+(2+3))+1)",
+        3: "(((0+3)+1)+2)",
+    }
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_hierarchical_with_full_nodes_of_powers_of_two_adds_each_node_along_its_tree(ranks_per_node: int) -> None:
+    orders = prove(schedule("all_reduce", "hierarchical", 2 * ranks_per_node, ranks_per_node=ranks_per_node)).orders
+    assert set(orders.values()) == {balanced(range(2 * ranks_per_node))}
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 8, 12, 13])
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3, 4, 8])
+def test_only_the_first_rank_of_a_node_crosses_the_network(world: int, ranks_per_node: int) -> None:
+    built = schedule("all_reduce", "hierarchical", world, ranks_per_node=ranks_per_node)
+    leaders = set(range(0, world, ranks_per_node))
+    for transfers in built.transfers():
+        for each in transfers:
+            if each.src // ranks_per_node != each.dst // ranks_per_node:
+                assert {each.src, each.dst} <= leaders
+                assert len(each.cells) == 1
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_moves_without_being_added(world: int) -> None:
+    log = ceil(log2(world))
+    rounds = {(kind, name): prove(schedule(kind, name, world)).rounds for kind, name in NAMED if kind != "all_reduce"}
+    for kind in ("broadcast", "reduce", "scatter", "gather"):
+        assert rounds[kind, "central"] == world - 1
+        assert rounds[kind, "tree"] == log
+    assert rounds["all_gather", "ring"] == rounds["all_gather", "direct"] == world - 1
+    assert rounds["all_gather", "doubling"] == rounds["reduce_scatter", "halving"] == log
+    assert rounds["all_to_all", "direct"] == world - 1
+
+
+@pytest.mark.parametrize("root", range(5))
+def test_a_central_reduce_adds_to_the_root_in_order_of_rank(root: int) -> None:
+    others = [rank for rank in range(5) if rank != root]
+    expected = one_by_one_of([root, *others])
+    assert prove(schedule("reduce", "central", 5, root=root)).orders == {0: expected}
+
+
+def one_by_one_of(ranks: list[int]) -> str:
+    """As the proof writes it: of two terms the one with the lesser first rank stands first."""
+    text, least = str(ranks[0]), ranks[0]
+    for rank in ranks[1:]:
+        text, least = (f"({rank}+{text})", rank) if rank < least else (f"({text}+{rank})", least)
+    return text
+
+
+def test_every_name_is_known_to_the_type() -> None:
+    assert {name for kind in KINDS for name in algorithms_of(kind)} | {"auto", "native", "shared_memory"} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "more", "message"),
+    [
+        ("all_reduce", "rong", {}, "algorithm='rong' is unknown for all_reduce: choose one of auto, native, central, ring, tree"),
+        ("scatter", "ring", {}, "algorithm='ring' is unknown for scatter: choose one of auto, native, central, tree"),
+        ("reduce_all", "ring", {}, "collective 'reduce_all' is unknown: choose one of all_reduce"),
+        ("reduce", "tree", {"root": 4}, "world=4 and root=4: there is at least one rank, and the root is one of them"),
+        ("reduce", "tree", {"root": -1}, "world=4 and root=-1"),
+        ("all_reduce", "hierarchical", {}, "ranks_per_node=None: a hierarchical all-reduce needs to know how many ranks share a node"),
+        ("all_reduce", "hierarchical", {"ranks_per_node": 0}, "ranks_per_node=0"),
+    ],
+)
+def test_what_cannot_be_built_is_said(kind: Kind, name: str, more: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        schedule(kind, name, 4, **more)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+
+
+def test_there_is_at_least_one_rank() -> None:
+    with pytest.raises(UsageError, match="world=0 and root=0"):
+        schedule("all_reduce", "ring", 0)

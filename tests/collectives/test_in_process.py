@@ -1,0 +1,210 @@
+"""Schedules over a list of tensors in one process, against torch's own functions on the stacked tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.collectives import in_process
+from lockstep.collectives.algorithms import algorithms_of
+from lockstep.errors import UsageError
+
+WORLDS = [1, 2, 3, 4, 5, 8]
+SHAPES = [(), (0, 3), (1,), (7,), (3, 5), (11, 2)]
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda t: t.sum(0),
+    "mean": lambda t: t.mean(0),
+    "prod": lambda t: t.prod(0),
+    "max": lambda t: t.amax(0),
+    "min": lambda t: t.amin(0),
+}
+MEANINGFUL = {
+    **{dtype: ["sum", "mean", "prod", "max", "min"] for dtype in (torch.float32, torch.float64, torch.bfloat16)},
+    **{dtype: ["sum", "prod", "max", "min"] for dtype in (torch.int64, torch.int32, torch.int16)},
+    **{dtype: ["sum", "mean", "prod"] for dtype in (torch.complex64, torch.complex128)},
+    torch.bool: ["max", "min"],
+}
+
+
+def everyones(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Different data on every rank; factors of small whole numbers, so that a product of eight is exact."""
+    generator = torch.Generator().manual_seed(world)
+    drawn = [torch.randint(-2, 3, shape, generator=generator) for _ in range(world)]
+    if dtype.is_complex:
+        return [torch.complex(each.float(), torch.roll(each.float().reshape(-1), 1).view(shape)).to(dtype) for each in drawn]
+    return [each.to(dtype) for each in drawn]
+
+
+def expected(tensors: list[Tensor], op: str) -> Tensor:
+    dtype = tensors[0].dtype
+    wide = {torch.bool: torch.int64, torch.bfloat16: torch.float64}.get(dtype, dtype)
+    return OPS[op](torch.stack([tensor.to(wide) for tensor in tensors])).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
+@pytest.mark.parametrize("name", algorithms_of("all_reduce"))
+def test_all_reduce(name: str, dtype: torch.dtype) -> None:
+    for world in WORLDS:
+        for op in MEANINGFUL[dtype]:
+            for shape in SHAPES:
+                tensors = everyones(world, shape, dtype)
+                before, want = [tensor.data_ptr() for tensor in tensors], expected(tensors, op)
+                returned = in_process.all_reduce(tensors, op, name, ranks_per_node=3 if name == "hierarchical" else None)
+                assert all(mine is theirs for mine, theirs in zip(returned, tensors, strict=True))
+                assert [tensor.data_ptr() for tensor in tensors] == before
+                for tensor in tensors:
+                    torch.testing.assert_close(tensor, want, msg=lambda text, at=(world, op, shape): f"{at}: {text}")
+
+
+@pytest.mark.parametrize("name", algorithms_of("all_reduce"))
+def test_all_ranks_get_the_same_bits(name: str) -> None:
+    for world in WORLDS:
+        tensors = list(torch.randn(world, 1003, generator=torch.Generator().manual_seed(world)))
+        in_process.all_reduce(tensors, "sum", name, ranks_per_node=2 if name == "hierarchical" else None)
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["tree", "recursive_doubling", "halving_doubling"])
+def test_the_bits_are_those_of_the_balanced_tree(name: str) -> None:
+    a, b, c, d = torch.randn(4, 1003, generator=torch.Generator().manual_seed(0))
+    tree, chain = (a + b) + (c + d), ((a + b) + c) + d
+    assert not torch.equal(tree, chain)
+    assert torch.equal(in_process.all_reduce([a.clone(), b.clone(), c.clone(), d.clone()], "sum", name)[0], tree)
+    assert torch.equal(in_process.all_reduce([a, b, c, d], "sum", "central")[0], chain)
+
+
+@pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
+@pytest.mark.parametrize("name", algorithms_of("reduce"))
+def test_reduce_changes_the_root_alone(name: str, dtype: torch.dtype) -> None:
+    for world in WORLDS:
+        for op in MEANINGFUL[dtype]:
+            for root in range(world):
+                tensors = everyones(world, (7,), dtype)
+                want = [expected(tensors, op) if rank == root else tensor.clone() for rank, tensor in enumerate(tensors)]
+                torch.testing.assert_close(in_process.reduce(tensors, root, op, name), want)
+
+
+@pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
+@pytest.mark.parametrize("name", algorithms_of("reduce_scatter"))
+def test_reduce_scatter(name: str, dtype: torch.dtype) -> None:
+    for world in WORLDS:
+        for op in MEANINGFUL[dtype]:
+            for shape in SHAPES[1:]:
+                tensors = everyones(world, shape, dtype)
+                want = list(expected(tensors, op).tensor_split(world))
+                torch.testing.assert_close(in_process.reduce_scatter(tensors, op, name), want)
+
+
+@pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
+@pytest.mark.parametrize("name", algorithms_of("broadcast"))
+def test_broadcast(name: str, dtype: torch.dtype) -> None:
+    for world in WORLDS:
+        for root in range(world):
+            for shape in SHAPES:
+                tensors = everyones(world, shape, dtype)
+                want = tensors[root].clone()
+                assert all(torch.equal(tensor, want) for tensor in in_process.broadcast(tensors, root, name))
+
+
+def pieces(count: int, dtype: torch.dtype) -> list[Tensor]:
+    """Of different lengths: one in three is empty."""
+    return [(torch.arange(3 * (number % 3)) + 10 * number).view(-1, 3).to(dtype) for number in range(count)]
+
+
+@pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
+def test_what_only_moves(dtype: torch.dtype) -> None:
+    for world in WORLDS:
+        own = pieces(world, dtype)
+        for name in algorithms_of("all_gather"):
+            same(in_process.all_gather(own, name), [own] * world)
+        for root in range(world):
+            for name in algorithms_of("scatter"):
+                same([in_process.scatter(own, root, name)], [own])
+            for name in algorithms_of("gather"):
+                same([in_process.gather(own, root, name)], [own])
+        every = pieces(world * world, dtype)
+        rows = [every[rank * world : (rank + 1) * world] for rank in range(world)]
+        for name in algorithms_of("all_to_all"):
+            same(in_process.all_to_all(rows, name), [list(column) for column in zip(*rows, strict=True)])
+
+
+def same(found: list[list[Tensor]], want: list[list[Tensor]]) -> None:
+    assert len(found) == len(want)
+    for row, wanted in zip(found, want, strict=True):
+        torch.testing.assert_close(row, wanted, rtol=0, atol=0)
+
+
+def test_what_came_is_a_copy() -> None:
+    own = pieces(3, torch.float32)
+    before = [each.clone() for each in own]
+    for row in in_process.all_gather(own):
+        for each in row:
+            each.fill_(-1)
+    same([own], [before])
+
+
+def test_scalars_are_gathered() -> None:
+    own = [torch.tensor(float(rank)) for rank in range(3)]
+    assert in_process.all_gather(own)[2] == own
+    assert in_process.gather(own, root=1) == own
+
+
+@pytest.mark.parametrize("name", algorithms_of("all_reduce"))
+def test_tensors_that_are_not_contiguous(name: str) -> None:
+    wholes = [torch.arange(24.0).view(4, 6) * (rank + 1) for rank in range(3)]
+    views = [wholes[0].t()[::2], wholes[1].t()[::2], wholes[2].t()[::2]]
+    want = torch.stack([view.clone() for view in views]).sum(0)
+    untouched = [whole[:, 1::2].clone() for whole in wholes]
+    in_process.all_reduce(views, "sum", name, ranks_per_node=2 if name == "hierarchical" else None)
+    for whole, view, rest in zip(wholes, views, untouched, strict=True):
+        assert torch.equal(view, want)
+        assert torch.equal(whole[:, ::2], want.t())
+        assert torch.equal(whole[:, 1::2], rest)
+
+
+def test_parameters_are_changed_in_place_without_a_graph() -> None:
+    parameters = [torch.nn.Parameter(torch.full((3,), float(rank))) for rank in range(3)]
+    in_process.all_reduce(parameters, "mean")
+    assert all(torch.equal(parameter, torch.ones(3)) and parameter.grad_fn is None for parameter in parameters)
+
+
+ONE, TWO = torch.ones(2), torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: in_process.all_reduce([]), "a collective needs at least one rank"),
+        (lambda: in_process.all_gather([]), "a collective needs at least one rank"),
+        (lambda: in_process.scatter([]), "a collective needs at least one rank"),
+        (lambda: in_process.gather([]), "a collective needs at least one rank"),
+        (lambda: in_process.all_to_all([]), "a collective needs at least one rank"),
+        (
+            lambda: in_process.all_reduce([ONE, TWO]),
+            r"rank 0's tensor is torch.float32 \[2\], rank 1's torch.float32 \[3\]: they must be alike",
+        ),
+        (lambda: in_process.broadcast([ONE, ONE.int()]), r"rank 1's torch.int32 \[2\]: they must be alike"),
+        (
+            lambda: in_process.all_gather([ONE, TWO.int()]),
+            "tensors of torch.float32 and torch.int32: what is moved together must have one dtype",
+        ),
+        (lambda: in_process.scatter([ONE, TWO.int()]), "must have one dtype"),
+        (lambda: in_process.gather([ONE, TWO.int()]), "must have one dtype"),
+        (lambda: in_process.all_to_all([[ONE, ONE], [ONE, TWO.int()]]), "must have one dtype"),
+        (lambda: in_process.all_to_all([[ONE, ONE], [ONE]]), "rank 1 has 1 tensors for 2 ranks: an all-to-all has one for each rank"),
+        (lambda: in_process.reduce_scatter([torch.tensor(1.0)] * 2), "reduce_scatter of a 0-d tensor: it has no rows to cut"),
+        (lambda: in_process.all_reduce([ONE], "median"), "op='median' is unknown"),
+        (lambda: in_process.all_reduce([ONE.int()], "mean"), "op='mean' of int32 would have to round"),
+        (lambda: in_process.all_reduce([ONE.bool()], "sum"), "op='sum' of bool"),
+        (lambda: in_process.all_reduce([ONE.cfloat()], "max"), "complex numbers have no order"),
+        (lambda: in_process.all_reduce([ONE], "sum", "rong"), "algorithm='rong' is unknown for all_reduce"),
+        (lambda: in_process.all_reduce([ONE], "sum", "hierarchical"), "ranks_per_node=None"),
+        (lambda: in_process.reduce([ONE, ONE], root=2), "world=2 and root=2"),
+    ],
+)
+def test_what_cannot_work_is_said(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()

@@ -1,0 +1,137 @@
+"""Times of schedules against the closed formulas of the docstrings (Hockney's model; Thakur, Rabenseifner and Gropp, 2005)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil, log2
+
+import pytest
+
+from lockstep.collectives.algorithms import schedule
+from lockstep.collectives.network import Link, Network
+from lockstep.collectives.schedule import Kind
+from lockstep.errors import UsageError
+
+A, B = 3e-6, 1e-9  # seconds of latency, seconds per byte
+S = 1e8  # bytes
+FLAT = Network.flat(latency=A, bandwidth=1 / B)
+
+
+def log(world: int) -> int:
+    return ceil(log2(world))
+
+
+Formula = Callable[[int], float]
+ANY_WORLD: dict[tuple[Kind, str], Formula] = {
+    ("all_reduce", "central"): lambda w: 2 * (w - 1) * (A + S * B),
+    ("all_reduce", "tree"): lambda w: 2 * log(w) * (A + S * B),
+    ("all_reduce", "ring"): lambda w: 2 * (w - 1) * A + 2 * (w - 1) / w * S * B,
+    ("all_reduce", "direct"): lambda w: 2 * (w - 1) * (A + S / w * B),
+    ("broadcast", "central"): lambda w: (w - 1) * (A + S * B),
+    ("broadcast", "tree"): lambda w: log(w) * (A + S * B),
+    ("reduce", "central"): lambda w: (w - 1) * (A + S * B),
+    ("reduce", "tree"): lambda w: log(w) * (A + S * B),
+    ("scatter", "central"): lambda w: (w - 1) * (A + S / w * B),
+    ("scatter", "tree"): lambda w: log(w) * A + (w - 1) / w * S * B,
+    ("gather", "central"): lambda w: (w - 1) * (A + S / w * B),
+    ("gather", "tree"): lambda w: log(w) * A + (w - 1) / w * S * B,
+    ("all_gather", "ring"): lambda w: (w - 1) * (A + S / w * B),
+    ("all_gather", "doubling"): lambda w: log(w) * A + (w - 1) / w * S * B,
+    ("all_gather", "direct"): lambda w: (w - 1) * (A + S / w * B),
+    ("reduce_scatter", "ring"): lambda w: (w - 1) * (A + S / w * B),
+    ("reduce_scatter", "halving"): lambda w: log(w) * A + (w - 1) / w * S * B,
+    ("reduce_scatter", "direct"): lambda w: (w - 1) * (A + S / w * B),
+    ("all_to_all", "direct"): lambda w: (w - 1) * (A + S / w * B),
+}
+POWERS_OF_TWO: dict[tuple[Kind, str], Formula] = {
+    ("all_reduce", "recursive_doubling"): lambda w: log(w) * (A + S * B),
+    ("all_reduce", "halving_doubling"): lambda w: 2 * log(w) * A + 2 * (w - 1) / w * S * B,
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), ANY_WORLD)
+def test_closed_formulas(kind: Kind, name: str) -> None:
+    for world in (*range(1, 18), 32, 64, 100, 128):
+        assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(ANY_WORLD[kind, name](world), rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 1024])
+@pytest.mark.parametrize(("kind", "name"), POWERS_OF_TWO)
+def test_closed_formulas_of_powers_of_two(kind: Kind, name: str, world: int) -> None:
+    assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(POWERS_OF_TWO[kind, name](world), rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [3, 5, 6, 7, 12, 1000])
+@pytest.mark.parametrize("name", ["recursive_doubling", "halving_doubling"])
+def test_other_worlds_pay_two_rounds_of_the_whole_tensor(name: str, world: int) -> None:
+    core = 2 ** int(log2(world))
+    expected = POWERS_OF_TWO["all_reduce", name](core) + 2 * (A + S * B)
+    assert FLAT.time(schedule("all_reduce", name, world), S) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(1, 8), (2, 8), (5, 8), (16, 4), (3, 6), (7, 1)])
+def test_hierarchical(nodes: int, ranks: int) -> None:
+    network = Network(within=Link(1e-6, 1e11), between=Link(5e-6, 1e10), ranks_per_node=ranks)
+    inside = 2 * log(ranks) * (1e-6 + S / 1e11)
+    between = 2 * (nodes - 1) * (5e-6 + S / nodes / 1e10)
+    built = schedule("all_reduce", "hierarchical", nodes * ranks, ranks_per_node=ranks)
+    assert network.time(built, S) == pytest.approx(inside + between, rel=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_the_way_out_of_a_node_is_shared_by_its_ranks(ranks: int) -> None:
+    """In the last round of recursive doubling every rank of node 0 exchanges everything with its partner on node 1."""
+    network = Network(within=Link(0.0, 1e12), between=Link(2e-6, 1e10), ranks_per_node=ranks)
+    built = schedule("all_reduce", "recursive_doubling", 2 * ranks)
+    assert network.time(built, S) == pytest.approx(log(ranks) * S / 1e12 + 2e-6 + ranks * S / 1e10, rel=1e-12)
+
+
+def test_a_ring_crosses_the_way_out_once_a_node() -> None:
+    network = Network(within=Link(1e-6, 1e11), between=Link(5e-6, 1e10), ranks_per_node=8)
+    built = schedule("all_reduce", "ring", 32)
+    assert network.time(built, S) == pytest.approx(2 * 31 * (5e-6 + S / 32 / 1e10), rel=1e-12)
+
+
+def test_one_node_knows_no_network() -> None:
+    network = Network(within=Link(A, 1 / B), between=Link(1.0, 1.0), ranks_per_node=8)
+    assert network.time(schedule("all_reduce", "ring", 8), S) == FLAT.time(schedule("all_reduce", "ring", 8), S)
+
+
+def test_adding_takes_time_where_something_is_added() -> None:
+    slow = Network.flat(A, 1 / B, reduce_rate=1e9)
+    ring, spread = schedule("all_reduce", "ring", 8), schedule("all_gather", "ring", 8)
+    assert slow.time(ring, S) - FLAT.time(ring, S) == pytest.approx(7 / 8 * S / 1e9, rel=1e-9)
+    assert slow.time(spread, S) == FLAT.time(spread, S)
+
+
+def test_65_536_ranks() -> None:
+    world, ranks = 65_536, 8
+    assert FLAT.time(schedule("all_reduce", "ring", world), S) == pytest.approx(ANY_WORLD["all_reduce", "ring"](world), rel=1e-12)
+    assert FLAT.time(schedule("all_reduce", "tree", world), S) == pytest.approx(2 * 16 * (A + S * B), rel=1e-12)
+    network = Network(within=Link(1e-6, 1e11), between=Link(5e-6, 1e10), ranks_per_node=ranks)
+    nodes = world // ranks
+    expected = 2 * 3 * (1e-6 + S / 1e11) + 2 * (nodes - 1) * (5e-6 + S / nodes / 1e10)
+    assert network.time(schedule("all_reduce", "hierarchical", world, ranks_per_node=ranks), S) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_small_tensor_wants_few_rounds_and_a_large_one_few_bytes() -> None:
+    times = {name: [FLAT.time(schedule("all_reduce", name, 64), size) for size in (1e2, 1e9)] for name in ("ring", "tree")}
+    assert times["tree"][0] < times["ring"][0]
+    assert times["ring"][1] < times["tree"][1]
+
+
+@pytest.mark.parametrize(("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)])
+def test_a_link_that_cannot_be_is_refused(latency: float, bandwidth: float) -> None:
+    with pytest.raises(UsageError, match="a link has a latency of 0 or more and a bandwidth above 0"):
+        Link(latency, bandwidth)
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, -1])
+def test_a_node_has_ranks(ranks_per_node: int) -> None:
+    with pytest.raises(UsageError, match=f"ranks_per_node={ranks_per_node}: a node has at least one rank"):
+        Network(Link(A, 1 / B), Link(A, 1 / B), ranks_per_node)
+
+
+def test_something_is_added_per_second() -> None:
+    with pytest.raises(UsageError, match=r"reduce_rate=0.0 B/s: it must be above 0"):
+        Network.flat(A, 1 / B, reduce_rate=0.0)
