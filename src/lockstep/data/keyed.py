@@ -22,7 +22,6 @@ from lockstep.data.generators import Enter, Streams
 from lockstep.orphans import die_with_parent
 
 IDLE = -1
-LINE = 16  # numbers between the notes of two workers: in one cache line they would hold up each other at every sample
 Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's samples
 
 
@@ -59,8 +58,8 @@ class KeyedDataset(Dataset[Any]):
         worker = get_worker_info()
         if worker is None or self._progress is None:
             return self._streams[1].make(partial(self._batch, *keys))
-        batch = self._streams[1].make(partial(self._batch, *keys, noting=worker.id * LINE))
-        self._progress[worker.id * LINE] = IDLE
+        batch = self._streams[1].make(partial(self._batch, *keys, noting=worker.id))
+        self._progress[worker.id] = IDLE
         return batch
 
     def _batch(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None = None) -> Any:
@@ -129,7 +128,7 @@ def fetches_at_once(dataset: object) -> bool:
 
 def shared_progress(workers: int) -> MutableSequence[int] | None:
     """Memory in which each of so many workers notes its sample."""
-    return RawArray("q", [IDLE] * (workers * LINE)) if workers else None
+    return RawArray("q", [IDLE] * workers) if workers else None
 
 
 def made(batch: Any) -> Any:

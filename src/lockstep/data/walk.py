@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from lockstep.data.ahead import Ahead, Copies
 from lockstep.data.course import Course
-from lockstep.data.keyed import IDLE, LINE, Keys, listed, worker_setup
+from lockstep.data.keyed import IDLE, Keys, listed, worker_setup
 from lockstep.errors import LockstepError, UsageError
 
 _PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
@@ -141,7 +141,7 @@ class Walk:
         """What worker `number` was at: the sample that it noted, or the first micro-batch that has not come from it."""
         progress = getattr(self._loader.dataset, "_progress", None)
         if progress is not None:
-            return "" if progress[number * LINE] == IDLE else f"sample {progress[number * LINE]}"
+            return "" if progress[number] == IDLE else f"sample {progress[number]}"
         arrived = getattr(self._batches, "_task_info", {})  # also what lies here to be handed out after others
         waiting = [place for place in self._sampler.sent if place % workers == number and len(arrived.get(place, ())) < 2]
         return f"samples {listed(self._sampler.sent[min(waiting)][1])}" if waiting else ""
