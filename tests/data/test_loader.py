@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.data.iterable.loader import StreamLoader
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError, UsageError
 from lockstep.testing import run_ranks
@@ -323,8 +324,10 @@ def test_ranks_come_from_the_process_group() -> None:
     ("options", "message"),
     [
         ({"dataset": []}, "the dataset is empty"),
-        ({"dataset": Stream()}, "Stream is iterable-style: a Loader needs a map-style dataset"),
-        ({"dataset": iter([1])}, "list_iterator is iterable-style"),
+        ({"dataset": 5}, "int is no dataset: it needs __len__ and __getitem__, or __iter__ for a stream"),
+        ({"dataset": Stream(), "shuffle": True}, "shuffle=True: Stream is iterable, so what comes when is its own affair"),
+        ({"dataset": Stream(), "order": range(3)}, "Stream is iterable, so what comes when is its own affair"),
+        ({"sharding": "items"}, "sharding='items' is for iterable datasets; the samples of Numbers have numbers"),
         ({"global_batch": None}, "global_batch=None and batch_per_rank=None: give exactly one"),
         ({"batch_per_rank": 4, "global_batch": 8}, "global_batch=8 and batch_per_rank=4: give exactly one"),
         ({"micro_batch": 9}, "micro_batch=9 is larger than global_batch=8"),
@@ -353,3 +356,10 @@ def test_epochs_that_do_not_exist_are_named() -> None:
     for arguments, message in (((-1,), "count=-1"), ((3, -1), "start=-1"), ((2.5,), "count=2.5")):
         with pytest.raises(UsageError, match=message):
             loader(Numbers(8)).epochs(*arguments)
+
+
+def test_an_iterable_dataset_gives_a_loader_with_the_same_face() -> None:
+    found = Loader(Stream(), global_batch=4, micro_batch=2, device="cpu")
+    assert isinstance(found, StreamLoader)
+    assert {name for name in dir(Loader) if not name.startswith("_")} - {"plan", "order"} <= set(dir(found))
+    assert found.describe().endswith("an iterable dataset, sharded by the loader")

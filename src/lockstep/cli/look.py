@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.collectives.schedule import Kind
 
 app = typer.Typer(help="Show how things are done, as text.", no_args_is_help=True)
 
@@ -15,11 +22,6 @@ class Split(StrEnum):
 
     interleaved = "interleaved"
     blocks = "blocks"
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `data` a command of its own while it is the only one."""
 
 
 @app.command("data")
@@ -36,3 +38,74 @@ def data(
     from lockstep.data import picture
 
     print(picture.show(samples, workers, split=split.value, drop_last=drop_last, epochs=epochs, shuffle=shuffle, seed=seed))
+
+
+_ALGORITHMS = {
+    "ring": "Everything goes round a ring twice: added up on the first round, spread on the second.",
+    "tree": "Up a binomial tree, and down again.",
+    "recursive-doubling": "Pairs exchange everything, at distance 1, 2, 4 ...",
+    "halving-doubling": "Pairs exchange halves, quarters ..., and back.",
+    "direct": "Every rank adds up one piece and sends it to all.",
+    "central": "Through rank 0, one rank after the other: the naive way.",
+    "hierarchical": "Trees inside the nodes, a ring between them.",
+}
+_COLLECTIVES = {
+    "all-reduce": "The sum of all, everywhere.",
+    "reduce": "The sum of all, on one rank.",
+    "reduce-scatter": "The sum of all, a part on each rank.",
+    "broadcast": "One rank's tensor, everywhere.",
+    "all-gather": "Everybody's tensor, everywhere.",
+    "gather": "Everybody's tensor, on one rank.",
+    "scatter": "One rank's list, a piece on each.",
+    "all-to-all": "From each rank to each.",
+}
+
+
+def _algorithm(name: str) -> Callable[..., None]:
+    def show(
+        workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 4,
+        out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")] = None,
+        ranks_per_node: Annotated[int, typer.Option(help="For hierarchical.")] = 2,
+    ) -> None:
+        from lockstep.collectives import draw, draw_svg
+        from lockstep.collectives.algorithms import schedule
+        from lockstep.collectives.prove import prove
+
+        found = schedule("all_reduce", name.replace("-", "_"), workers, ranks_per_node=ranks_per_node)
+        if out is None:
+            print(draw.text(found))
+        else:
+            draw_svg.write(found, out)
+            print(f"{out}: {draw.title(found, prove(found))[0]}")
+
+    show.__doc__ = f"{_ALGORITHMS[name]} Who sends what to whom in each step of an all-reduce, and what everybody holds then."
+    return show
+
+
+def _collective(name: str) -> Callable[..., None]:
+    def show(
+        values: Annotated[str, typer.Option(metavar='"1,2;3,4"', help="A row a rank, split by semicolons.")] = "1,2,3;4,5,6;7,8,9",
+        op: Annotated[str, typer.Option(help="sum, mean, max, min or prod, where there is something to add up.")] = "sum",
+        algorithm: Annotated[str | None, typer.Option(show_default=False, help="Such as ring, tree, central.")] = None,
+        root: Annotated[int, typer.Option(help="The one rank, where there is one.")] = 0,
+    ) -> None:
+        from lockstep.collectives import draw
+
+        kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
+        print(draw.before_and_after(kind, _rows(values), op=op, algorithm=algorithm and algorithm.replace("-", "_"), root=root))
+
+    show.__doc__ = f"{_COLLECTIVES[name]} What every rank holds before and after."
+    return show
+
+
+def _rows(text: str) -> list[list[float]]:
+    try:
+        return [[float(part) if any(mark in part for mark in ".en") else int(part) for part in row.split(",")] for row in text.split(";")]
+    except ValueError:
+        raise UsageError(f'--values "{text}": give numbers, rows split by semicolons, such as "1,2,3;4,5,6"') from None
+
+
+for _name in _ALGORITHMS:
+    app.command(_name)(_algorithm(_name))
+for _name in _COLLECTIVES:
+    app.command(_name)(_collective(_name))

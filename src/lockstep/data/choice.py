@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import BatchSampler, Sampler
 
 from lockstep.data.course import ByBatch, ByPosition, Course
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
 from lockstep.data.windows import Plan, whole
 from lockstep.errors import UsageError
+from lockstep.place import rank_and_size
 
 
 def choose_course(
@@ -34,7 +37,7 @@ def choose_course(
         sizes = {"global_batch": global_batch, "batch_per_rank": batch_per_rank, "micro_batch": micro_batch}
         found = _batches(order, micro_batches, sizes, samples, seed)
         return ByBatch(found, whole("micro_batches", micro_batches), drop_last=drop_last), False
-    total, micro, depends = _sizes(global_batch, batch_per_rank, micro_batch, size)
+    total, micro, depends = sizes_of(global_batch, batch_per_rank, micro_batch, size)
     positions = _order(order, samples, seed, shuffle)
     plan = Plan(samples=positions.samples, global_batch=total, micro_batch=micro, drop_last=drop_last)
     return ByPosition(positions, plan), depends
@@ -72,7 +75,7 @@ def _order(order: Any, samples: int, seed: int, shuffle: bool | None) -> Order:
     return FromSampler(order, length=samples, seed=seed)
 
 
-def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
+def sizes_of(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
     """(global batch, micro-batch, whether either of them depends on the world size)."""
     if micro_batch is not None:
         micro_batch = whole("micro_batch", micro_batch)
@@ -88,3 +91,21 @@ def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: in
             "change one of them, or give global_batch"
         )
     return each * size, micro_batch or each, True
+
+
+def place_of(rank: int | None, size: int | None) -> tuple[int, int]:
+    """(rank, size) as given, else the process group's."""
+    if rank is None and size is None:
+        return rank_and_size()
+    if rank is None or size is None:
+        raise UsageError(f"rank={rank} and size={size}: give both or neither")
+    rank, size = whole("rank", rank, least=0), whole("size", size)
+    if rank >= size:
+        raise UsageError(f"rank={rank} and size={size}: ranks go from 0 to size - 1")
+    return rank, size
+
+
+def default_device() -> torch.device:
+    """This rank's: the current GPU, unless ranks talk over a backend for CPUs."""
+    ours = torch.cuda.is_available() and (not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl")
+    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")

@@ -11,18 +11,17 @@ from itertools import tee, zip_longest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lockstep.data.ahead import Copies, copies_to
-from lockstep.data.choice import choose_course
+from lockstep.data.choice import choose_course, default_device, place_of
+from lockstep.data.iterable.shards import Sharding
 from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.position import Position, read_state
 from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
 from lockstep.data.windows import Cut, Plan, Window, whole
 from lockstep.errors import UsageError
-from lockstep.place import rank_and_size
 
 
 class Loader:
@@ -42,12 +41,22 @@ class Loader:
     default this rank's; a GPU's are fetched and copied one window ahead. `rank` and `size` default to torch's process group's.
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index), in the workers as in this process,
-    whose own random states are left alone. Never pads: a ragged tail keeps its true size. Does not load iterable-style datasets.
+    whose own random states are left alone. Never pads: a ragged tail keeps its true size.
+
+    An iterable dataset gives a StreamLoader (data/iterable/loader.py), which has the same methods; `sharding` says who divides it.
 
     Raises:
-        UsageError: an empty or iterable-style dataset, sizes that cannot be cut, a rank that does not exist, num_workers < 0, or
+        UsageError: an empty dataset, sizes that cannot be cut, a rank that does not exist, num_workers < 0, or
             several ranks in the environment and no process group open.
     """
+
+    def __new__(cls, dataset: Any = None, **options: Any) -> Any:
+        """An iterable dataset has another Loader, with the same face."""
+        if cls is Loader and is_iterable(dataset):
+            from lockstep.data.iterable.loader import stream_loader
+
+            return stream_loader(dataset, **options)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -67,9 +76,14 @@ class Loader:
         device: torch.device | str | None = None,
         rank: int | None = None,
         size: int | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self.rank, self.size = _place(rank, size)
+        self.rank, self.size = place_of(rank, size)
         samples = _length(dataset)
+        if sharding is not None:
+            raise UsageError(
+                f"sharding={sharding!r} is for iterable datasets; the samples of {type(dataset).__name__} have numbers, which are dealt out"
+            )
         seed = whole("seed", seed, least=-(2**63))
         self.course, self.depends_on_world_size = choose_course(
             samples,
@@ -83,7 +97,7 @@ class Loader:
             drop_last=drop_last,
             size=self.size,
         )
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = torch.device(device) if device is not None else default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._fingerprint = {"dataset length": samples, "order": self.order.fingerprint(), "seed": seed, **self.course.fields()}
         if micro_batch is None and "micro_batch" in self._fingerprint:
@@ -249,27 +263,13 @@ def _with_next(cuts: Iterable[Cut]) -> Iterator[tuple[Cut, Cut | None]]:
     return zip_longest(this, following)
 
 
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
-    if rank is None and size is None:
-        return rank_and_size()
-    if rank is None or size is None:
-        raise UsageError(f"rank={rank} and size={size}: give both or neither")
-    rank, size = whole("rank", rank, least=0), whole("size", size)
-    if rank >= size:
-        raise UsageError(f"rank={rank} and size={size}: ranks go from 0 to size - 1")
-    return rank, size
+def is_iterable(dataset: Any) -> bool:
+    """Whether it is a stream: no sample of it has a number."""
+    numbered = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    return hasattr(dataset, "__iter__") and (isinstance(dataset, IterableDataset) or not numbered)
 
 
 def _length(dataset: Any) -> int:
-    map_style = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if isinstance(dataset, IterableDataset) or not map_style or not hasattr(dataset, "__len__"):
-        raise UsageError(
-            f"{type(dataset).__name__} is iterable-style: a Loader needs a map-style dataset, with __len__ and __getitem__, "
-            "to say which rank gets which sample"
-        )
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(dataset, "__len__"):
+        raise UsageError(f"{type(dataset).__name__} is no dataset: it needs __len__ and __getitem__, or __iter__ for a stream")
     return len(dataset)
-
-
-def _default_device() -> torch.device:
-    ours = torch.cuda.is_available() and (not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl")
-    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.collectives.group import Group
 from lockstep.data.ahead import Copies, copies_to
+from lockstep.data.choice import default_device, place_of, sizes_of
 from lockstep.data.iterable.shards import Sharding, choose_sharding, own_shard
 from lockstep.data.iterable.source import Saved, StreamSource
 from lockstep.data.iterable.steps import RequestSampler, Steps, StreamCut, StreamWindow
@@ -24,7 +25,6 @@ from lockstep.data.position import Position, read_state
 from lockstep.data.walk import Turns, end_workers
 from lockstep.data.windows import counted, shares, whole
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.place import rank_and_size
 
 
 class StreamLoader:
@@ -69,15 +69,15 @@ class StreamLoader:
         size: int | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        self.rank, self.size = _place(rank, size)
+        self.rank, self.size = place_of(rank, size)
         if not hasattr(dataset, "__iter__"):
             raise UsageError(f"{type(dataset).__name__} cannot be iterated: a StreamLoader needs a dataset with __iter__")
         seed = whole("seed", seed, least=-(2**63))
         self.sharding = choose_sharding(dataset, sharding)
-        total, micro, self.depends_on_world_size = _sizes(global_batch, batch_per_rank, micro_batch, self.size)
+        total, micro, self.depends_on_world_size = sizes_of(global_batch, batch_per_rank, micro_batch, self.size)
         self.cut = StreamCut(total, micro, self.rank, self.size, own_stream=self.sharding == "dataset", drop_last=drop_last)
         self.depends_on_world_size |= self.sharding == "dataset"
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = torch.device(device) if device is not None else default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._name = type(dataset).__name__
         self._resumes = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -274,32 +274,14 @@ def _group_of(rank: int, size: int) -> Group | None:
     return Group.default().host
 
 
-def _place(rank: int | None, size: int | None) -> tuple[int, int]:
-    if rank is None and size is None:
-        return rank_and_size()
-    if rank is None or size is None:
-        raise UsageError(f"rank={rank} and size={size}: give both or neither")
-    rank, size = whole("rank", rank, least=0), whole("size", size)
-    if rank >= size:
-        raise UsageError(f"rank={rank} and size={size}: ranks go from 0 to size - 1")
-    return rank, size
-
-
-def _sizes(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
-    """(global batch, micro-batch, whether either of them depends on the world size)."""
-    if (batch_per_rank is None) == (global_batch is None):
-        raise UsageError(f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of them")
-    if micro_batch is not None:
-        micro_batch = whole("micro_batch", micro_batch)
-    if batch_per_rank is None:
-        total = whole("global_batch", global_batch)
-        return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
-    each = whole("batch_per_rank", batch_per_rank)
-    if micro_batch is not None and each % micro_batch:
-        raise UsageError(f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: change one of them, or give global_batch")
-    return each * size, micro_batch or each, True
-
-
-def _default_device() -> torch.device:
-    ours = torch.cuda.is_available() and (not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl")
-    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")
+def stream_loader(
+    dataset: Any, *, order: Any = None, micro_batches: int | None = None, shuffle: bool | None = None, **options: Any
+) -> StreamLoader:
+    """A StreamLoader from a Loader's arguments. Raises UsageError for those that need samples with numbers."""
+    name = type(dataset).__name__
+    for argument, value in (("order", order), ("micro_batches", micro_batches), ("shuffle", shuffle or None)):
+        if value is not None:
+            raise UsageError(
+                f"{argument}={value!r}: {name} is iterable, so what comes when is its own affair; leave it out, and shuffle in the dataset"
+            )
+    return StreamLoader(dataset, **options)

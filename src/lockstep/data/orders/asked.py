@@ -76,12 +76,13 @@ class Asked:
         else:
             found = [each for row in zip_longest(*ranks, fillvalue=_NOBODY) for each in row if each is not _NOBODY]
         batches = bool(found) and not hasattr(found[0], "__index__")  # padding can be told in a list of samples only
-        dataset = getattr(sampler, "dataset", None)
+        dataset: Any = getattr(sampler, "dataset", None)
         return found if batches or not hasattr(dataset, "__len__") else found[: len(dataset)]
 
     def _ask(self, sampler: Any, epoch: int) -> list[Any]:
         with _keyed(sampler, self._seed, epoch):
-            for each in (sampler, getattr(sampler, "sampler", None)):
+            every: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
+            for each in every:
                 if hasattr(each, "set_epoch"):
                     each.set_epoch(epoch)
             return list(sampler)
@@ -123,11 +124,12 @@ def _seed(generator: Any, key: int, later: ExitStack) -> None:
         bits = generator.bit_generator
         later.callback(setattr, bits, "state", bits.state)
         bits.state = type(bits)(key).state
-    elif isinstance(generator, (random.Random, np.random.RandomState)):
-        ours = isinstance(generator, random.Random)
-        put, state = (generator.setstate, generator.getstate()) if ours else (generator.set_state, generator.get_state())
-        later.callback(put, state)
-        generator.seed(key if ours else key & 0xFFFFFFFF)
+    elif isinstance(generator, random.Random):
+        later.callback(generator.setstate, generator.getstate())
+        generator.seed(key)
+    elif isinstance(generator, np.random.RandomState):
+        later.callback(generator.set_state, generator.get_state())
+        generator.seed(key & 0xFFFFFFFF)
 
 
 def indices(name: str, values: list[Any], length: int | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -108,7 +108,7 @@ def period_counts(weights: NDArray[np.float64]) -> Indices:
     counts = np.rint(quotas)
     good = (np.abs(counts - quotas) <= _CLOSE * quotas).all(axis=1) & (counts.sum(axis=1) == np.arange(1, _LONGEST + 1))
     if good.any():
-        return counts[np.argmax(good)].astype(np.int64)
+        return np.asarray(counts[np.argmax(good)], dtype=np.int64)
     least = np.where(shares > 0, np.maximum(np.floor(quotas[-1]), 1), 0)
     missing = int(_LONGEST - least.sum())
     least[np.argsort(least - quotas[-1], kind="stable")[:missing]] += 1

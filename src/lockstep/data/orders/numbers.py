@@ -36,7 +36,8 @@ def weights(values: Numbers) -> NDArray[np.float64]:
         raise UsageError(f"weights[{wrong[0]}]={found[wrong[0]]}: a weight is finite and not negative")
     if not found.any():
         raise UsageError(f"all {found.size} weights are 0: there is nothing to draw")
-    return found / found.max()
+    scaled: NDArray[np.float64] = found / found.max()
+    return scaled
 
 
 def lengths(values: Numbers, least: int) -> NDArray[np.int64]:

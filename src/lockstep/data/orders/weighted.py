@@ -41,7 +41,7 @@ class Weighted:
         key = randomness.order(self.seed, epoch)
         if self.replacement:
             found = np.searchsorted(self._sums, randomness.uniforms(key, positions) * self._sums[-1], side="right")
-            return np.minimum(found, self._last).astype(np.int64)  # rounding may lift the product to the whole sum
+            return np.asarray(np.minimum(found, self._last), dtype=np.int64)  # rounding may lift the product to the whole sum
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self._draw(key)
         return self._drawn[1][positions]
