@@ -54,7 +54,7 @@ class Task:
     model: Callable[[], nn.Module]
     """Builds the model. Called under the shared random stream, so that it is equal on all ranks."""
     train_data: Dataset[Any]
-    """Map-style: `__len__` and `__getitem__`."""
+    """Map-style (`__len__` and `__getitem__`), or iterable: a stream, whose epochs have no known length."""
     loss: Callable[[Any, Any], tuple[Tensor, float | Tensor]]
     """(output, batch) -> (sum of the losses, weight); the weight is what the sum counts: samples, tokens."""
     optimizer: Callable[[nn.Module], Optimizer]
@@ -68,6 +68,8 @@ class Task:
     """batch -> the model's positional arguments; by default the batch's first part."""
     collate: Callable[[list[Any]], Any] | None = None
     """List of samples -> batch; default: torch's."""
+    order: Callable[[Any], Any] | None = None
+    """train_data -> what comes when: an order of lockstep.data.orders (weighted, mixed, in blocks) or a torch sampler. Default: shuffled."""
     epochs: int = 1
     seed: int = 0
     """Keys initialisation, order, augmentation and dropout."""
@@ -111,7 +113,7 @@ class Task:
 
     def _check_callables(self) -> None:
         needed = ("model", "loss", "optimizer", "inputs")
-        for name in (*needed, "collate", "scheduler", "metrics", "on_step", "on_evaluate"):
+        for name in (*needed, "collate", "order", "scheduler", "metrics", "on_step", "on_evaluate"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name in needed):
                 raise TaskError(f"Task: {name} is a {type(value).__name__}, but it must be a function (see the docstring of lockstep.Task)")
@@ -140,8 +142,16 @@ class Task:
             data = getattr(self, name)
             if data is None and name == "eval_data":
                 continue
-            if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-                raise TaskError(f"Task: {name} is a {type(data).__name__}; it must be map-style, with __len__ and __getitem__")
+            numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+            if name == "train_data" and not numbered and hasattr(data, "__iter__") and not hasattr(data, "__next__"):
+                if self.order is not None:
+                    raise TaskError(
+                        f"Task: order is given, but train_data is a {type(data).__name__}, which decides itself what comes when"
+                    )
+                continue  # a stream: whether it yields something is seen when it is walked
+            if not numbered:
+                also = ", or iterable, with an __iter__ that begins anew" if name == "train_data" else ""
+                raise TaskError(f"Task: {name} is a {type(data).__name__}; it must be map-style, with __len__ and __getitem__{also}")
             if len(data) == 0:
                 raise TaskError(f"Task: {name} is empty: give it at least one sample, or check where it looked for its files")
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep import World
 from lockstep.checkpoints import files
+from lockstep.data.orders import Weighted
 from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
@@ -273,3 +277,49 @@ def test_an_exception_in_the_model_on_one_rank_is_that_ranks() -> None:
 
 def test_loader_workers_change_nothing() -> None:
     assert train(toy.task(), loader_workers=1).sha256 == train(toy.task()).sha256
+
+
+class Streamed(IterableDataset[Any]):
+    """Some of the toy's samples, one after the other."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(toy.data(20, 0)))
+
+
+def streamed(world: lockstep.World, **options: Any) -> tuple[int, int, list[Tensor]]:
+    task = toy.task(train_data=Streamed(), global_batch=8, micro_batch=4, eval_data=None, metrics=None)
+    result = train(task, **options)
+    return result.steps, result.epochs, [parameter.detach() for parameter in result.model.parameters()]
+
+
+@pytest.mark.parametrize(("options", "steps", "epochs"), [({"epochs": 2}, 6, 2), ({"steps": 4}, 4, 1)])
+def test_a_stream_trains_alike_on_any_number_of_ranks(options: dict[str, int], steps: int, epochs: int) -> None:
+    alone = run_ranks(streamed, 1, kwargs=options)[0]
+    assert alone[:2] == (steps, epochs)
+    for found in run_ranks(streamed, 3, kwargs=options):
+        assert found[:2] == alone[:2]
+        for a, b in zip(found[2], alone[2], strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_a_schedule_over_a_stream_needs_to_know_its_length() -> None:
+    task = toy.task(
+        train_data=Streamed(), scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+    )
+    with pytest.raises(
+        TaskError, match="scheduler is asked for a schedule over all steps, and nobody knows how many a stream has: give --steps"
+    ):
+        train(task)
+    assert train(task, steps=2).steps == 2
+
+
+def test_an_order_of_the_task_is_used() -> None:
+    seen: list[int] = []
+
+    def order(data: Any) -> Any:
+        seen.append(len(data))
+        return Weighted([1.0] + [0.0] * (len(data) - 1), seed=0)
+
+    one = train(toy.task(order=order), steps=1)
+    assert seen == [len(toy.task().train_data)]  # type: ignore[arg-type]
+    assert one.loss != train(toy.task(), steps=1).loss

@@ -37,6 +37,7 @@ def audit(
         epochs=epochs,
         seed=found.seed,
         collate=found.collate,
+        order=found.order(found.train_data) if found.order is not None else None,
     )
     over_run.write_json(json, {"task": found.name, **report.as_json()})
     print(f"{found.name}: {report.samples} samples, {epochs} epoch{'s' * (epochs != 1)}, {workers} worker{'s' * (workers != 1)}")

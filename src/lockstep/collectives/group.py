@@ -171,6 +171,12 @@ class Group:
 
         return NativeWork(self, work, finish)
 
+    def all_reduce_small(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
+        """all_reduce for what the library itself has to tell: through shared memory where the ranks have it, which takes a tenth of the time."""
+        if self.memory is not None:
+            return self.memory.all_reduce(tensor, op, place)
+        return self.all_reduce(tensor, op, place)
+
     def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None) -> Work:
         """Replace `tensor` on every rank by that of rank `root` (a place in this group)."""
         self.check_root(root)

@@ -137,7 +137,7 @@ class MovingBuffers:
     def finish(self, weight: float, newly_moving: bool) -> None:
         """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing where that is 0."""
         if self._moving:
-            self._group.all_reduce(self._moved, place="for buffers").wait()
+            self._group.all_reduce_small(self._moved, place="for buffers").wait()
             self._moved.mul_(1 / weight if weight > 0 else 0.0)
         for kind in self._kinds:
             for number, piece in zip(kind.numbers, kind.pieces, strict=True):

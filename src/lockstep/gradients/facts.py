@@ -60,7 +60,7 @@ class FactsMessage:
             self._values[_STOP] = 1
         if newly_moving:
             self._values[_NEWLY_MOVING] = 1
-        self._sum = Reading(self._values, self._group.all_reduce(self._values, place="for the facts of a step"))
+        self._sum = Reading(self._values, self._group.all_reduce_small(self._values, place="for the facts of a step"))
 
     def wait(self) -> Facts:
         assert self._sum is not None, "the facts leave before they are waited for"

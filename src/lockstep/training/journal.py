@@ -15,7 +15,7 @@ from lockstep.data.windows import Window
 from lockstep.stepper import StepResult
 from lockstep.task import Record, Task
 from lockstep.training.metrics import MetricsFile
-from lockstep.training.progress import Progress, progress
+from lockstep.training.progress import Progress, of, progress
 from lockstep.training.run_directory import RunDirectory
 from lockstep.world import World
 
@@ -23,7 +23,9 @@ from lockstep.world import World
 class Journal:
     """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped."""
 
-    def __init__(self, task: Task, world: World, run: RunDirectory | None, *, steps: int, epochs: int, says_skips: bool) -> None:
+    def __init__(
+        self, task: Task, world: World, run: RunDirectory | None, *, steps: int | None, epochs: int | None, says_skips: bool
+    ) -> None:
         self._world, self._epochs, self._says_skips = world, epochs, says_skips
         self._open = ExitStack()
         self._file: MetricsFile | None = None
@@ -73,7 +75,7 @@ class Journal:
         self._write(record)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         trained = f", training loss {self._last['loss']:.4f}, {self._last['samples_per_s']:,.0f} samples/s" if self._last else ""
-        self._say(f"epoch {epoch}/{self._epochs}, step {step}: {shown}{trained}")
+        self._say(f"epoch {of(epoch, self._epochs)}, step {step}: {shown}{trained}")
         _call(self._on_evaluate, record)
         self._start_watch()
 

@@ -27,15 +27,15 @@ class Progress(Protocol):
     def close(self) -> None: ...
 
 
-def progress(steps: int, epochs: int) -> Progress:
-    """For a training of that many optimizer steps: a bar if stderr is a terminal, else lines."""
+def progress(steps: int | None, epochs: int | None) -> Progress:
+    """For a training of that many optimizer steps (None: nobody knows): a bar if stderr is a terminal, else lines."""
     return Live(steps, epochs) if sys.stderr.isatty() else Plain(steps, epochs)
 
 
 class Plain:
     """Lines, at most one every ten seconds besides what is said."""
 
-    def __init__(self, steps: int, epochs: int) -> None:
+    def __init__(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
         self._began = self._shown = time.monotonic()
 
@@ -46,7 +46,7 @@ class Plain:
         now = time.monotonic()
         if now - self._shown >= _LINE_SECONDS:
             self._shown = now
-            where = f"epoch {record['epoch']}/{self._epochs}, step {record['step']}/{self._steps}"
+            where = f"epoch {of(record['epoch'], self._epochs)}, step {of(record['step'], self._steps)}"
             self.say(f"{where}: {describe(record, time_left(record['step'], self._steps, now - self._began))}")
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Plain:
 class Live:
     """One line that is redrawn; what is said stands above it."""
 
-    def __init__(self, steps: int, epochs: int) -> None:
+    def __init__(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
         self._console = Console(stderr=True)
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[state]}", markup=False))
@@ -71,25 +71,31 @@ class Live:
 
     def step(self, record: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        if now - self._drawn < _REDRAW_SECONDS and record["step"] < self._steps:
+        if now - self._drawn < _REDRAW_SECONDS and record["step"] != self._steps:
             return
         self._drawn = now
         state = describe(record, time_left(record["step"], self._steps, now - self._began))
-        self._bars.update(self._bar, completed=record["step"], description=f"epoch {record['epoch']}/{self._epochs}", state=state)
+        self._bars.update(self._bar, completed=record["step"], description=f"epoch {of(record['epoch'], self._epochs)}", state=state)
         self._bars.refresh()
 
     def close(self) -> None:
         self._bars.stop()
 
 
-def describe(record: Mapping[str, Any], seconds: float) -> str:
+def of(done: int, total: int | None) -> str:
+    """`3/12`, and `3` where nobody knows how many there are."""
+    return f"{done}/{total}" if total is not None else str(done)
+
+
+def describe(record: Mapping[str, Any], seconds: float | None) -> str:
     """A step in a few words: "loss 0.1234, 5,210 samples/s, 12 s left"."""
-    return f"loss {record['loss']:.4f}, {record['samples_per_s']:,.0f} samples/s, {clock(seconds)} left"
+    left = f", {clock(seconds)} left" if seconds is not None else ""
+    return f"loss {record['loss']:.4f}, {record['samples_per_s']:,.0f} samples/s{left}"
 
 
-def time_left(done: int, steps: int, elapsed: float) -> float:
-    """Seconds, if the rest goes as what is done went."""
-    return (steps - done) * elapsed / done
+def time_left(done: int, steps: int | None, elapsed: float) -> float | None:
+    """Seconds, if the rest goes as what is done went; None where nobody knows how much there is."""
+    return None if steps is None else (steps - done) * elapsed / done
 
 
 def clock(seconds: float) -> str:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep import randomness
-from lockstep.data.loader import Loader
+from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, TaskError, UsageError
 from lockstep.inference.evaluate import Evaluation
@@ -37,6 +37,7 @@ from lockstep.training.run_directory import RunDirectory
 from lockstep.training.watch import Watch
 from lockstep.world import World, init
 
+_WITHOUT_END = 2**62  # epochs
 _BACKEND: dict[Device, str | None] = {"auto": None, "cpu": "gloo", "cuda": "nccl"}
 
 
@@ -96,6 +97,7 @@ class _Training:
         self.task, self.settings, self.world, self.directory = task, settings, world, run
         self.loader = Loader(
             task.train_data,
+            order=task.order(task.train_data) if task.order is not None else None,
             global_batch=task.global_batch,
             micro_batch=task.micro_batch,
             seed=task.seed,
@@ -105,7 +107,7 @@ class _Training:
             rank=world.rank,
             size=world.size,
         )
-        self.length = Length.of(task, settings, len(self.loader))
+        self.length = Length.of(task, settings, None if is_iterable(task.train_data) else len(self.loader))
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
         self.model = _model(task).to(world.device)
@@ -149,16 +151,18 @@ class _Training:
         return self._result(seconds)
 
     def _epochs(self, journal: Journal) -> None:
-        for epoch in self.loader.epochs(self.length.epochs):
+        for epoch in self.loader.epochs(self.length.epochs or _WITHOUT_END):
+            whole = True
             for window in epoch:
                 self._step(window, journal)
                 if self.stepper.steps == self.length.steps:
+                    whole = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
                     break
-            self.epochs_done = self.stepper.steps // len(epoch)
+            self.epochs_done += whole
             if self.task.scheduler_per == "epoch" and self.scheduler is not None:
                 self.scheduler.step()
             self._evaluate(journal, epoch.number + 1)
-            if self.stopped_early:
+            if self.stopped_early or self.stepper.steps == self.length.steps:
                 break
 
     def _step(self, window: Window, journal: Journal) -> None:
@@ -224,18 +228,18 @@ class _Training:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a training is meant to be."""
+    """How long a training is meant to be. A stream's epochs have no known length: then one of the two is None."""
 
-    epochs: int
-    steps: int
+    epochs: int | None
+    steps: int | None
 
     @classmethod
-    def of(cls, task: Task, settings: Settings, steps_per_epoch: int) -> Length:
+    def of(cls, task: Task, settings: Settings, steps_per_epoch: int | None) -> Length:
         """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch that is begun counts as one."""
         if settings.steps is not None:
-            return cls(math.ceil(settings.steps / steps_per_epoch), settings.steps)
+            return cls(None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch), settings.steps)
         epochs = settings.epochs or task.epochs
-        return cls(epochs, epochs * steps_per_epoch)
+        return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
 
 
 def _model(task: Task) -> nn.Module:
@@ -255,7 +259,13 @@ def _optimizer(task: Task, model: nn.Module) -> Optimizer:
 def _scheduler(task: Task, optimizer: Optimizer, length: Length) -> LRScheduler | None:
     if task.scheduler is None:
         return None
-    scheduler: Any = task.scheduler(optimizer, length.steps if task.scheduler_per == "step" else length.epochs)
+    times = length.steps if task.scheduler_per == "step" else length.epochs
+    if times is None:
+        fix = "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
+        raise TaskError(
+            f"Task: scheduler is asked for a schedule over all {task.scheduler_per}s, and nobody knows how many a stream has: {fix}"
+        )
+    scheduler: Any = task.scheduler(optimizer, times)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise TaskError(
             f"Task: scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler that steps without a metric"
