@@ -96,6 +96,12 @@ class Compilable(nn.Module):
         return y
 
 
+_REDUCE = {
+    "r": "native",
+    "*": "shared_memory",
+}  # by the last letter of a variant's name: "wrapper*" and "stepper*" go through shared memory
+
+
 class Variant:
     """One way to take a step on the same model and data."""
 
@@ -110,10 +116,10 @@ class Variant:
         name, _, cap = kind.partition(":")
         if name == "ddp":
             self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=float(cap))
-        elif name == "wrapper":
-            self.forward = lockstep.DistributedDataParallel(self.model, bucket_cap_mb=float(cap or 25))
-        elif name == "stepper":
-            self.stepper = lockstep.Stepper(self.model, self.optimizer)
+        elif name.startswith("wrapper"):
+            self.forward = lockstep.DistributedDataParallel(self.model, bucket_cap_mb=float(cap or 25), reduce=_REDUCE[name[-1]])
+        elif name.startswith("stepper"):
+            self.stepper = lockstep.Stepper(self.model, self.optimizer, reduce=_REDUCE[name[-1]])
 
     def step(self, x: Tensor, y: Tensor) -> None:
         if self.stepper is not None:
@@ -179,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", default="mlp,transformer,cnn")
-    parser.add_argument("--variants", default="local,ddp:5,ddp:25,wrapper:25,stepper")
+    parser.add_argument("--variants", default="local,ddp:5,ddp:25,wrapper:25,stepper,wrapper*,stepper*")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")

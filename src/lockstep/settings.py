@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lockstep.errors import UsageError
 from lockstep.task import PRECISIONS, Precision
 
 Device = Literal["auto", "cpu", "cuda"]
-Reduce = Literal["native", "central"]
+Reduce = Literal["native", "central", "shared_memory"]
 
 FILE = "settings.json"
 
@@ -54,7 +54,7 @@ class Settings:
             raise UsageError(f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that shall end the training")
         if isinstance(self.loader_workers, bool) or not isinstance(self.loader_workers, int) or self.loader_workers < 0:
             raise UsageError(f"loader_workers={self.loader_workers!r}: give a whole number, 0 to load in the rank itself")
-        choices = {"device": ("auto", "cpu", "cuda"), "reduce": ("native", "central"), "precision": (None, *PRECISIONS)}
+        choices = {"device": ("auto", "cpu", "cuda"), "reduce": get_args(Reduce), "precision": (None, *PRECISIONS)}
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:

@@ -134,9 +134,11 @@ def test_adamw_equals_one_process_where_gradients_are_not_noise(name: str, worke
         compare({k: v for k, v in rank.weights.items() if k not in noise}, {k: v for k, v in expected.weights.items() if k not in noise})
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_naive_reference_gives_the_same_as_the_fast_path(workers: int) -> None:
-    fast = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, "native"))
+@pytest.mark.parametrize(
+    ("workers", "reduce"), [(1, "shared_memory"), (2, "native"), (3, "native"), (2, "shared_memory"), (3, "shared_memory")]
+)
+def test_the_naive_reference_gives_the_same_as_the_fast_path(workers: int, reduce: str) -> None:
+    fast = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, reduce))
     naive = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, "central"))
     for a, b in zip(fast, naive, strict=True):
         compare(a.gradients, b.gradients)

@@ -304,7 +304,10 @@ def test_a_stream_trains_alike_on_any_number_of_ranks(options: dict[str, int], s
 
 def test_a_schedule_over_a_stream_needs_to_know_its_length() -> None:
     task = toy.task(
-        train_data=Streamed(), scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
+        train_data=Streamed(),
+        global_batch=8,
+        micro_batch=4,
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps),
     )
     with pytest.raises(
         TaskError, match="scheduler is asked for a schedule over all steps, and nobody knows how many a stream has: give --steps"

@@ -32,7 +32,7 @@ def train(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", show_default=False, help="torch.compile the model; default: the task's own.")
     ] = None,
-    reduce: Annotated[str, typer.Option(metavar="native|central", help="How gradients are summed.")] = "native",
+    reduce: Annotated[str, typer.Option(metavar="native|central|shared_memory", help="How gradients are summed.")] = "native",
     loader_workers: Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")] = 0,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host.

@@ -64,12 +64,34 @@ class _Later:
             central_all_reduce(self._group, self._bucket.flag, place="for the number of missing gradients")
 
 
-REDUCTIONS: dict[str, type[Native] | type[Central]] = {"native": Native, "central": Central}
+class SharedMemory:
+    """Through the memory that all ranks of one host share: no socket, no copy in the kernel.
+
+    What there is room for is written down while backward goes on; it is added up at its end, by the ranks themselves.
+    """
+
+    name = "shared memory"
+    carries_all = True
+
+    def __init__(self, group: Group) -> None:
+        if group.memory is None:
+            raise UsageError("reduce='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one of them: use auto")
+        self._memory = group.memory
+
+    def start(self, bucket: Bucket) -> Work:
+        return self._memory.all_reduce(bucket.sum, place=bucket.place)
+
+
+REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory]] = {
+    "native": Native,
+    "central": Central,
+    "shared_memory": SharedMemory,
+}
 
 
 def reduction(name: str, group: Group) -> Reduction:
-    """The reduction of that name; "auto" is native."""
-    if name == "auto":
+    """The reduction of that name; "auto" is native, and so is shared memory with oneself."""
+    if name == "auto" or (name == "shared_memory" and group.size == 1):
         name = "native"
     if name not in REDUCTIONS:
         raise UsageError(f"reduce={name!r} is unknown: choose one of auto, {', '.join(REDUCTIONS)}")
