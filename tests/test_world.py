@@ -204,3 +204,24 @@ def test_ranks_that_the_user_spawned_find_each_other_without_an_address() -> Non
     ranks = [subprocess.Popen([sys.executable, "-c", SIBLING, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
     assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["1.0 3\n"] * 3
     assert [rank.returncode for rank in ranks] == [0] * 3
+
+
+FORK = """
+import gc, os, lockstep, torch.distributed as dist
+
+gc.disable()
+with lockstep.init(backend="gloo"):
+    garbage = [dist.group.WORLD]
+    garbage.append(garbage)
+    dist.barrier()
+del garbage
+child = os.fork()
+if child == 0:
+    gc.collect()
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection() -> None:
+    assert subprocess.run([sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout == "7\n"

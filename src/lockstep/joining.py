@@ -5,12 +5,14 @@ Everything here happens once, before there is a World; `lockstep.init()` puts it
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -90,6 +92,15 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@cache
+def spare_forks() -> None:
+    """Have forked children, such as loader workers, leave what this process has for collection alone.
+
+    A process group among it, of an earlier world, would be torn down where its threads do not exist: the child hangs or crashes.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 @contextmanager

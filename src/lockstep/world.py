@@ -30,7 +30,7 @@ from lockstep.collectives.shared_memory.operations import SharedMemory, length, 
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
-from lockstep.joining import SharedCores, choose_backend, find_store, loopback
+from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
 from lockstep.place import Placement, placement
 
 Tagging = Literal["host", "all", "off"]
@@ -67,6 +67,7 @@ class World:
         tags: Tagging = "host",
         tuning: Path | str | None = None,
     ) -> None:
+        spare_forks()
         self.rank, self.size = place.rank, place.size
         self.local_rank, self.local_size, self.node = place.local_rank, place.local_size, place.node
         self.device = device

@@ -301,7 +301,7 @@ def test_sizes_that_follow_the_world_size_say_so() -> None:
     weak = loader(Numbers(100), size=3, batch_per_rank=8)
     assert (weak.depends_on_world_size, weak.plan.global_batch, weak.plan.micro_batch, weak.plan.slots) == (True, 24, 8, 3)
     cut = loader(Numbers(100), size=3, batch_per_rank=8, micro_batch=4)
-    assert [cut.plan.cut(0).samples_of(rank, 3) for rank in range(3)] == [8, 8, 8]
+    assert [len(cut.plan.cut(0).share(rank, 3)) for rank in range(3)] == [2, 2, 2]
     assert (cut.plan.micro_batch, cut.plan.slots) == (4, 6)
 
 

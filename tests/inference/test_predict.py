@@ -254,7 +254,7 @@ def test_mistakes_are_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         (torch.zeros(0, 3), "the batch has 0 rows"),
         ((), "it holds no tensor"),
         (TensorDataset(torch.zeros(0)), r"the data set \(a TensorDataset\) is empty"),
-        (3, "int is iterable-style: a Loader needs a map-style dataset"),
+        (3, "int is no dataset: it needs __len__ and __getitem__, or __iter__ for a stream"),
     ],
 )
 def test_data_that_cannot_be_cut(data: Any, message: str) -> None:

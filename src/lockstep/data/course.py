@@ -6,7 +6,7 @@ whose "samples" are micro-batches, `micro_batches` of them a step; its epochs ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -35,8 +35,8 @@ class Course(Protocol):
         """Take over the number of an epoch's first step. Raises UsageError where it is another one."""
         ...
 
-    def indices(self, cuts: Iterable[Cut], rank: int, size: int) -> Iterator[list[int]]:
-        """The samples of one rank's micro-batches in these steps of one epoch, one micro-batch after the other."""
+    def indices(self, epoch: int, steps: range, rank: int, size: int) -> Iterator[list[int]]:
+        """The samples of one rank's micro-batches in these steps, counted from the epoch's first, one micro-batch after the other."""
         ...
 
     def counts(self, cut: Cut, rank: int, size: int) -> list[int] | None:
@@ -69,26 +69,26 @@ class ByPosition:
                 f"the state's epoch {epoch} begins with step {first}, here it does with step {self.first(epoch)}: it is another run's"
             )
 
-    def indices(self, cuts: Iterable[Cut], rank: int, size: int) -> Iterator[list[int]]:
-        places: list[range] = []
-        epoch = waiting = 0
-        for cut in cuts:
-            epoch = cut.epoch
-            mine = [cut.positions(slot) for slot in cut.filled(rank, size)]
-            places += mine
-            waiting += sum(map(len, mine))
-            if waiting >= _AT_ONCE:
-                yield from self._of(epoch, places)
-                places, waiting = [], 0
-        yield from self._of(epoch, places)
+    def indices(self, epoch: int, steps: range, rank: int, size: int) -> Iterator[list[int]]:
+        plan, mine = self._plan, self._mine(rank, size)
+        if not mine:
+            return
+        within = np.arange(mine.start, mine.stop, dtype=np.int64)
+        at_once = -(-_AT_ONCE // len(mine))
+        for first in range(steps.start, steps.stop, at_once):
+            begins = np.arange(first, min(first + at_once, steps.stop), dtype=np.int64) * plan.global_batch
+            positions = (begins[:, None] + within).ravel()
+            found = self.order.at(epoch, positions[positions < plan.samples]).tolist()
+            for begin in range(0, len(found), len(mine)):  # of a step
+                end = min(begin + len(mine), len(found))
+                for start in range(begin, end, plan.micro_batch):
+                    yield found[start : min(start + plan.micro_batch, end)]
 
-    def _of(self, epoch: int, places: list[range]) -> Iterator[list[int]]:
-        if places:
-            found = self.order.at(epoch, np.concatenate([np.arange(each.start, each.stop, dtype=np.int64) for each in places])).tolist()
-            start = 0
-            for each in places:
-                yield found[start : start + len(each)]
-                start += len(each)
+    def _mine(self, rank: int, size: int) -> range:
+        """The positions of one rank in a full step, from the step's beginning on."""
+        slots = self._plan.cut(0).share(rank, size)
+        most = self._plan.global_batch
+        return range(min(slots.start * self._plan.micro_batch, most), min(slots.stop * self._plan.micro_batch, most))
 
     def counts(self, cut: Cut, rank: int, size: int) -> None:
         return None
@@ -131,10 +131,12 @@ class ByBatch:
             )
         self._firsts[epoch] = first
 
-    def indices(self, cuts: Iterable[Cut], rank: int, size: int) -> Iterator[list[int]]:
-        for cut in cuts:
+    def indices(self, epoch: int, steps: range, rank: int, size: int) -> Iterator[list[int]]:
+        plan = self.plan(epoch)
+        for place in steps:
+            cut = plan.at(place, epoch, place)
             for slot in cut.filled(rank, size):
-                yield self._batch(cut.epoch, cut.positions(slot).start)
+                yield self._batch(epoch, cut.positions(slot).start)
 
     def counts(self, cut: Cut, rank: int, size: int) -> list[int]:
         return [len(self._batch(cut.epoch, cut.positions(slot).start)) for slot in cut.filled(rank, size)]

@@ -25,17 +25,24 @@ from lockstep.errors import UsageError
 _WORDS = 624  # of a Mersenne twister's state, 32 bits each; numpy and `random` keep the position beside them
 _BYTES = 4 * (_WORDS + 1)
 
+_memcmp: Any = ctypes.CDLL(None).memcmp  # the states are read where they lie: copies of them would cost more than the rest
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+
 Made = TypeVar("Made")
 Enter = Callable[[int], None]
 
 
 class Generator(Protocol):
     def look(self) -> Any:
-        """Something that compares unequal once anything was drawn, and with which the state can be put back."""
+        """The state, to compare with later and to put back."""
+        ...
+
+    def drawn(self, look: Any) -> bool:
+        """Whether anything was drawn since that look."""
         ...
 
     def hidden(self, look: Any) -> bool:
-        """Whether something could be drawn that a look does not show."""
+        """Whether something could be drawn after it that `drawn` does not see."""
         ...
 
     def put_back(self, look: Any) -> None: ...
@@ -52,14 +59,18 @@ class Torch:
     def __init__(self) -> None:
         self._generator = torch.random.default_generator
 
-    def look(self) -> bytes:
-        return self._generator.get_state().numpy().tobytes()
+    def look(self) -> torch.Tensor:
+        return self._generator.get_state()
 
-    def hidden(self, look: bytes) -> bool:
+    def drawn(self, look: torch.Tensor) -> bool:
+        now = self._generator.get_state()
+        return _differ(now.data_ptr(), look.data_ptr(), look.nbytes)  # torch.equal takes three times as long
+
+    def hidden(self, look: torch.Tensor) -> bool:
         return False
 
-    def put_back(self, look: bytes) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(look), dtype=torch.uint8))
+    def put_back(self, look: torch.Tensor) -> None:
+        self._generator.set_state(look)
 
     def seed(self, value: int) -> None:
         self._generator.manual_seed(value)
@@ -90,6 +101,9 @@ class Numpy:
         if not state[3]:
             self._clean = memory
         return memory, state[3], state[4]
+
+    def drawn(self, look: NumpyLook) -> bool:
+        return _differ(self._memory, look[0], _BYTES)
 
     def _find(self) -> None:
         generator = np.random.mtrand._rand._bit_generator
@@ -129,6 +143,11 @@ class Random:
             return random.getstate(), None
         return self._memory.raw, self._generator.gauss_next
 
+    def drawn(self, look: tuple[Any, Any]) -> bool:
+        if self._memory is None:
+            return bool(random.getstate() != look[0])
+        return _differ(self._memory, look[0], _BYTES) or self._generator.gauss_next != look[1]
+
     def hidden(self, look: Any) -> bool:
         return False
 
@@ -141,6 +160,10 @@ class Random:
 
     def seed(self, value: int) -> None:
         random.seed(value)
+
+
+def _differ(one: Any, other: Any, size: int) -> bool:
+    return bool(_memcmp(one, other, size))
 
 
 def _memory_of(generator: random.Random) -> Any:
@@ -168,7 +191,7 @@ class Streams:
         self._generators: list[Generator] = [Torch(), Numpy(), Random()]
         self._drawn: list[Generator] = []
         self._keep = keep
-        self._last: Looks | None = None  # after what was made last, if nothing was drawn
+        self._last: Looks | None = None  # before what was made last, if nothing was drawn
 
     def make(self, make: Callable[[Enter | None], Made]) -> Made:
         """What `make(enter)` returns, which calls `enter(seed)` before whatever has a stream of its own; None: nothing is to be seeded.
@@ -177,25 +200,30 @@ class Streams:
         """
         if self._drawn:
             return self._seeded(make, self._looks())
-        looks = self._last if self._last is not None and not self._keep else self._looks()
-        if any(generator.hidden(look) for generator, look in looks):
-            return self._seeded(make, looks)
+        looks = self._last or self._looks()
+        for generator, look in looks:
+            if generator.hidden(look):
+                return self._seeded(make, looks)
+        self._last = None
         try:
             made = make(None)
         except Exception:
-            if self._looks() == looks:
+            if not self._moved(looks):
                 raise
         else:
-            self._last = self._looks()
-            if self._last == looks:
+            if not self._moved(looks):
+                self._last = None if self._keep else looks
                 return made
-        self._last = None
         self._surprised(looks, ())
         return self._seeded(make, looks)
 
     def _looks(self) -> Looks:
         """At every generator; without `keep`, only at those that may still surprise."""
         return [(generator, generator.look()) for generator in self._generators if self._keep or generator not in self._drawn]
+
+    @staticmethod
+    def _moved(looks: Looks) -> bool:
+        return any([generator.drawn(look) for generator, look in looks])  # a list: a generator takes as long as what it yields
 
     def _seeded(self, make: Callable[[Enter | None], Made], looks: Looks) -> Made:
         seeded = self._drawn + [generator for generator, look in looks if generator not in self._drawn and generator.hidden(look)]
@@ -219,12 +247,11 @@ class Streams:
 
     def _surprised(self, looks: Looks, seeded: Collection[Generator]) -> list[Generator]:
         """Those that were drawn from without a seed: put back, and seeded from now on."""
-        moved = [generator for generator, look in looks if generator not in seeded and generator.look() != look]
-        for generator, look in looks:
-            if generator in moved:
-                generator.put_back(look)
-        self._drawn += [generator for generator in moved if generator not in self._drawn]
-        return moved
+        moved = [(generator, look) for generator, look in looks if generator not in seeded and generator.drawn(look)]
+        for generator, look in moved:
+            generator.put_back(look)
+        self._drawn += [generator for generator, _ in moved if generator not in self._drawn]
+        return [generator for generator, _ in moved]
 
 
 def _seeding(generators: list[Generator]) -> Enter | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from operator import length_hint
@@ -22,6 +22,7 @@ from lockstep.data.generators import Enter, Streams
 from lockstep.orphans import die_with_parent
 
 IDLE = -1
+Note = Callable[[int], None]
 Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's samples
 
 
@@ -39,7 +40,7 @@ class KeyedDataset(Dataset[Any]):
         seed: int,
         collate: Callable[[list[Any]], Any] | None,
         rank: int = 0,
-        progress: MutableSequence[int] | None = None,
+        progress: Any = None,
     ) -> None:
         self._dataset = dataset
         self._seed = seed
@@ -47,52 +48,53 @@ class KeyedDataset(Dataset[Any]):
         self._rank = rank
         self._progress = progress
         self._at_once = fetches_at_once(dataset)
-        self._streams: tuple[int, Streams] | None = None  # of the process with this pid
+        self._process: tuple[int, Streams, Note | None] | None = None  # a fork's pid is another
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_streams": None}
+        return self.__dict__ | {"_process": None}
 
     def __getitems__(self, keys: Keys) -> Any:
-        if self._streams is None or self._streams[0] != os.getpid():
-            self._streams = os.getpid(), Streams(keep=get_worker_info() is None)
-        worker = get_worker_info()
-        if worker is None or self._progress is None:
-            return self._streams[1].make(partial(self._batch, *keys))
-        batch = self._streams[1].make(partial(self._batch, *keys, noting=worker.id))
-        self._progress[worker.id] = IDLE
+        if self._process is None or self._process[0] != os.getpid():
+            worker = get_worker_info()
+            note = None if worker is None or self._progress is None else _noting(self._progress, worker.id)
+            self._process = os.getpid(), Streams(keep=worker is None), note
+        _, streams, note = self._process
+        batch = streams.make(partial(self._batch, *keys, note=note))
+        if note is not None:
+            note(IDLE)
         return batch
 
-    def _batch(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None = None) -> Any:
-        samples = (self._at_one_go if self._at_once else self._one_by_one)(epoch, indices, enter, noting)
+    def _batch(self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None = None) -> Any:
+        samples = (self._at_one_go if self._at_once else self._one_by_one)(epoch, indices, enter, note)
         if enter is not None:
             enter(randomness.collate_key(self._seed, epoch, indices[0]))
         try:
             return self._collate(samples)
         except Exception as error:
-            self._note(error, epoch, indices, ", while they were made a batch")
+            self._tell(error, epoch, indices, ", while they were made a batch")
             raise
 
-    def _at_one_go(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None) -> Any:
-        if noting is not None and self._progress is not None:
-            self._progress[noting] = indices[0]
+    def _at_one_go(self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None) -> Any:
+        if note is not None:
+            note(indices[0])
         if enter is not None:
             enter(randomness.sample_key(self._seed, epoch, indices[0]))
         try:
             return self._dataset.__getitems__(indices)
         except Exception as error:
-            self._note(error, epoch, indices)
+            self._tell(error, epoch, indices)
             raise
 
-    def _one_by_one(self, epoch: int, indices: list[int], enter: Enter | None, noting: int | None) -> list[Any]:
-        dataset, seed, progress = self._dataset, self._seed, self._progress
+    def _one_by_one(self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None) -> list[Any]:
+        dataset, seed = self._dataset, self._seed
         ahead = iter(indices)
         try:
-            if enter is None and noting is None:
+            if enter is None and note is None:
                 return [dataset[index] for index in ahead]
             samples = []
             for index in ahead:
-                if noting is not None and progress is not None:
-                    progress[noting] = index
+                if note is not None:
+                    note(index)
                 if enter is not None:
                     enter(randomness.sample_key(seed, epoch, index))
                 samples.append(dataset[index])
@@ -102,7 +104,7 @@ class KeyedDataset(Dataset[Any]):
             raise
         return samples
 
-    def _note(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
+    def _tell(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
         error.add_note(f"These were samples {listed(indices)} of {type(self._dataset).__name__}, in epoch {epoch}, {self._where()}{when}.")
 
     def _where(self) -> str:
@@ -126,9 +128,14 @@ def fetches_at_once(dataset: object) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def shared_progress(workers: int) -> MutableSequence[int] | None:
+def shared_progress(workers: int) -> Any:
     """Memory in which each of so many workers notes its sample."""
     return RawArray("q", [IDLE] * workers) if workers else None
+
+
+def _noting(progress: Any, worker: int) -> Note:
+    """What writes a sample's number into the worker's place."""
+    return partial(memoryview(progress).cast("B").cast("q").__setitem__, worker)  # a third of what ctypes takes
 
 
 def made(batch: Any) -> Any:

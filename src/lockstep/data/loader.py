@@ -6,8 +6,7 @@ micro-batches are fetched here, so what a micro-batch holds, augmentation includ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import tee, zip_longest
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.position import Position, read_state
 from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
-from lockstep.data.windows import Cut, Plan, Window, whole
+from lockstep.data.windows import Plan, Window, whole
 from lockstep.errors import UsageError
 
 
@@ -245,22 +244,15 @@ class Epoch:
         loader._position = Position(self.number, self.begin)
         recipe = loader.recipe
         walk = loader._walk(self)
-        cuts = _with_next(course.plan(self.number).cuts(self.number, self.begin, course.first(self.number)))
-        rank, size = loader.rank, loader.size
-        for place, (cut, following) in enumerate(cuts, self.begin):
+        plan, rank, size = course.plan(self.number), loader.rank, loader.size
+        for place, cut in enumerate(plan.cuts(self.number, self.begin, course.first(self.number)), self.begin):
             window = Window(cut, rank, size, walk.take, course.counts(cut, rank, size), recipe)
             if walk.ahead:
-                walk.fetch_ahead(len(window) + (len(following.filled(rank, size)) if following else 0))
+                following = plan.at(place + 1, self.number, cut.step + 1).filled(rank, size) if place + 1 < steps else ()
+                walk.fetch_ahead(len(window) + len(following))
             loader._hand_out(self.number, place, steps)
             yield window
             window.drain()
-
-
-def _with_next(cuts: Iterable[Cut]) -> Iterator[tuple[Cut, Cut | None]]:
-    """Each cut and the one after it."""
-    this, following = tee(cuts)
-    next(following, None)
-    return zip_longest(this, following)
 
 
 def is_iterable(dataset: Any) -> bool:

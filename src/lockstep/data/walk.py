@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -41,8 +42,8 @@ class Span:
     size: int
 
     def keys(self) -> Iterator[Keys]:
-        cuts = self.course.plan(self.epoch).cuts(self.epoch, self.begin)
-        return ((self.epoch, indices) for indices in self.course.indices(cuts, self.rank, self.size))
+        steps = range(self.begin, self.course.plan(self.epoch).steps_per_epoch)
+        return zip(repeat(self.epoch), self.course.indices(self.epoch, steps, self.rank, self.size), strict=False)
 
 
 class KeysSampler(Sampler[Keys]):
@@ -53,10 +54,13 @@ class KeysSampler(Sampler[Keys]):
         self.sent: dict[int, Keys] = {}
         self.received = 0
 
-    def __iter__(self) -> Iterator[Keys]:
+    def keys(self) -> Iterator[Keys]:
         assert self.span is not None
+        return self.span.keys()
+
+    def __iter__(self) -> Iterator[Keys]:
         self.sent, self.received = {}, 0
-        return self._counted(self.span.keys(), self.sent)
+        return self._counted(self.keys(), self.sent)
 
     @staticmethod
     def _counted(keys: Iterator[Keys], sent: dict[int, Keys]) -> Iterator[Keys]:
@@ -86,7 +90,8 @@ class Walk:
         sampler.span = span
         if loader.num_workers:
             loader.worker_init_fn = worker_setup()  # now, not in the constructor: the process may have forked since
-        self._batches: Any = _begun(loader, self._dataset, span.rank)
+        self._workers = loader.num_workers > 0
+        self._batches: Any = _begun(loader, sampler, self._dataset, span.rank)
 
     def fetch_ahead(self, count: int) -> None:
         """Have `count` batches on their way to the device."""
@@ -103,8 +108,7 @@ class Walk:
         if self._failed:
             raise self._late("a sample could not be fetched")
         self._failed = True
-        batch = next(self._batches) if not self._loader.num_workers else self._from_workers()
-        self._sampler.came()
+        batch = self._from_workers() if self._workers else next(self._batches)
         self._failed = False
         return batch
 
@@ -113,13 +117,15 @@ class Walk:
             raise death
         try:
             with _watched(self._batches):
-                return next(self._batches)
+                batch = next(self._batches)
         except Exception as error:
             if isinstance(error, (ConnectionError, EOFError)) and "DataLoader worker process" not in str(error):
                 self._await_end()  # what it left in shared memory went before it did
             if death := self._death():
                 raise death from error
             raise
+        self._sampler.came()
+        return batch
 
     def _late(self, why: str) -> LockstepError:
         return LockstepError(
@@ -177,14 +183,14 @@ def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
     return LockstepError(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}")
 
 
-def _begun(loader: DataLoader[Any], name: str, rank: int) -> Any:
+def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
     """torch's iterator, with its workers started."""
     dead = [(number, worker) for number, worker in enumerate(getattr(loader._iterator, "_workers", ())) if worker.exitcode is not None]
     if dead:
         end_workers(loader)
         raise _dead(dead[0][1], dead[0][0], rank, " between two epochs")
     if not loader.num_workers:
-        return _here(loader)
+        return _here(loader, sampler)
     try:
         with _watched(loader._iterator):
             iterator: Any = iter(loader)
@@ -202,12 +208,10 @@ def _begun(loader: DataLoader[Any], name: str, rank: int) -> Any:
     return iterator
 
 
-def _here(loader: DataLoader[Any]) -> Iterator[Any]:
+def _here(loader: DataLoader[Any], sampler: KeysSampler) -> Iterator[Any]:
     """What DataLoader does without workers, less what it spends on every batch."""
-    fetch = loader.dataset.__getitems__  # type: ignore[attr-defined]
-    pinned = loader.pin_memory and torch.accelerator.is_available()
-    for keys in loader.batch_sampler:  # type: ignore[union-attr]
-        yield pin_memory(fetch(keys)) if pinned else fetch(keys)
+    batches = map(loader.dataset.__getitems__, sampler.keys())  # type: ignore[attr-defined]
+    return map(pin_memory, batches) if loader.pin_memory and torch.accelerator.is_available() else batches
 
 
 def _start_method() -> str:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, overload
 
 from lockstep.errors import UsageError
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
+class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass takes four times as long to make
     """One optimizer step: positions [start, stop) of an epoch's order, cut into micro-batches."""
 
     step: int
@@ -39,19 +39,20 @@ class Cut:
 
     def share(self, rank: int, size: int) -> range:
         """The slots of one rank. The first `slots % size` ranks have one more; with more ranks than slots the last have none."""
-        assert 0 <= rank < size
-        each, more = divmod(self.slots, size)
-        begin = rank * each + min(rank, more)
-        return range(begin, begin + each + (rank < more))
+        return _share(self.slots, self.slots, rank, size)
 
     def filled(self, rank: int, size: int) -> range:
         """The slots of one rank that hold samples: all of its share, but in a short step."""
-        share = self.share(rank, size)
-        return range(share.start, max(share.start, min(share.stop, -(-(self.stop - self.start) // self.micro_batch))))
+        return _share(self.slots, -(-(self.stop - self.start) // self.micro_batch), rank, size)
 
-    def samples_of(self, rank: int, size: int) -> int:
-        """Samples of one rank in this step."""
-        return sum(len(self.positions(slot)) for slot in self.filled(rank, size))
+
+@lru_cache(maxsize=1024)  # asked for in every step, and nearly always alike
+def _share(slots: int, full: int, rank: int, size: int) -> range:
+    """One rank's slots among `slots`, less those from number `full` on."""
+    assert 0 <= rank < size
+    each, more = divmod(slots, size)
+    begin = rank * each + min(rank, more)
+    return range(begin, max(begin, min(begin + each + (rank < more), full)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +102,7 @@ class Plan:
         """Step number `step`, counted from 0 over all epochs; no step spans two epochs."""
         assert step >= 0
         epoch, place = divmod(step, self.steps_per_epoch)
-        return self._at(place, epoch, step)
+        return self.at(place, epoch, step)
 
     def cuts(self, epoch: int, begin: int = 0, first: int | None = None) -> Iterator[Cut]:
         """The steps of one epoch from its step `begin` on, in order.
@@ -109,9 +110,10 @@ class Plan:
         `first` is the number of the epoch's first step, where the epochs before it had other lengths.
         """
         number = epoch * self.steps_per_epoch if first is None else first
-        return (self._at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch))
+        return (self.at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch))
 
-    def _at(self, place: int, epoch: int, step: int) -> Cut:
+    def at(self, place: int, epoch: int, step: int) -> Cut:
+        """Step number `place` of an epoch, which is number `step` over all epochs."""
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.samples)
         return Cut(step=step, epoch=epoch, start=start, stop=stop, micro_batch=self.micro_batch, slots=self.slots)
@@ -130,7 +132,7 @@ class Plan:
 
     def idle(self, size: int) -> int:
         """Ranks that own micro-batches and yet never get a sample: the first step, the fullest, does not reach them."""
-        first = self._at(0, 0, 0)
+        first = self.at(0, 0, 0)
         return sum(len(first.share(rank, size)) > 0 and not first.filled(rank, size) for rank in range(min(size, self.slots)))
 
 
@@ -182,11 +184,18 @@ class Window(Sequence[Any]):
     ) -> None:
         self.cut = cut
         self.slots = cut.filled(rank, size)
-        self.positions = [cut.positions(slot) for slot in self.slots]
-        self.counts = [len(places) for places in self.positions] if counts is None else counts
         self.recipe = {} if recipe is None else recipe
+        self._counts = counts
         self._batches: list[Any] = []
         self._fetch: Callable[[], Any] | None = fetch if self.slots else None
+
+    @cached_property
+    def positions(self) -> list[range]:
+        return [self.cut.positions(slot) for slot in self.slots]
+
+    @cached_property
+    def counts(self) -> Sequence[int]:
+        return [len(places) for places in self.positions] if self._counts is None else self._counts
 
     @property
     def step(self) -> int:
@@ -214,21 +223,24 @@ class Window(Sequence[Any]):
         if isinstance(place, slice):
             return [self[number] for number in range(len(self))[place]]
         place = range(len(self))[place]  # negative places, and IndexError
-        while len(self._batches) <= place:
-            assert self._fetch is not None
-            self._batches.append(self._fetch())
-        if len(self._batches) == len(self):
-            self._fetch = None  # a window that somebody keeps does not keep the loader's processes
+        self._have(place + 1)
         return self._batches[place]
 
     def __iter__(self) -> Iterator[Any]:
-        for place in range(len(self)):
-            yield self[place]
+        for place in range(len(self.slots)):
+            self._have(place + 1)
+            yield self._batches[place]
 
     def __repr__(self) -> str:
         return f"Window(step {self.step}, epoch {self.epoch}, slots {list(self.slots)}, {self.samples} samples)"
 
     def drain(self) -> None:
         """Fetch what nobody walked: the next window's batches come after it."""
-        if len(self):
-            self[-1]
+        self._have(len(self.slots))
+
+    def _have(self, count: int) -> None:
+        while len(self._batches) < count:
+            assert self._fetch is not None
+            self._batches.append(self._fetch())
+            if len(self._batches) == len(self.slots):
+                self._fetch = None  # a window that somebody keeps does not keep the loader's processes

@@ -103,7 +103,7 @@ class StreamLoader:
         source = StreamSource(mine, seed, collate_fn, sharding=self.sharding, rank=self.rank, size=self.size, whole_only=whole_only)
         self._loader: DataLoader[Any] = DataLoader(
             source,
-            batch_sampler=self._requests,
+            batch_sampler=self._requests,  # type: ignore[arg-type]  # any object may stand for a batch's indices
             num_workers=self._workers,
             collate_fn=made,
             pin_memory=self._pinned,

@@ -53,7 +53,7 @@ def lengths(values: Numbers, least: int) -> NDArray[np.int64]:
 
 def _list(name: str, values: Numbers, dtype: Any) -> NDArray[Any]:
     try:
-        found = np.array(values, dtype=dtype)
+        found = np.asarray(values, dtype=dtype)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{name} are not a list of numbers: {error}") from error
     if found.ndim != 1:

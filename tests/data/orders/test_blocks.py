@@ -1,0 +1,123 @@
+"""A shuffle in blocks: neighbours stay together, in an order of their own, and the short last block comes anywhere."""
+
+from __future__ import annotations
+
+from itertools import groupby, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.orders import BlockShuffled
+from lockstep.errors import UsageError
+from tests.data.chance import places, usual
+
+EPOCHS = 3000
+
+
+def epoch_of(order: BlockShuffled, epoch: int) -> list[int]:
+    return order.at(epoch, np.arange(order.samples, dtype=np.int64)).tolist()
+
+
+def blocks_of(order: BlockShuffled, epoch: int) -> list[tuple[int, list[int]]]:
+    """(block's number, its samples less its first), as they come."""
+    runs = groupby(epoch_of(order, epoch), key=lambda sample: sample // order.block)
+    return [(number, [sample - number * order.block for sample in samples]) for number, samples in runs]
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**63), st.integers(0, 5))
+def test_each_block_comes_once_and_whole(samples: int, block: int, seed: int, epoch: int) -> None:
+    found = blocks_of(BlockShuffled(samples, block, seed), epoch)
+    count = -(-samples // block)
+    if block > 1:
+        assert len(found) == count  # as many runs as blocks: none is interrupted
+    assert sorted(number for number, _ in found) == list(range(count))
+    for number, inside in found:
+        assert sorted(inside) == list(range(min(block, samples - number * block)))
+
+
+def test_blocks_their_samples_epochs_and_seeds_have_orders_of_their_own() -> None:
+    every = {(seed, epoch): blocks_of(BlockShuffled(1000, 50, seed), epoch) for seed in range(2) for epoch in range(2)}
+    assert len({tuple(number for number, _ in found) for found in every.values()}) == 4
+    assert len({tuple(inside) for found in every.values() for _, inside in found}) == 4 * 20
+
+
+def test_every_block_comes_equally_often_at_every_place_and_the_short_one_too() -> None:
+    order = BlockShuffled(14, 3, 0)  # blocks of 3 3 3 3 2
+    numbers = np.array([[number for number, _ in blocks_of(order, epoch)] for epoch in range(EPOCHS)])
+    for place in range(5):
+        assert usual(places(numbers[:, place], 5), EPOCHS / 5), place
+    pairs = places(numbers[:, :-1] * 5 + numbers[:, 1:], 25)
+    assert usual(pairs[pairs > 0], 4 * EPOCHS / 20)
+
+
+def test_within_a_block_every_permutation_comes_equally_often() -> None:
+    order = BlockShuffled(11, 3, 1)
+    every = [dict(blocks_of(order, epoch)) for epoch in range(EPOCHS)]
+    for number, size in ((0, 3), (1, 3), (3, 2)):
+        kinds = {kind: 0 for kind in permutations(range(size))}
+        for found in every:
+            kinds[tuple(found[number])] += 1
+        assert usual(list(kinds.values()), EPOCHS / len(kinds)), number
+    alike = sum(found[0] == found[1] for found in every)
+    assert usual([alike, EPOCHS - alike], [EPOCHS / 6, EPOCHS * 5 / 6])
+
+
+def test_a_block_of_one_and_a_block_of_all_are_plain_shuffles() -> None:
+    for block in (1, 60, 61, 10**9):
+        found = epoch_of(BlockShuffled(60, block, 0), 0)
+        assert sorted(found) == list(range(60))
+        assert found != list(range(60))
+
+
+@given(st.data())
+def test_any_positions_can_be_asked_for_alone(data: st.DataObject) -> None:
+    order = BlockShuffled(50, 7, 3)
+    whole = np.array(epoch_of(order, 2))
+    asked = np.array(data.draw(st.lists(st.integers(0, 49), max_size=12)), dtype=np.int64)
+    assert np.array_equal(order.at(2, asked), whole[asked])
+    grid = asked[: len(asked) // 2 * 2].reshape(2, -1)
+    assert np.array_equal(order.at(2, grid), whole[grid])
+
+
+def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
+    samples, block = 10**15 + 17, 1000
+    order = BlockShuffled(samples, block, 0)
+    near = order.at(0, np.arange(5 * block, dtype=np.int64))
+    far = order.at(0, np.arange(samples - 5 * block, samples, dtype=np.int64))
+    for found in (near, far):
+        assert found.min() >= 0
+        assert found.max() < samples
+        assert len(set(found.tolist())) == 5 * block
+        assert len(set((found // block).tolist())) in (5, 6)
+    assert not set(near.tolist()) & set(far.tolist())
+
+
+def test_an_order_is_the_same_on_every_machine() -> None:
+    # Recorded once: a change of these numbers changes every training that anybody has recorded.
+    assert [epoch_of(BlockShuffled(10, 4, 1), epoch) for epoch in range(2)] == RECORDED
+
+
+RECORDED: list[list[int]] = []
+
+
+def test_fingerprints_tell_orders_apart() -> None:
+    orders = [BlockShuffled(50, 7, 0), BlockShuffled(51, 7, 0), BlockShuffled(50, 8, 0), BlockShuffled(50, 7, 1)]
+    assert len({order.fingerprint() for order in orders}) == len(orders)
+    assert BlockShuffled(50, 7, 0).fingerprint() == orders[0].fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("samples", "block", "message"),
+    [
+        (0, 4, "samples=0: give a whole number, 1 or more"),
+        (4, 0, "block=0: give a whole number, 1 or more"),
+        (4, 1.5, "block=1.5: give a whole number, 1 or more"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(samples: int, block: Any, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        BlockShuffled(samples, block, 0)
+    assert str(caught.value) == message

@@ -1,0 +1,166 @@
+"""Weighted draws: how often, how early, and never what has weight 0; against the probabilities worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lockstep.data.orders import Weighted
+from lockstep.errors import UsageError
+from tests.data.chance import places, usual
+
+WEIGHTS = [1.0, 0.0, 4.0, 2.0, 0.5]
+SHARES = np.array(WEIGHTS) / sum(WEIGHTS)
+POSITIVE = np.flatnonzero(SHARES)
+EPOCHS = 4000
+
+
+def epochs_of(order: Weighted, epochs: int) -> NDArray[np.int64]:
+    """An epoch a row."""
+    return np.stack([order.at(epoch, np.arange(order.samples, dtype=np.int64)) for epoch in range(epochs)])
+
+
+# -- with replacement ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_with_replacement_samples_come_in_proportion(seed: int) -> None:
+    counts = places(epochs_of(Weighted(WEIGHTS, samples=1000, seed=seed), 20), 5)
+    assert counts[1] == 0
+    assert usual(counts[POSITIVE], 20_000 * SHARES[POSITIVE])
+
+
+def test_at_every_position_of_an_epoch_they_do() -> None:
+    found = epochs_of(Weighted(WEIGHTS, samples=6, seed=3), EPOCHS)
+    for position in range(6):
+        assert usual(places(found[:, position], 5)[POSITIVE], EPOCHS * SHARES[POSITIVE]), position
+
+
+def test_a_draw_says_nothing_about_the_next_one_nor_about_the_next_epochs() -> None:
+    found = epochs_of(Weighted(WEIGHTS, samples=200, seed=4), 101)
+    together = np.outer(SHARES, SHARES)[np.ix_(POSITIVE, POSITIVE)]
+    for one, other in ((found[:, :-1], found[:, 1:]), (found[:-1], found[1:])):
+        pairs = places(one * 5 + other, 25).reshape(5, 5)[np.ix_(POSITIVE, POSITIVE)]
+        assert usual(pairs, one.size * together)
+
+
+def test_an_epoch_may_be_of_any_length() -> None:
+    assert Weighted(WEIGHTS, seed=0).samples == 5
+    assert set(epochs_of(Weighted([3.0], samples=50, seed=0), 1)[0].tolist()) == {0}
+
+
+# -- without -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_without_replacement_every_sample_of_positive_weight_comes_once() -> None:
+    order = Weighted([*range(50)], replacement=False, seed=0)
+    assert order.samples == 49
+    for row in epochs_of(order, 5).tolist():
+        assert sorted(row) == list(range(1, 50))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_without_replacement_each_is_drawn_from_what_is_left(seed: int) -> None:
+    """P(first i, then j) = share i * share j / (1 - share i)."""
+    found = epochs_of(Weighted(WEIGHTS, samples=2, replacement=False, seed=seed), EPOCHS)
+    counts = places(found[:, 0] * 5 + found[:, 1], 25).reshape(5, 5)
+    drawn = [(i, j) for i in POSITIVE for j in POSITIVE if i != j]
+    assert sum(counts[pair] for pair in drawn) == EPOCHS
+    assert usual([counts[pair] for pair in drawn], [EPOCHS * SHARES[i] * SHARES[j] / (1 - SHARES[i]) for i, j in drawn])
+
+
+def test_heavy_samples_come_earlier() -> None:
+    """Sample j comes before i with probability weight j / (weight i + weight j): that sum over j is i's place on average."""
+    weights = np.arange(1.0, 41.0)
+    found = epochs_of(Weighted(weights, replacement=False, seed=1), 1000)
+    mean_place = np.argsort(found, axis=1).mean(axis=0)
+    before = weights[None, :] / (weights[:, None] + weights[None, :])
+    np.fill_diagonal(before, 0)
+    deviation = 20 / math.sqrt(1000)  # of a place the largest possible is half of its range
+    assert np.abs(mean_place - before.sum(axis=1)).max() < 5 * deviation / 2
+    assert mean_place[-1] < mean_place[20] < mean_place[0]
+
+
+def test_without_replacement_an_epoch_may_be_a_part() -> None:
+    whole, part = (Weighted(WEIGHTS, samples=n, replacement=False, seed=2) for n in (4, 3))
+    assert np.array_equal(epochs_of(whole, 5)[:, :3], epochs_of(part, 5))
+
+
+# -- both ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_weight_is_a_proportion(replacement: bool) -> None:
+    one, other = (Weighted(np.array(WEIGHTS) * unit, replacement=replacement, samples=4, seed=1) for unit in (1.0, 2.0**900))
+    assert np.array_equal(epochs_of(one, 9), epochs_of(other, 9))
+    assert one.fingerprint() == other.fingerprint()
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_an_order_has_no_memory_and_seeds_and_epochs_their_own(replacement: bool) -> None:
+    weights = np.arange(1.0, 101.0)
+    order = Weighted(weights, replacement=replacement, seed=1)
+    third = order.at(3, np.arange(100, dtype=np.int64))
+    assert not np.array_equal(order.at(0, np.arange(100, dtype=np.int64)), third)
+    asked = np.array([[99, 0], [17, 17]], dtype=np.int64)
+    assert np.array_equal(order.at(3, asked), third[asked])
+    other = Weighted(weights, replacement=replacement, seed=2).at(3, np.arange(100, dtype=np.int64))
+    assert not np.array_equal(other, third)
+
+
+def test_an_order_is_the_same_on_every_machine() -> None:
+    # Recorded once: a change of these numbers changes every training that anybody has recorded.
+    weights = [5.0, 1.0, 1.0, 3.0, 2.0, 0.0]
+    assert epochs_of(Weighted(weights, samples=10, seed=1), 1).tolist() == RECORDED_WITH
+    assert epochs_of(Weighted(weights, replacement=False, seed=1), 2).tolist() == RECORDED_WITHOUT
+
+
+RECORDED_WITH: list[list[int]] = []
+RECORDED_WITHOUT: list[list[int]] = []
+
+
+def test_fingerprints_tell_orders_apart() -> None:
+    orders = [
+        Weighted(WEIGHTS, seed=0),
+        Weighted(WEIGHTS, seed=1),
+        Weighted(WEIGHTS, samples=4, seed=0),
+        Weighted(WEIGHTS, samples=4, replacement=False, seed=0),
+        Weighted([1.0, 0.0, 4.0, 2.0, 0.25], seed=0),
+    ]
+    assert len({order.fingerprint() for order in orders}) == len(orders)
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, -1.0], "weights[1]=-1.0: a weight is finite and not negative"),
+        ([float("nan"), 1.0], "weights[0]=nan: a weight is finite and not negative"),
+        ([1.0, 1.0, float("inf")], "weights[2]=inf: a weight is finite and not negative"),
+        ([0.0, 0.0], "all 2 weights are 0: there is nothing to draw"),
+    ],
+)
+def test_bad_weights_are_refused(weights: list[float], message: str, replacement: bool) -> None:
+    with pytest.raises(UsageError) as caught:
+        Weighted(weights, replacement=replacement, seed=0)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 0}, "samples=0: give a whole number, 1 or more"),
+        (
+            {"samples": 5, "replacement": False},
+            "samples=5 and 4 positive weights: without replacement each is drawn once at most; give fewer samples, or replacement=True",
+        ),
+    ],
+)
+def test_a_length_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Weighted(WEIGHTS, seed=0, **options)
+    assert str(caught.value) == message
