@@ -209,6 +209,16 @@ def test_start_ranks_is_for_contexts_too() -> None:
     assert start_ranks(context, os.path.basename, 1, ("/a/b",), {}, timeout=timedelta(seconds=60)) == ["b"]
 
 
+def test_a_rank_starts_processes_as_its_caller_does() -> None:
+    mine = multiprocessing.get_start_method()  # and not as the rank was started: loader workers that are spawned take seconds
+    assert lockstep.launch(multiprocessing.get_start_method, workers=1) == [mine]
+    assert run_ranks(_start_method, 1) == [mine]
+
+
+def _start_method(world: World) -> str:
+    return str(multiprocessing.get_start_method())
+
+
 def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(textwrap.dedent(text))
     return subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, check=False)

@@ -71,6 +71,8 @@ class Seat:
     by_server: bool
     """Started by a fork server: the process to outlive nobody for is then not the parent."""
     environment: Mapping[str, str]
+    start_method: str | None
+    """How the caller starts processes, if it has said. A rank's own, loader workers above all, start in the same way."""
 
     def take(self) -> None:
         """Take the caller's environment and the place among the ranks. A session of its own: Ctrl-C goes to the launcher alone."""
@@ -80,6 +82,7 @@ class Seat:
             die_with_parent(self.parent)
         with suppress(PermissionError):
             os.setsid()
+        multiprocessing.set_start_method(self.start_method, force=True)  # multiprocessing hands down what started this process
         os.environ.clear()
         os.environ.update(self.environment)
         os.environ.update(

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -117,9 +118,17 @@ class _Ranks:
         self._failures: dict[int, Failure] = {}
 
     def start(self, context: Context, payload: Payload, port: int) -> None:
-        by_server = isinstance(context, ForkServerContext)
+        first = Seat(
+            rank=0,
+            size=self._size,
+            port=port,
+            parent=os.getpid(),
+            by_server=isinstance(context, ForkServerContext),
+            environment=dict(os.environ),
+            start_method=multiprocessing.get_start_method(allow_none=True),
+        )
         for rank in range(self._size):
-            seat = Seat(rank=rank, size=self._size, port=port, parent=os.getpid(), by_server=by_server, environment=dict(os.environ))
+            seat = replace(first, rank=rank)
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=rank_process.main, args=(seat, payload, theirs), name=f"rank {rank}")
             try:

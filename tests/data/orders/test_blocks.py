@@ -97,10 +97,8 @@ def test_nothing_is_stored_and_the_far_end_is_reached_at_once() -> None:
 
 def test_an_order_is_the_same_on_every_machine() -> None:
     # Recorded once: a change of these numbers changes every training that anybody has recorded.
-    assert [epoch_of(BlockShuffled(10, 4, 1), epoch) for epoch in range(2)] == RECORDED
-
-
-RECORDED: list[list[int]] = []
+    assert epoch_of(BlockShuffled(10, 4, 1), 0) == [8, 9, 7, 6, 5, 4, 1, 0, 2, 3]
+    assert epoch_of(BlockShuffled(10, 4, 1), 1) == [8, 9, 1, 3, 2, 0, 5, 7, 4, 6]
 
 
 def test_fingerprints_tell_orders_apart() -> None:

@@ -1,0 +1,190 @@
+"""Micro-batches by length: within the budget, of similar lengths, each sample once, and alike in cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from lockstep.data.orders import ByLength
+from lockstep.errors import UsageError
+from tests.data.chance import places, usual
+
+PICTURE = [3, 9, 4, 8, 3, 9, 4, 3, 9]  # the one in the module's docstring
+
+
+def epoch_of(order: ByLength, epoch: int) -> list[NDArray[np.int64]]:
+    return [order.batch(epoch, number) for number in range(order.count(epoch))]
+
+
+def cost(batch: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+    """Tokens after padding to the batch's longest."""
+    return int(batch.size * lengths[batch].max())
+
+
+@st.composite
+def made(draw: st.DrawFn) -> tuple[NDArray[np.int64], int, list[int] | None]:
+    """(lengths, tokens, boundaries)."""
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=60))
+    tokens = draw(st.integers(max(lengths), 4 * max(lengths)))
+    boundaries = draw(st.none() | st.sets(st.integers(1, 70), min_size=1).map(sorted))
+    return np.array(lengths), tokens, boundaries
+
+
+@given(made(), st.integers(0, 2**63), st.integers(0, 3))
+def test_every_epoch_holds_every_sample_once_within_the_budget(
+    given: tuple[NDArray[np.int64], int, list[int] | None], seed: int, epoch: int
+) -> None:
+    lengths, tokens, boundaries = given
+    order = ByLength(lengths, tokens, seed=seed, boundaries=boundaries)
+    batches = epoch_of(order, epoch)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    assert max(cost(batch, lengths) for batch in batches) <= tokens
+    edges = order.boundaries
+    for batch in batches:
+        assert np.unique(np.searchsorted(edges, lengths[batch])).size == 1  # of one bucket
+    assert order.count(epoch) == order.count(epoch + 1)
+
+
+@given(made(), st.integers(0, 2**63))
+def test_full_batches_hold_what_they_can_and_short_ones_come_last_the_costliest_first(
+    given: tuple[NDArray[np.int64], int, list[int] | None], seed: int
+) -> None:
+    lengths, tokens, boundaries = given
+    order = ByLength(lengths, tokens, seed=seed, boundaries=boundaries)
+    bucket = np.searchsorted(order.boundaries, lengths)
+    longest = {int(each): int(lengths[bucket == each].max()) for each in np.unique(bucket)}
+    batches = [(batch.size, int(bucket[batch[0]])) for batch in epoch_of(order, 0)]
+    full = [size == tokens // longest[each] for size, each in batches]
+    assert full == sorted(full, reverse=True)
+    assert all(size * longest[each] > tokens - longest[each] for (size, each), whole in zip(batches, full, strict=True) if whole)
+    short = [(size, each) for (size, each), whole in zip(batches, full, strict=True) if not whole]
+    assert len({each for _, each in short}) == len(short)  # one a bucket at most
+    costs = [size * longest[each] for size, each in short]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_the_picture() -> None:
+    order = ByLength(PICTURE, 18, boundaries=[4, 9], seed=0)
+    for epoch in range(20):
+        batches = [sorted(np.array(PICTURE)[batch].tolist()) for batch in epoch_of(order, epoch)]
+        assert sorted(map(len, batches[:3])) == [2, 2, 4]
+        assert len(batches[3]) == 1
+        assert batches[3][0] in (3, 4)
+
+
+def test_by_default_little_is_padded() -> None:
+    """Within a bucket the shortest is more than 8/9 of the longest, or they are equal."""
+    lengths = np.arange(1, 2000)
+    for batch in epoch_of(ByLength(lengths, 8192, seed=0), 0):
+        assert lengths[batch].min() * 1.125 >= lengths[batch].max() - 1
+
+
+def test_a_sample_longer_than_half_of_the_budget_is_alone_and_one_longer_than_it_refused() -> None:
+    lengths = [5, 51, 100, 51]
+    alone = [batch.tolist() for batch in epoch_of(ByLength(lengths, 100, seed=0, boundaries=[10, 60]), 0)]
+    assert sorted(alone) == [[0], [1], [2], [3]]
+    with pytest.raises(UsageError) as caught:
+        ByLength(lengths, 99, seed=0)
+    assert str(caught.value) == "lengths[2]=100 is more than tokens=99: the sample fits in no micro-batch; raise tokens, or cut the sample"
+
+
+def test_what_is_longer_than_the_last_boundary_is_one_more_bucket() -> None:
+    lengths = np.array([1, 2, 50, 60])
+    batches = epoch_of(ByLength(lengths, 200, seed=0, boundaries=[2]), 0)
+    assert sorted(sorted(lengths[batch].tolist()) for batch in batches) == [[1, 2], [50, 60]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_are_balanced_in_every_full_step(size: int) -> None:
+    """Of lengths as texts have them, a micro-batch for each rank: none costs less than what does not go into it any more leaves."""
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(4, 0.8, 20_000), 1, 512).astype(np.int64)
+    tokens, longest = 4096, 512
+    order = ByLength(lengths, tokens, seed=0)
+    batches = epoch_of(order, 1)
+    padded = np.array([cost(batch, lengths) for batch in batches])
+    full = len(batches) - len(order.boundaries)  # at least: a bucket leaves one short micro-batch at most
+    assert full > 0.85 * len(batches)
+    steps = padded[: full // size * size].reshape(-1, size)
+    assert steps.max() <= tokens
+    assert steps.min() > (tokens - longest) * 8 / 9  # a bucket's longest sample need not be in it
+    by_rank = steps.sum(axis=0)
+    assert by_rank.max() / by_rank.min() < 1.02
+    assert lengths.sum() / padded.sum() > 0.93  # all but the padding
+
+
+def test_epochs_and_seeds_put_other_samples_together_in_another_order() -> None:
+    lengths = np.random.default_rng(1).integers(1, 100, 600)
+    walks = [epoch_of(ByLength(lengths, 300, seed=seed), epoch) for seed in range(2) for epoch in range(2)]
+    together = [{frozenset(batch.tolist()) for batch in walk} for walk in walks]
+    buckets = [tuple(int(lengths[batch].max()) // 10 for batch in walk) for walk in walks]
+    for one in range(4):
+        for other in range(one):
+            assert len(together[one] & together[other]) < len(walks[one]) / 4
+            assert buckets[one] != buckets[other]
+
+
+def test_every_full_batch_comes_first_equally_often() -> None:
+    lengths = np.array([2] * 12 + [6] * 4 + [12] * 2)  # 2, 2 and 2 full micro-batches
+    order = ByLength(lengths, 12, seed=0, boundaries=[2, 6, 12])
+    assert order.count(0) == 6
+    first = np.array([order.batch(epoch, 0)[0] for epoch in range(1500)])
+    assert usual(places(np.searchsorted([2, 6], lengths[first]), 3), 500)
+
+
+def test_a_batch_can_be_asked_for_alone_and_changed_without_harm() -> None:
+    lengths = np.random.default_rng(2).integers(1, 50, 200)
+    order = ByLength(lengths, 100, seed=3)
+    last = order.count(4) - 1
+    expected = epoch_of(order, 4)[last].tolist()
+    order.batch(4, last)[:] = 0
+    assert ByLength(lengths, 100, seed=3).batch(4, last).tolist() == order.batch(4, last).tolist() == expected
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_a_batch_that_there_is_not_is_refused(number: int) -> None:
+    order = ByLength(PICTURE, 18, boundaries=[4, 9], seed=0)
+    with pytest.raises(UsageError) as caught:
+        order.batch(2, number)
+    assert str(caught.value) == f"number={number} does not lie in [0, 4), the micro-batches of epoch 2"
+
+
+def test_an_order_is_the_same_on_every_machine() -> None:
+    # Recorded once: a change of these numbers changes every training that anybody has recorded.
+    order = ByLength(PICTURE, 18, boundaries=[4, 9], seed=1)
+    assert [batch.tolist() for batch in epoch_of(order, 0)] == RECORDED
+
+
+def test_fingerprints_tell_orders_apart() -> None:
+    orders = [
+        ByLength(PICTURE, 18, seed=0),
+        ByLength(PICTURE, 18, seed=1),
+        ByLength(PICTURE, 19, seed=0),
+        ByLength(PICTURE[::-1], 18, seed=0),
+        ByLength(PICTURE[:-1] + [8], 18, seed=0),
+        ByLength(PICTURE, 18, boundaries=[4, 9], seed=0),
+    ]
+    assert len({order.fingerprint() for order in orders}) == len(orders)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([3, 0], {}, "lengths[1]=0: a length is at least 1"),
+        ([3, -4], {}, "lengths[1]=-4: a length is at least 1"),
+        ([3.0], {}, "lengths are float64, not whole numbers: give integers"),
+        ([], {}, "lengths are empty: give one number each"),
+        ([3], {"tokens": 0}, "tokens=0: give a whole number, 1 or more"),
+        ([3], {"boundaries": [4, 4]}, "boundaries[1]=4 is not more than boundaries[0]=4: boundaries grow"),
+        ([3], {"boundaries": [0, 4]}, "boundaries[0]=0: give a whole number, 1 or more"),
+    ],
+)
+def test_what_cannot_be_is_refused(lengths: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ByLength(lengths, **({"tokens": 18, "seed": 0} | options))
+    assert str(caught.value) == message
