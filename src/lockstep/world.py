@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from mmap import mmap
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args
@@ -211,8 +212,12 @@ class World:
     def _share_memory(self, group: Group, name: str) -> None:
         """Where tensors are on the CPU of one host, they may travel through its memory."""
         if group.waits and possible():
-            memory = share(self._store, f"memory/{name}", group.rank, group.size, length(group.size), self.timeout)
-            group.memory = self.own(SharedMemory(memory, group))
+            numbers = itertools.count()
+
+            def more(octets: int) -> mmap:
+                return share(self._store, f"memory/{name}/{next(numbers)}", group.rank, group.size, octets, self.timeout)
+
+            group.memory = self.own(SharedMemory(more(length(group.size)), group, more))
 
     def _share_host(self, group: Group) -> None:
         """On GPUs, give the group a twin for CPU tensors."""

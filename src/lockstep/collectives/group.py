@@ -8,7 +8,7 @@ the same code runs, communication degenerates to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import ClassVar, Literal, Protocol, TypeVar
@@ -53,9 +53,12 @@ class Comparison(Protocol):
 
 
 class Memory(Protocol):
-    """All-reduce through shared memory (shared_memory/operations.py)."""
+    """Collectives through shared memory (shared_memory/operations.py)."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work: ...
+    def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None) -> list[list[Tensor]]: ...
+    def sum_in_place(self, parts: Sequence[Tensor], place: str | None = None, *, scattered: bool = False) -> Work: ...
+    def progress(self) -> None: ...
 
 
 class Done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.gradients.layout import BucketPlan, Span
@@ -16,12 +15,12 @@ class Bucket:
     So gradient memory is one times the parameters, and what arrives from the other ranks is in `.grad` without a copy.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
         self.index = plan.index
         self.spans: tuple[Span, ...] = plan.spans
         more = f" and {len(plan.spans) - 1} more" if len(plan.spans) > 1 else ""
         self.place = f"for gradient bucket {plan.index} ({plan.spans[0].name}{more})"  # in errors
-        self.sum = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+        self.sum = memory  # zeros, flat
         self.flag = None if plan.flag is None else self.sum[plan.flag : plan.flag + 1]
         self.parameters = [parameters[span.parameter] for span in plan.spans]
         self.views = [_view(self.sum, span, parameter) for span, parameter in zip(plan.spans, self.parameters, strict=True)]

@@ -108,7 +108,8 @@ class Reducer:
         self.layout: Layout = plan(entries, order, bucket=self.bucket_bytes, first_bucket=min(FIRST_BUCKET, self.bucket_bytes))
         self.buckets: list[Bucket] = []  # what nobody holds any more goes before the new memory comes
         self._home: list[tuple[Bucket, Tensor]] = []
-        self.buckets = [Bucket(bucket, self.parameters) for bucket in self.layout.buckets]
+        memory = self.reduction.memory(self.layout)
+        self.buckets = [Bucket(bucket, self.parameters, room) for bucket, room in zip(self.layout.buckets, memory, strict=True)]
         homes = {span.parameter: (bucket, view) for bucket in self.buckets for span, view in zip(bucket.spans, bucket.views, strict=True)}
         self._home = [homes[number] for number in range(len(entries))]
         for (_, view), parameter in zip(self._home, self.parameters, strict=True):

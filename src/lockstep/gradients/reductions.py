@@ -8,10 +8,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from lockstep.collectives.central import central_all_reduce
 from lockstep.collectives.group import Group, Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.layout import Layout
 
 
 class Reduction(Protocol):
@@ -21,7 +25,16 @@ class Reduction(Protocol):
     carries_all: bool
     """Whether what lies behind the gradients in a bucket is summed with them."""
 
+    def memory(self, layout: Layout) -> list[Tensor]:
+        """Flat zeros for every bucket, where this reduction wants them. Every rank calls it alike."""
+        ...
+
     def start(self, bucket: Bucket) -> Work: ...
+
+
+def private(layout: Layout) -> list[Tensor]:
+    """Memory of this process's own."""
+    return [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets]
 
 
 class Native:
@@ -32,6 +45,9 @@ class Native:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        return private(layout)
 
     def start(self, bucket: Bucket) -> Work:
         return self._group.all_reduce(bucket.sum, place=bucket.place)
@@ -49,6 +65,9 @@ class Central:
     def __init__(self, group: Group) -> None:
         self._group = group
 
+    def memory(self, layout: Layout) -> list[Tensor]:
+        return private(layout)
+
     def start(self, bucket: Bucket) -> Work:
         return _Later(self._group, bucket)
 
@@ -65,9 +84,9 @@ class _Later:
 
 
 class SharedMemory:
-    """Through the memory that all ranks of one host share: no socket, no copy in the kernel.
+    """In memory that all ranks of one host share: gradients land there, each rank adds up its slice of everybody's, nothing else is copied.
 
-    What there is room for is written down while backward goes on; it is added up at its end, by the ranks themselves.
+    Nothing is added up before all have filled a bucket. What can be without waiting is done as the next bucket leaves, the rest at the end.
     """
 
     name = "shared memory"
@@ -77,9 +96,19 @@ class SharedMemory:
         if group.memory is None:
             raise UsageError("reduce='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one of them: use auto")
         self._memory = group.memory
+        self._rank = group.rank
+        self._parts: list[list[Tensor]] = []
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        self._parts = []
+        sizes, dtypes = [plan.numel for plan in layout.buckets], [plan.dtype for plan in layout.buckets]
+        self._parts = self._memory.allocate(sizes, dtypes, "for gradient buckets")
+        return [parts[self._rank] for parts in self._parts]
 
     def start(self, bucket: Bucket) -> Work:
-        return self._memory.all_reduce(bucket.sum, place=bucket.place)
+        work = self._memory.sum_in_place(self._parts[bucket.index], place=bucket.place)
+        self._memory.progress()
+        return work
 
 
 REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory]] = {

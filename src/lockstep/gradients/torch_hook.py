@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lockstep.collectives.group import Work
 from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.layout import Layout
+from lockstep.gradients.reductions import private
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
@@ -57,6 +59,9 @@ class TorchHook:
     def __init__(self, state: object, hook: Hook) -> None:
         self._state = state
         self._hook = hook
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        return private(layout)
 
     def start(self, bucket: Bucket) -> Work:
         return _Promised(self._hook(self._state, GradBucket(bucket)), bucket)

@@ -68,8 +68,10 @@ def bus_factor(collective: str, workers: int) -> float:
 
 
 def measure(kind: Kind, workers: int, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None = None) -> list[Measured]:
-    """Measure on that many fresh ranks of this host. Raises UsageError for a collective or algorithm that there is not."""
+    """Measure on that many fresh ranks of this host. Raises UsageError for a collective or algorithm that there is not, and for no runs."""
     check(kind, algorithms)
+    if runs is not None and runs < 1:
+        raise UsageError(f"runs={runs}: give a whole number, 1 or more")
     return launch(_on_rank, workers=workers, args=(kind, tuple(sizes), tuple(algorithms), runs))[0]
 
 

@@ -16,13 +16,15 @@ import mmap
 import platform
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from lockstep.collectives.group import Group, Op, check_op, working_dtype
+from lockstep.collectives.shared_memory.fold import fold
+from lockstep.collectives.shared_memory.resident import Sum
 from lockstep.collectives.shared_memory.waits import Waits
 from lockstep.collectives.tags import listed
 from lockstep.errors import CollectiveTimeout
@@ -30,15 +32,9 @@ from lockstep.errors import CollectiveTimeout
 PIECE = 2 * 2**20  # bytes
 SLOTS = 4
 _LINE = 16  # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in pairs
-_WRITTEN, _READ = 0, 1
+_WRITTEN, _READ, _READY, _DONE = range(4)
 _PAGE = 4096
-_INTO: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "prod": torch.mul,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+
 
 
 def possible() -> bool:
@@ -56,19 +52,25 @@ def _header(size: int) -> int:
 
 
 class SharedMemory:
-    """One group's collectives through shared memory. They are done in the order in which they were started, on every rank the same."""
+    """One group's collectives through shared memory. They are done in the order in which they were started, on every rank the same.
 
-    def __init__(self, memory: mmap.mmap, group: Group) -> None:
+    `more(bytes)` maps further memory that all ranks see; every rank calls it.
+    """
+
+    def __init__(self, memory: mmap.mmap, group: Group, more: Callable[[int], mmap.mmap]) -> None:
         self._memory = memory
         self._group = group
+        self._more = more
         self._words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
         self._waits = Waits(self._words, group.size, group.look, self._late)
         lines = [rank * _LINE for rank in range(group.size)]
         self._written, self._read = [line + _WRITTEN for line in lines], [line + _READ for line in lines]
+        self._ready, self._done = [line + _READY for line in lines], [line + _DONE for line in lines]
+        self._sums = 0  # started
         self._mine = group.rank * _LINE
         self._given = 0  # pieces that started operations have numbered
-        self._open: deque[Reduction] = deque()
+        self._open: deque[Reduction | Sum] = deque()
         self._number = 0  # of the one that is being done
 
     def close(self) -> None:
@@ -84,6 +86,62 @@ class SharedMemory:
         self._open.append(work)
         work.write_ahead()
         return work
+
+    def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None) -> list[list[Tensor]]:
+        """Zeros in shared memory, of these numbers of elements: `found[i][r]` is tensor i of rank r. Every rank calls it alike."""
+        starts, end = [], 0
+        for size, dtype in zip(sizes, dtypes, strict=True):
+            starts.append(end)
+            end += -(-size * dtype.itemsize // _PAGE) * _PAGE
+        self._group.say(f"shared memory of {end} bytes {place or ''}")
+        self._group.wait_for_all(self._group.number)
+        octets = torch.frombuffer(self._more(max(1, end) * self._group.size), dtype=torch.uint8)
+        regions = octets.split(max(1, end))
+        return [
+            [region[start : start + size * dtype.itemsize].view(dtype).data for region in regions]  # a version counter each
+            for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
+        ]
+
+    def sum_in_place(self, parts: Sequence[Tensor], place: str | None = None, *, scattered: bool = False) -> Sum:
+        """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all ranks, everywhere or each slice on its rank.
+
+        From here until its `wait` nobody may touch it.
+        """
+        kind = "reduce_scatter" if scattered else "all_reduce"
+        self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
+        parts = [part.data for part in parts]  # not seen by version counters, with which a Reducer looks whether its caller wrote
+        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, scattered=scattered)
+        self._sums += 1
+        self._open.append(work)
+        self.say_ready(work.order)
+        return work
+
+    def progress(self) -> None:
+        """Do what nobody has to be waited for."""
+        while self._open and isinstance(self._open[0], Sum) and self._open[0].could_complete():
+            self._open.popleft().complete()
+
+    def finish_all(self) -> None:
+        """Do everything that was started."""
+        if self._open:
+            self.finish(self._open[-1])
+
+    # -- for a Sum -----------------------------------------------------------------------------------------------------------------
+
+    def is_ready(self, order: int) -> bool:
+        return all(self._words[place] > order for place in self._ready)
+
+    def say_ready(self, order: int) -> None:
+        self._words[self._mine + _READY] = order + 1
+
+    def await_ready(self, order: int) -> None:
+        self._waits.until(self._ready, order + 1, self._timeout)
+
+    def say_done(self, order: int) -> None:
+        self._words[self._mine + _DONE] = order + 1
+
+    def await_done(self, order: int) -> None:
+        self._waits.until(self._done, order + 1, self._timeout)
 
     # -- for a Reduction -----------------------------------------------------------------------------------------------------------
 
@@ -109,7 +167,7 @@ class SharedMemory:
         start = _header(self._group.size) + (rank * SLOTS + piece % SLOTS) * PIECE
         return self._octets[start : start + numel * dtype.itemsize].view(dtype)
 
-    def finish(self, work: Reduction) -> None:
+    def finish(self, work: Reduction | Sum) -> None:
         """Do everything that was started before this, and this."""
         while self._open and not work.finished:
             self._number = self._open[0].number
@@ -183,21 +241,3 @@ class Reduction:
         fold(slots, self._op, out=piece)
         if self._op == "mean":
             piece.div_(self._memory.size)
-
-
-def fold(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
-    """The parts combined along a balanced binary tree, into `out` where it is given."""
-    if len(parts) == 1:
-        return parts[0].clone() if out is None else out.copy_(parts[0])
-    combine = _INTO[op]
-    level = list(parts)
-    while len(level) > 2:
-        level = list(_pairs(level, combine))
-    return combine(level[0], level[1], out=out) if out is not None else combine(level[0], level[1])
-
-
-def _pairs(level: Sequence[Tensor], combine: Callable[..., Tensor]) -> Iterator[Tensor]:
-    for first in range(0, len(level) - 1, 2):
-        yield combine(level[first], level[first + 1])
-    if len(level) % 2:
-        yield level[-1]

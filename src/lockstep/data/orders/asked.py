@@ -34,7 +34,7 @@ class Asked:
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self.name = type(sampler).__name__
-        if iter(sampler) is sampler:
+        if isinstance(sampler, Iterator) and iter(sampler) is sampler:  # any other one may draw as soon as it is asked
             raise UsageError(f"{self.name} can be gone through once only: give a sampler, which starts anew in every epoch")
         self._sampler, self._seed = sampler, seed
         self._digests: dict[int, str] = {}

@@ -1,0 +1,82 @@
+"""Sums of tensors that lie in shared memory themselves: nothing is copied in, nothing is copied out.
+
+    region      the memory of one rank, mapped by all; a bucket of gradients lies at the same place in everybody's
+    slice       the elements of a tensor that one rank adds up, from all regions, and writes to all of them
+
+Two synchronisations: all have said that their tensor is ready, all have said that their slice is done. Between them the tensor belongs to
+everybody. Which rank adds up an element decides nothing about its bits, because all add along the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.shared_memory.fold import fold
+
+BLOCK = 1024  # elements: slices begin at a multiple of it, whatever the number of ranks
+_PIECE = 2**18  # elements that are added up at a time, so that the sum is in the cache when it is written to the others
+
+
+class Queue(Protocol):
+    """What a Sum needs of the group's shared memory (operations.py)."""
+
+    def is_ready(self, order: int) -> bool: ...
+    def await_ready(self, order: int) -> None: ...
+    def say_done(self, order: int) -> None: ...
+    def await_done(self, order: int) -> None: ...
+    def finish_all(self) -> None: ...
+
+
+def slice_of(numel: int, rank: int, size: int) -> range:
+    """The elements of a tensor that are one rank's. They tile it; all but the last begin and end at a multiple of BLOCK."""
+    blocks = -(-numel // BLOCK)
+    edges = [min(numel, place * blocks // size * BLOCK) for place in (rank, rank + 1)]
+    return range(edges[0], edges[1])
+
+
+class Sum:
+    """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or (`scattered`) each slice on its rank only."""
+
+    def __init__(self, queue: Queue, parts: Sequence[Tensor], rank: int, order: int, number: int, *, scattered: bool) -> None:
+        self._queue, self._parts, self._rank = queue, parts, rank
+        self.order = order  # among the group's sums
+        self._scattered = scattered
+        self.number = number
+        self.finished = False
+
+    def could_complete(self) -> bool:
+        """Whether nobody has to be waited for."""
+        return self._queue.is_ready(self.order)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Return when the tensor holds the sum. Raises PeerFailed and CollectiveTimeout, naming who did not come."""
+        self._queue.finish_all()  # also what was started later: the others wait for this rank's slices of it
+        self._queue.await_done(self.order)
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Add up this rank's slice, as soon as all are ready."""
+        self._queue.await_ready(self.order)
+        mine = slice_of(self._parts[0].numel(), self._rank, len(self._parts))
+        for start in range(mine.start, mine.stop, _PIECE):
+            stop = min(start + _PIECE, mine.stop)
+            pieces = [part[start:stop] for part in self._parts]
+            _sum_into(pieces, pieces[self._rank])
+            if not self._scattered:
+                for rank, piece in enumerate(pieces):
+                    if rank != self._rank:
+                        piece.copy_(pieces[self._rank])
+        self._queue.say_done(self.order)
+        self.finished = True
+
+
+def _sum_into(pieces: Sequence[Tensor], out: Tensor) -> None:
+    if out.dtype in (torch.float16, torch.bfloat16):
+        out.copy_(fold([piece.to(torch.float32) for piece in pieces], "sum"))
+    else:
+        fold(pieces, "sum", out=out)
