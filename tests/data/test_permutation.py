@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from numpy.typing import NDArray
 from lockstep.data.permutation import Permutation
 from lockstep.errors import UsageError
 from lockstep.randomness import derive
+from tests.data.chance import places, usual
 
 AROUND_POWERS = sorted({2**k + d for k in range(1, 19) for d in (-1, 0, 1)} - {0})
 LARGE = 5003  # just beyond what is ordered by hashes
@@ -145,3 +149,126 @@ def test_rare_events_are_as_rare_as_by_chance(many: NDArray[np.int64]) -> None:
     assert abs(ascents.mean() - (n - 1) / n) < bound
     same_as_last_epoch = (many[1:] == many[:-1]).sum(axis=1)
     assert abs(same_as_last_epoch.mean() - 1) < bound
+
+
+# -- beside numpy's permutations -----------------------------------------------------------------------------------------------------------
+
+COMPARED = 200
+
+
+def cycles(row: list[int]) -> tuple[int, int]:
+    """(how many, the longest)."""
+    seen = bytearray(len(row))
+    count = longest = 0
+    for start in range(len(row)):
+        if seen[start]:
+            continue
+        count, length, place = count + 1, 0, start
+        while not seen[place]:
+            seen[place] = 1
+            place, length = row[place], length + 1
+        longest = max(longest, length)
+    return count, longest
+
+
+def longest_increasing(row: list[int]) -> int:
+    """By patience sorting."""
+    tops: list[int] = []
+    for value in row:
+        place = bisect.bisect_left(tops, value)
+        tops[place : place + 1] = [value]
+    return len(tops)
+
+
+def inversions(row: NDArray[np.int64]) -> int:
+    """Pairs in the wrong order, by merging halves."""
+    count, width = 0, 1
+    blocks = row.copy()
+    while width < blocks.size:
+        for first in range(0, blocks.size, 2 * width):
+            left, right = blocks[first : first + width], blocks[first + width : first + 2 * width]
+            count += left.size * right.size - int(np.searchsorted(left, right).sum())
+            blocks[first : first + 2 * width] = np.sort(blocks[first : first + 2 * width])
+        width *= 2
+    return count
+
+
+STATISTICS: dict[str, Callable[[NDArray[np.int64]], float]] = {
+    "cycles": lambda row: cycles(row.tolist())[0],
+    "longest cycle": lambda row: cycles(row.tolist())[1],
+    "longest increasing": lambda row: longest_increasing(row.tolist()),
+    "displacement": lambda row: float(np.abs(row - np.arange(row.size)).sum()),
+    "steps between neighbours": lambda row: float(np.abs(np.diff(row)).sum()),
+    "ascents": lambda row: float((np.diff(row) > 0).sum()),
+    "records": lambda row: np.unique(np.maximum.accumulate(row)).size,
+}
+
+
+def distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
+    """Kolmogorov and Smirnov's: between the two samples' distribution functions."""
+    values = np.union1d(one, other)
+    shares = [np.searchsorted(np.sort(sample), values, side="right") / sample.size for sample in (one, other)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_shapes_are_distributed_as_those_of_true_random_permutations(many: NDArray[np.int64], name: str) -> None:
+    true = np.random.default_rng(1).permuted(np.broadcast_to(np.arange(many.shape[1]), (COMPARED, many.shape[1])), axis=1)
+    ours, theirs = (np.array([STATISTICS[name](row) for row in rows[:COMPARED]]) for rows in (many, true))
+    assert distance(ours, theirs) < 2.7 * math.sqrt(2 / COMPARED)  # by chance once in a million
+
+
+@pytest.mark.parametrize("n", [100, LARGE])
+def test_as_many_pairs_are_in_the_wrong_order_as_by_chance(n: int) -> None:
+    rows = 12
+    found = np.array([inversions(whole(n, derive(1, epoch))) for epoch in range(rows)])
+    deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 72)
+    assert abs(found.mean() - n * (n - 1) / 4) < 5 * deviation / math.sqrt(rows)
+    assert 0.5 < found.std() / deviation < 1.5
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_every_permutation_of_a_few_comes_equally_often(n: int) -> None:
+    draws = 50 * math.factorial(n)
+    counts = Counter(tuple(whole(n, derive(2, epoch)).tolist()) for epoch in range(draws))
+    assert len(counts) == math.factorial(n)
+    assert usual(list(counts.values()), 50)
+
+
+# -- far out -------------------------------------------------------------------------------------------------------------------------------
+
+FAR = 2**62
+
+
+def test_the_largest_is_walked_in_any_pieces() -> None:
+    permutation = Permutation(FAR, 9)
+    positions = np.random.default_rng(0).integers(0, FAR, 20_000)
+    elements = permutation(positions)
+    assert np.array_equal(permutation.inverse(elements), positions)
+    assert np.array_equal(permutation(permutation.inverse(positions)), positions)
+    assert np.array_equal(np.concatenate([permutation(piece) for piece in np.array_split(positions[::-1], 7)])[::-1], elements)
+    assert not np.array_equal(Permutation(FAR, 10)(positions), elements)
+
+
+@pytest.mark.parametrize("n", [FAR, FAR - 1, 2**61 + 1, 3 * 10**18])
+def test_neighbours_anywhere_are_spread_over_all_of_a_huge_size(n: int) -> None:
+    permutation = Permutation(n, 9)
+    for first in (0, n // 2, n - 20_000):
+        found = permutation(np.arange(first, first + 20_000, dtype=np.int64))
+        assert np.unique(found).size == found.size
+        assert usual(places(found // (n // 64 + 1), 64), 20_000 / 64), first
+        assert usual(places(found % 64, 64), 20_000 / 64), first
+        steps = np.diff(found.astype(object)) % n
+        assert usual(places((steps // (n // 64 + 1)).astype(np.int64), 64), 19_999 / 64), first
+
+
+def test_the_largest_is_the_same_on_every_machine() -> None:
+    # Recorded once: a change of these numbers changes every training that anybody has recorded.
+    ends = np.array([0, 1, FAR // 2, FAR - 2, FAR - 1], dtype=np.int64)
+    assert Permutation(FAR, 1)(ends).tolist() == [
+        2976377919675281027,
+        1465182063342878308,
+        4423519903908042182,
+        226210359267654453,
+        3114392060264311469,
+    ]

@@ -14,7 +14,7 @@ from lockstep.data.orders import BlockShuffled
 from lockstep.errors import UsageError
 from tests.data.chance import places, usual
 
-EPOCHS = 3000
+EPOCHS = 1500
 
 
 def epoch_of(order: BlockShuffled, epoch: int) -> list[int]:

@@ -74,11 +74,11 @@ def test_in_any_stretch_a_share_is_off_by_less_than_two_periods() -> None:
 
 
 def test_within_a_period_every_arrangement_comes_equally_often() -> None:
-    order = Mixture([1, 1, 1], [2, 1, 1], samples=4 * 2400, seed=3)
+    order = Mixture([1, 1, 1], [2, 1, 1], samples=4 * 1200, seed=3)
     periods = line_of(order, 1).reshape(-1, 4)
     counts = places(periods @ np.array([27, 9, 3, 1]), 81)
     assert np.count_nonzero(counts) == 12  # 4! / 2!
-    assert usual(counts[counts > 0], 2400 / 12)
+    assert usual(counts[counts > 0], 1200 / 12)
 
 
 # -- samples -------------------------------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_the_far_end_is_reached_at_once() -> None:
 def test_an_order_is_the_same_on_every_machine() -> None:
     # Recorded once: a change of these numbers changes every training that anybody has recorded.
     order = Mixture([4, 2, 3], [2, 1, 1], seed=1)
-    assert line_of(order, 2).tolist() == RECORDED
+    assert line_of(order, 2).tolist() == [0, 3, 4, 6, 2, 1, 5, 7, 5, 8, 3, 1, 7, 0, 2, 4, 4, 8]
 
 
 def test_fingerprints_tell_orders_apart() -> None:

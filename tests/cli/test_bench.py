@@ -1,0 +1,198 @@
+"""`lockstep bench` from the outside: a table, JSON with every column, a tuning that worlds read, a picture, and a sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lockstep.cli.app import app
+from lockstep.cli.bench import _sizes
+from lockstep.collectives.choose import Tuning
+from lockstep.errors import UsageError
+from lockstep.measure import collectives as measured
+from lockstep.measure import sampler
+from lockstep.testing import run_ranks
+from lockstep.world import World, init
+
+COLUMNS = {"collective", "algorithm", "size", "workers", "runs", "p50", "p99", "wrong", "algbw", "busbw"}
+
+
+def bench(*args: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *args])
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "launch", None)
+
+
+def figures(kind: str, workers: int, sizes: list[int], algorithms: list[str], runs: int | None = None) -> list[measured.Measured]:
+    """In place of measuring: the last algorithm is twice as fast as the others."""
+    return [
+        measured.Measured(
+            collective=kind,
+            algorithm=name,
+            size=size,
+            workers=workers,
+            runs=runs or 8,
+            p50=(2 - (name == algorithms[-1])) * 1e-5,
+            p99=3e-5,
+            wrong=0,
+        )
+        for size in sizes
+        for name in algorithms
+    ]
+
+
+# -- sampler -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_sampler_prints_a_table_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "rows", partial(sampler.rows, sizes=(1000, 10**6)))
+    monkeypatch.setattr(sampler, "in_a_process", sampler.measure)
+    file = tmp_path / "figures.json"
+    done = bench("sampler", "--largest-torch", "1000", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    head, *lines = done.stdout.splitlines()
+    assert head.split()[0] == "samples"
+    assert [line.split()[0] for line in lines] == ["1e03", "1e06"]
+    assert [line.split().count("-") for line in lines] == [0, 4]  # torch's up to what was asked
+    small, large = json.loads(file.read_text())["rows"]
+    assert set(small) == {"samples", "ours", "torch", "note", "time_ratio", "memory_ratio"}
+    assert (small["samples"], large["samples"]) == (1000, 10**6)
+    assert set(small["ours"]) == {"seconds", "mib", "ns_per_index"}
+    assert small["torch"]["seconds"] > 0
+    assert large["torch"] is large["time_ratio"] is None
+
+
+# -- collectives ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_collectives_prints_a_table_and_writes_json_and_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "lockstep", "bench", "collectives", "--workers", "2", "--sizes", "1K..4K", "--runs", "2"]
+    command += ["--collective", "all_reduce", "--algorithms", "native,ring", "--json", "figures.json", "--plot", "times.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[:3] for line in lines[2:]] == [["all_reduce", name, size] for size in ("1024", "4096") for name in ("native", "ring")]
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [(row["algorithm"], row["size"]) for row in rows] == [(line[1], int(line[2])) for line in lines[2:]]
+    for row in rows:
+        assert set(row) == COLUMNS
+        assert (row["collective"], row["workers"], row["runs"], row["wrong"]) == ("all_reduce", 2, 2, 0)
+        assert row["busbw"] == row["algbw"]  # of two ranks
+    assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_collectives_with_all_their_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "measure", figures)
+    done = bench("collectives", "--collective", "broadcast,all_to_all", "--sizes", "64", "--workers", "3")
+    assert done.exit_code == 0, done.output
+    found = [tuple(line.split()[:2]) for line in done.stdout.splitlines()[2:]]
+    expected = [(kind, name) for kind in ("broadcast", "all_to_all") for name in ("native", *measured.algorithms_of(kind))]
+    assert found == expected
+
+
+def chosen(world: World) -> tuple[str, str]:
+    """(by which tuning, the algorithm that "auto" is for a large all-reduce)."""
+    return world.tuning.source, world.group.tuning.choose("all_reduce", 2**20, world.size)
+
+
+def test_what_tune_writes_is_what_worlds_choose_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "measure", figures)
+    file = tmp_path / "tuning.json"
+    done = bench("collectives", "--workers", "2", "--sizes", "64..256", "--tune", str(file))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.endswith(f"\nwritten to {file}: use it with LOCKSTEP_TUNING={file}, or lockstep.init(tuning={str(file)!r})\n")
+    assert {line.split()[0] for line in done.stdout.splitlines()[2:-2]} == set(measured.TUNED)
+    fastest = [name for name in measured.algorithms_of("all_reduce") if name not in ("central", "hierarchical")][-1]
+    assert Tuning.read(file).choose("all_reduce", 64, 2) == fastest
+    monkeypatch.setenv("LOCKSTEP_TUNING", str(file))
+    assert run_ranks(chosen, 2) == [(str(file), fastest)] * 2
+    monkeypatch.delenv("LOCKSTEP_TUNING")
+    assert run_ranks(chosen, 2) == [("built in", "native")] * 2
+    with init(backend="gloo", tuning=file) as world:
+        assert (world.tuning.source, world.tuning.world) == (str(file), 2)
+
+
+def test_tune_measures_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "TUNED", ("broadcast",))
+    file, figures_file = tmp_path / "tuning.json", tmp_path / "figures.json"
+    monkeypatch.setattr(measured, "_WORTH", 0.0)
+    done = bench("collectives", "--workers", "2", "--sizes", "64", "--tune", str(file), "--json", str(figures_file))
+    assert done.exit_code == 0, done.output
+    tuning = json.loads(file.read_text())
+    assert (tuning["world"], set(tuning["table"])) == (2, {"broadcast"})
+    assert [most for most, _ in tuning["table"]["broadcast"]] == [None]
+    rows = json.loads(figures_file.read_text())["rows"]
+    assert [row["wrong"] for row in rows] == [0] * len(rows)
+    assert Tuning.read(file).world == 2
+
+
+# -- refused -------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4K..64K", [4096, 16384, 65536]),
+        ("4K..60K", [4096, 16384]),
+        ("100", [100]),
+        ("1..20", [1, 4, 16]),
+        ("512k..2m", [2**19, 2**21]),
+        ("1G", [2**30]),
+    ],
+)
+def test_sizes_go_up_by_four(text: str, sizes: list[int]) -> None:
+    assert _sizes(text) == sizes
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--algorithms", "rign"], "algorithm 'rign' is unknown for all_reduce: choose one of native, auto, shared_memory, central, ring"),
+        (["--algorithms", "native,"], "algorithm '' is unknown for all_reduce"),
+        (["--collective", "all_redcue"], "collective 'all_redcue' is unknown: choose one of all_reduce, broadcast"),
+        (["--collective", "broadcast", "--algorithms", "recursive_doubling"], "algorithm 'recursive_doubling' is unknown for broadcast"),
+        (["--sizes", "4X..8X"], "--sizes 4X..8X: '4X' is no number of bytes; give FROM..TO, such as 4K..64M"),
+        (["--sizes", "0..4K"], "--sizes 0..4K: '0' is no number of bytes"),
+        (["--sizes=-4K"], "--sizes -4K: '-4K' is no number of bytes"),
+        (["--sizes", "4K.."], "--sizes 4K..: '' is no number of bytes"),
+        (["--sizes", "1.5K"], "--sizes 1.5K: '1.5K' is no number of bytes"),
+        (["--sizes", "64K..4K"], "--sizes 64K..4K: give FROM..TO, such as 4K..64M"),
+        (["--sizes", "1..2..3"], "--sizes 1..2..3: give FROM..TO, such as 4K..64M"),
+        (["--runs", "0"], "runs=0: give a whole number, 1 or more"),
+        (["--runs", "-1"], "runs=-1: give a whole number, 1 or more"),
+    ],
+)
+def test_mistakes_are_sentences_and_start_nothing(args: list[str], message: str) -> None:
+    done = bench("collectives", *args)
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).startswith(message)
+    assert done.stdout == ""
+
+
+def test_no_ranks_at_all() -> None:
+    done = bench("collectives", "--workers", "0")
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception) == "workers=0: give a whole number of ranks, at least 1"
+
+
+@pytest.mark.parametrize("option", ["--json", "--tune", "--plot"])
+def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(measured, "measure", figures)
+    file = tmp_path / "missing" / "out.png"
+    done = bench("collectives", "--sizes", "64", option, str(file))
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).startswith(f"{option} {file} cannot be written: ")
+    assert "No such file or directory" in str(done.exception)
