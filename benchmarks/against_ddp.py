@@ -5,7 +5,7 @@
 Every rank has its own data. Before each step all ranks meet; a step's time is the slowest rank's. The variants take turns, step by
 step, so that the noise of a shared machine falls on all alike. DDP is given its best setting: gradient_as_bucket_view and the
 bucket size that is fastest here, both with the same fused optimizer and one intra-op thread a core and rank. The results are
-compared as well as timed. `--compile` compiles every model; `--memory` measures in place of time the peak of each variant's resident
+compared as well as timed. Lockstep's variants: native collectives, gradients in shared memory, and a sharded update besides. `--compile` compiles every model; `--memory` measures in place of time the peak of each variant's resident
 memory, in ranks of its own.
 """
 
@@ -64,6 +64,11 @@ def mlp() -> nn.Module:
     )
 
 
+def small_mlp() -> nn.Module:
+    """24 MiB of gradients."""
+    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 16), nn.ReLU(), nn.Linear(16, 1024))
+
+
 def cnn() -> nn.Module:
     layers: list[nn.Module] = []
     for inside, outside in ((3, 16), (16, 32), (32, 64), (64, 128)):
@@ -77,8 +82,15 @@ class Case:
     batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
 
 
+def rows(count: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
+    return lambda g: (torch.randn(count, 1024, generator=g), torch.randint(0, 1024, (count,), generator=g))
+
+
 CASES = {
-    "mlp": Case(mlp, lambda g: (torch.randn(32, 1024, generator=g), torch.randint(0, 1024, (32,), generator=g))),
+    "mlp": Case(mlp, rows(32)),
+    "mlp128": Case(mlp, rows(128)),
+    "small-mlp": Case(small_mlp, rows(32)),
+    "small-mlp128": Case(small_mlp, rows(128)),
     "transformer": Case(Transformer, lambda g: (torch.randint(0, 256, (4, 64), generator=g), torch.randint(0, 256, (256,), generator=g))),
     "cnn": Case(cnn, lambda g: (torch.randn(32, 3, 32, 32, generator=g), torch.randint(0, 10, (32,), generator=g))),
 }
@@ -96,10 +108,8 @@ class Compilable(nn.Module):
         return y
 
 
-_REDUCE = {
-    "r": "native",
-    "*": "shared_memory",
-}  # by the last letter of a variant's name: "wrapper*" and "stepper*" go through shared memory
+# Of Lockstep's variants: reduce, and update.
+_HOW = {"native": ("native", "replicated"), "shared": ("shared_memory", "replicated"), "sharded": ("shared_memory", "sharded")}
 
 
 class Variant:
@@ -116,10 +126,10 @@ class Variant:
         name, _, cap = kind.partition(":")
         if name == "ddp":
             self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=float(cap))
-        elif name.startswith("wrapper"):
-            self.forward = lockstep.DistributedDataParallel(self.model, bucket_cap_mb=float(cap or 25), reduce=_REDUCE[name[-1]])
-        elif name.startswith("stepper"):
-            self.stepper = lockstep.Stepper(self.model, self.optimizer, reduce=_REDUCE[name[-1]])
+        elif name == "wrapper":
+            self.forward = lockstep.DistributedDataParallel(self.model, reduce=_HOW[cap][0])
+        elif name == "stepper":
+            self.stepper = lockstep.Stepper(self.model, self.optimizer, reduce=_HOW[cap][0], update=_HOW[cap][1])
 
     def step(self, x: Tensor, y: Tensor) -> None:
         if self.stepper is not None:
@@ -185,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", default="mlp,transformer,cnn")
-    parser.add_argument("--variants", default="local,ddp:5,ddp:25,wrapper:25,stepper,wrapper*,stepper*")
+    parser.add_argument("--variants", default="local,ddp:5,ddp:25,ddp:100,wrapper:native,stepper:native,wrapper:shared,stepper:shared,stepper:sharded")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")
@@ -197,7 +207,7 @@ def main() -> None:
         if options.memory:
             peaks = {kind: lockstep.launch(peak, workers=options.workers, args=(name, kind, options.steps))[0] for kind in kinds}
             print(f"{name}, {options.workers} workers: peak memory of a rank above that before the model")
-            print("\n".join(f"  {kind:<12} {mib:8.1f} MiB" for kind, mib in peaks.items()))
+            print("\n".join(f"  {kind:<16} {mib:8.1f} MiB" for kind, mib in peaks.items()))
             report[name] = {"peak_mib": peaks}
             continue
         seconds = lockstep.launch(measure, workers=options.workers, args=(name, kinds, options.steps, options.compile))[0]
@@ -207,7 +217,7 @@ def main() -> None:
         print(f"{name}, {options.workers} workers, {options.steps} steps each; best DDP: {best}")
         for kind in kinds:
             print(
-                f"  {kind:<12} median {1e3 * median[kind]:8.1f} ms   p25 {1e3 * quarter[kind]:8.1f} ms   DDP / it {median[best] / median[kind]:5.2f}"
+                f"  {kind:<16} median {1e3 * median[kind]:8.1f} ms   p25 {1e3 * quarter[kind]:8.1f} ms   DDP / it {median[best] / median[kind]:5.2f}"
             )
         report[name] = {"seconds": seconds, "median": median, "p25": quarter, "best": best}
     if options.json:

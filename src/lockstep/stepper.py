@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +37,7 @@ from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
-from lockstep.updates.replicated import Replicated
+from lockstep.updates.choice import choose_update
 from lockstep.updates.update import Applied
 from lockstep.world import World
 
@@ -81,7 +81,9 @@ class Stepper:
 
     `clip` bounds the gradient's norm, once, after the sum is divided; `scaler` is a `torch.amp.GradScaler` for fp16; `scheduler` steps
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
-    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory).
+    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory), `update` who applies them:
+    "replicated", or "sharded": each rank updates its share of the parameters, with its share of the optimizer's state, and all exchange
+    them; the weights are the same, bit for bit. The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
@@ -103,6 +105,7 @@ class Stepper:
         scheduler: LRScheduler | None = None,
         seed: int = 0,
         reduce: str = "auto",
+        update: str = "replicated",
         unused: Unused = "error",
         checks: Checks = "full",
         trace_nonfinite: bool = False,
@@ -121,9 +124,9 @@ class Stepper:
         self.group = self.reducer.group
         self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
-        self.update = Replicated()
-        self.update.bind(self.reducer, optimizer)
+        self.update = choose_update(update)
         self._say_left_out()
+        self.update.bind(self.reducer, optimizer)
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)
@@ -171,6 +174,7 @@ class Stepper:
         self._trace.begin()
         if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
             self._generation = self.reducer.generation
+            self.update.follow()
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         self._buffers.begin()
         self._backwards, self.reducer.stray = 0, False
@@ -234,6 +238,14 @@ class Stepper:
     def _send_facts(self) -> None:
         assert self._facts is not None
         self._facts.send(stop=self._stop, newly_moving=self._buffers.newly_moving)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` of the whole optimizer, whoever holds which part of it. Every rank calls it, and gets it."""
+        return self.update.state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a whole optimizer's state, made with any number of ranks and either update. Every rank calls it."""
+        self.update.load_state_dict(state)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of them."""

@@ -23,13 +23,14 @@ class Bucket:
         self.sum = memory  # zeros, flat
         self.flag = None if plan.flag is None else self.sum[plan.flag : plan.flag + 1]
         self.parameters = [parameters[span.parameter] for span in plan.spans]
-        self.views = [_view(self.sum, span, parameter) for span, parameter in zip(plan.spans, self.parameters, strict=True)]
+        self.views = [view_of(self.sum, span, parameter) for span, parameter in zip(plan.spans, self.parameters, strict=True)]
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {len(self.spans)} gradients, {self.sum.numel() * self.sum.element_size() / 2**20:.1f} MiB {self.sum.dtype})"
 
 
-def _view(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
+def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
+    """A parameter's place in a flat tensor, in the parameter's shape."""
     piece = flat[span.start : span.stop]
     # Autograd keeps a gradient in its parameter's memory format; a view of the same strides spares a strided copy (channels_last).
     if _dense(parameter):

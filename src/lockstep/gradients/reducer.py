@@ -58,6 +58,7 @@ class Reducer:
         self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
         self.on_landed: Callable[[int, Tensor], None] | None = None  # shown each gradient, with its parameter's number, before it is summed
+        self.fixed = False  # the layout stays as it is: a sharded update has cut it
         self.ignored = frozenset(ignored)
         self.generation = 0  # how often the model's parameters have changed
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
@@ -155,7 +156,7 @@ class Reducer:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if id(parameter) not in known:
                     self.group.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
-        elif self._finished and self._arrivals is not None:
+        elif self._finished and self._arrivals is not None and not self.fixed:
             self._follow_arrivals(self._arrivals)
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
@@ -255,12 +256,10 @@ class Reducer:
     def _missing_everywhere(self) -> float:
         flag = self.buckets[-1].flag
         assert flag is not None
-        if self.group.host is not self.group:  # reading what travelled in the bucket would wait for the GPU
+        if self.group.host is not self.group or not self.reduction.carries_all:  # reading what travelled would wait for a GPU
             missing = torch.tensor(self._missing())
-            self.group.host.all_reduce(missing, place=_MISSING).wait()
+            self.group.host.all_reduce_small(missing, place=_MISSING).wait()
         else:
-            if not self.reduction.carries_all:
-                self.group.all_reduce(flag, place=_MISSING).wait()
             missing = flag.clone()
         flag.zero_()  # it is no part of the gradient's norm
         return missing.item()

@@ -22,8 +22,11 @@ class Reduction(Protocol):
     """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the same order."""
 
     name: str
-    carries_all: bool
-    """Whether what lies behind the gradients in a bucket is summed with them."""
+
+    @property
+    def carries_all(self) -> bool:
+        """Whether what lies behind the gradients in a bucket is summed with them, on every rank."""
+        ...
 
     def memory(self, layout: Layout) -> list[Tensor]:
         """Flat zeros for every bucket, where this reduction wants them. Every rank calls it alike."""
@@ -87,10 +90,10 @@ class SharedMemory:
     """In memory that all ranks of one host share: gradients land there, each rank adds up its slice of everybody's, nothing else is copied.
 
     Nothing is added up before all have filled a bucket. What can be without waiting is done as the next bucket leaves, the rest at the end.
+    With `scattered` a rank's slice is summed on that rank only, for an update that is sharded in the same way.
     """
 
     name = "shared memory"
-    carries_all = True
 
     def __init__(self, group: Group) -> None:
         if group.memory is None:
@@ -98,6 +101,11 @@ class SharedMemory:
         self._memory = group.memory
         self._rank = group.rank
         self._parts: list[list[Tensor]] = []
+        self.scattered = False
+
+    @property
+    def carries_all(self) -> bool:
+        return not self.scattered
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self._parts = []
@@ -106,7 +114,7 @@ class SharedMemory:
         return [parts[self._rank] for parts in self._parts]
 
     def start(self, bucket: Bucket) -> Work:
-        work = self._memory.sum_in_place(self._parts[bucket.index], place=bucket.place)
+        work = self._memory.sum_in_place(self._parts[bucket.index], place=bucket.place, scattered=self.scattered)
         self._memory.progress()
         return work
 

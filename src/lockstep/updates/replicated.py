@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.norm import gradient_norm
-from lockstep.updates.update import Applied
+from lockstep.updates.stepping import Stepping
+from lockstep.updates.update import Applied, check_belongs
 
 
 class Replicated:
@@ -20,72 +21,24 @@ class Replicated:
     name = "replicated"
 
     def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
-        known = {id(parameter) for parameter in reducer.parameters}
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if parameter.requires_grad and id(parameter) not in known:
-                    raise UsageError(
-                        f"the optimizer's parameter group {number} holds a parameter of shape {list(parameter.shape)} that the model does not have: "
-                        "build the optimizer from this model's parameters (without ignored ones), after moving or replacing them"
-                    )
-        self._reducer = reducer
+        check_belongs(reducer, optimizer)
         self._optimizer = optimizer
+        self._stepping = Stepping(
+            optimizer, reducer.parameters[0].device, lambda: sums_of(reducer), lambda: gradient_norm(sums_of(reducer))
+        )
+
+    def follow(self) -> None:
+        """The reducer has followed a change of the model: nothing here depends on it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(dict(state))
 
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
-        if scaler is not None and scaler.is_enabled():
-            return self._apply_scaled(divisor, clip, scaler)
-        if clip is None:
-            return self._apply(divisor, None)
-        norm = gradient_norm(self._reducer.buckets) / divisor
-        skipped = ~norm.isfinite()
-        return self._apply(divisor / _shrink(norm, clip), norm, skipped)
-
-    def _apply(self, divisor: float | Tensor, norm: Tensor | None, skipped: Tensor | None = None) -> Applied:
-        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
-            self._step_dividing(divisor, skipped)
-        elif skipped is None or not bool(skipped):  # an optimizer that cannot be told on the device has the host wait for the gradient
-            self._multiply(1 / divisor)
-            self._optimizer.step()
-        return Applied(norm, skipped=skipped)
-
-    def _step_dividing(self, divisor: float | Tensor, skipped: Tensor | None) -> None:
-        """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and leaves them divided): one pass fewer.
-
-        It does nothing where `skipped` is true.
-        """
-        device = self._reducer.buckets[0].sum.device
-        optimizer: Any = self._optimizer
-        scale = (
-            divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=device, dtype=torch.float32)
-        )  # no copy from the host
-        optimizer.grad_scale = scale.to(torch.float32)
-        optimizer.found_inf = torch.zeros((), device=device, dtype=torch.float32) if skipped is None else skipped.to(torch.float32)
-        try:
-            optimizer.step()
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
-
-    def _apply_scaled(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler) -> Applied:
-        """With a loss scaler the gradients are divided before it looks at them; it finds what is not finite, and lowers its scale."""
-        one = torch.ones((), device=self._reducer.buckets[0].sum.device)
-        before, norm = scaler.scale(one), None
-        if clip is None:
-            self._multiply(1 / divisor)
-        else:
-            norm = gradient_norm(self._reducer.buckets) / (divisor * before.double())
-            # The scaler looks at elements; a norm that overflows where no element does has to reach them.
-            self._multiply(torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor)
-        scaler.unscale_(self._optimizer)
-        scaler.step(self._optimizer)
-        scaler.update()
-        return Applied(norm, scale=(before, scaler.scale(one)))
-
-    def _multiply(self, factor: float | Tensor) -> None:
-        if isinstance(factor, Tensor) or factor != 1:
-            for bucket in self._reducer.buckets:
-                bucket.sum.mul_(factor)
+        return self._stepping.apply(divisor, clip, scaler)
 
 
-def _shrink(norm: Tensor, clip: float) -> Tensor:
-    """The factor that bounds a gradient of that norm by `clip`, as torch's clip_grad_norm_ does."""
-    return (clip / (norm + 1e-6)).clamp(max=1.0)
+def sums_of(reducer: Reducer) -> list[Tensor]:
+    return [bucket.sum for bucket in reducer.buckets]

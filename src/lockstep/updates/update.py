@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.errors import UsageError
 from lockstep.gradients.reading import Reading
 from lockstep.gradients.reducer import Reducer
 
@@ -73,6 +75,30 @@ class Update(Protocol):
         """Take charge of them. Refuses, by name, what it cannot run."""
         ...
 
+    def follow(self) -> None:
+        """The reducer's parameters are others than before (added, frozen, replaced). Every rank calls it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state in torch's form, on all ranks. Every rank calls it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over such a state. Every rank calls it with the same."""
+        ...
+
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU the host waits for nothing that it need not know."""
         ...
+
+
+def check_belongs(reducer: Reducer, optimizer: Optimizer) -> None:
+    """Raise a UsageError for an optimizer over parameters that are not the reducer's."""
+    known = {id(parameter) for parameter in reducer.parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"the optimizer's parameter group {number} holds a parameter of shape {list(parameter.shape)} that the model does not have: "
+                    "build the optimizer from this model's parameters (without ignored ones), after moving or replacing them"
+                )

@@ -26,15 +26,15 @@ from lockstep.collectives.group import Group, Op, check_op, working_dtype
 from lockstep.collectives.shared_memory.fold import fold
 from lockstep.collectives.shared_memory.resident import Sum
 from lockstep.collectives.shared_memory.waits import Waits
+from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tags import listed
 from lockstep.errors import CollectiveTimeout
 
 PIECE = 2 * 2**20  # bytes
 SLOTS = 4
 _LINE = 16  # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in pairs
-_WRITTEN, _READ, _READY, _DONE = range(4)
+_WRITTEN, _READ, _READY, _DONE, _UPDATED, _COPIED = range(6)
 _PAGE = 4096
-
 
 
 def possible() -> bool:
@@ -67,7 +67,9 @@ class SharedMemory:
         lines = [rank * _LINE for rank in range(group.size)]
         self._written, self._read = [line + _WRITTEN for line in lines], [line + _READ for line in lines]
         self._ready, self._done = [line + _READY for line in lines], [line + _DONE for line in lines]
+        self._updated, self._copied = [line + _UPDATED for line in lines], [line + _COPIED for line in lines]
         self._sums = 0  # started
+        self._gathers = 0
         self._mine = group.rank * _LINE
         self._given = 0  # pieces that started operations have numbered
         self._open: deque[Reduction | Sum] = deque()
@@ -115,6 +117,30 @@ class SharedMemory:
         self._open.append(work)
         self.say_ready(work.order)
         return work
+
+    @torch.no_grad()
+    def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None:
+        """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's, and return.
+
+        Others may still read this rank's slices: nobody writes to them before `settle`.
+        """
+        self.finish_all()
+        rank, size = self._group.rank, self._group.size
+        sends = (size - 1) * sum(tensor[rank].nbytes for tensor in tensors) // size
+        self._number = self._group.announce("all_gather", tensors[0][rank], "slices in place", place, sends)
+        self._gathers += 1
+        self._words[self._mine + _UPDATED] = self._gathers
+        self._waits.until(self._updated, self._gathers, self._timeout)
+        for everybodys in tensors:
+            for other, theirs in enumerate(everybodys):
+                if other != rank:
+                    part = slice_of(theirs.numel(), other, size)
+                    everybodys[rank][part.start : part.stop].copy_(theirs[part.start : part.stop])
+        self._words[self._mine + _COPIED] = self._gathers
+
+    def settle(self) -> None:
+        """Return when all have copied what they gathered last."""
+        self._waits.until(self._copied, self._gathers, self._timeout)
 
     def progress(self) -> None:
         """Do what nobody has to be waited for."""

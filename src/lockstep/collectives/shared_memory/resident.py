@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.shared_memory.fold import fold
+from lockstep.collectives.slices import slice_of
 
-BLOCK = 1024  # elements: slices begin at a multiple of it, whatever the number of ranks
 _PIECE = 2**18  # elements that are added up at a time, so that the sum is in the cache when it is written to the others
 
 
@@ -30,13 +30,6 @@ class Queue(Protocol):
     def say_done(self, order: int) -> None: ...
     def await_done(self, order: int) -> None: ...
     def finish_all(self) -> None: ...
-
-
-def slice_of(numel: int, rank: int, size: int) -> range:
-    """The elements of a tensor that are one rank's. They tile it; all but the last begin and end at a multiple of BLOCK."""
-    blocks = -(-numel // BLOCK)
-    edges = [min(numel, place * blocks // size * BLOCK) for place in (rank, rank + 1)]
-    return range(edges[0], edges[1])
 
 
 class Sum:

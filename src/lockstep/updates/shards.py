@@ -1,0 +1,200 @@
+"""Parameters cut into shards: every rank updates its slices of them, then all exchange what they have updated.
+
+    layout      the parameters one after the other in flat tensors (gradients/layout.py), which become their memory
+    slice       a rank's part of a flat tensor (collectives/slices.py)
+    piece       what a slice holds of one parameter: a view of it, that the user's optimizer takes for a parameter
+
+An elementwise optimizer does to a piece exactly what it would do to the whole. On one host the flat tensors lie in shared memory, and a rank
+reads the others' slices where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.collectives.group import Group
+from lockstep.collectives.slices import BLOCK, slice_of
+from lockstep.errors import UsageError
+from lockstep.gradients.bucket import view_of
+from lockstep.gradients.layout import Layout
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+SCALARS = ("step", "eta", "mu", "mu_product")  # of their state: one number for a whole parameter
+State = dict[str, Any]
+
+
+def check_elementwise(kind: type[Optimizer]) -> None:
+    """Raise a UsageError for an optimizer that does not treat every element by itself."""
+    if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+        raise UsageError(
+            f"{kind.__module__}.{kind.__qualname__} cannot be sharded: only torch.optim's elementwise optimizers are known to give a part of a "
+            f"parameter what they would give the whole ({', '.join(ELEMENTWISE)}); use update='replicated'"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [start, stop) of a parameter, in the order in which they lie in memory, that are one rank's."""
+
+    parameter: int
+    rank: int
+    start: int
+    stop: int
+
+
+def pieces_of(layout: Layout, size: int) -> list[Piece]:
+    """All ranks' pieces, in the order of the layout. They tile every parameter."""
+    found = []
+    for bucket in layout.buckets:
+        for rank in range(size):
+            mine = slice_of(bucket.numel, rank, size)
+            for span in bucket.spans:
+                start, stop = max(mine.start, span.start), min(mine.stop, span.stop)
+                if start < stop:
+                    found.append(Piece(span.parameter, rank, start - span.start, stop - span.start))
+    return found
+
+
+class Shards:
+    """Some parameters, in flat memory, cut into a shard for each rank of a group. Every rank makes it and calls its methods alike.
+
+    The parameters keep their values and their identity; their memory is another.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group) -> None:
+        self.parameters, self._layout, self._group = parameters, layout, group
+        self._shared: list[list[Tensor]] | None = None  # by bucket and rank
+        if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):
+            sizes, dtypes = [plan.numel for plan in layout.buckets], [plan.dtype for plan in layout.buckets]
+            self._shared = group.memory.allocate(sizes, dtypes, "for sharded parameters")
+            self._flats = [everybodys[group.rank] for everybodys in self._shared]
+        else:
+            self._flats = [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets]
+        for plan, flat in zip(layout.buckets, self._flats, strict=True):
+            for span in plan.spans:
+                parameter = parameters[span.parameter]
+                parameter.data = view_of(flat, span, parameter).copy_(parameter.data)
+        self.all_pieces = pieces_of(layout, group.size)
+        self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
+        self.views = [nn.Parameter(flat_view(parameters[piece.parameter])[piece.start : piece.stop]) for piece in self.pieces]
+        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < group.size
+        self._mine: dict[int, list[nn.Parameter]] = {}
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
+
+    def mine_of(self, parameter: Tensor) -> list[nn.Parameter]:
+        """This rank's pieces of a parameter."""
+        return self._mine.get(id(parameter), [])
+
+    def slices(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's slices of flat tensors with this layout."""
+        found = []
+        for plan, flat in zip(self._layout.buckets, flats, strict=True):
+            mine = slice_of(plan.numel, self._group.rank, self._group.size)
+            found.append(flat[mine.start : mine.stop])
+        return found
+
+    def take_gradients(self) -> None:
+        """Give the pieces their part of the parameters' `.grad`; None where that is None. Before the pieces are updated."""
+        if self._shared is not None:
+            assert self._group.memory is not None
+            self._group.memory.settle()
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            gradient = self.parameters[piece.parameter].grad
+            view.grad = None if gradient is None else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
+
+    def gather(self) -> None:
+        """After the pieces were updated: every rank gets everybody's."""
+        if self._group.size == 1:
+            return
+        if self._shared is not None:
+            assert self._group.memory is not None
+            self._group.memory.gather_slices(self._shared, place="for updated parameters")
+            return
+        works = []
+        for index, flat in enumerate(self._flats):
+            for rank in range(self._group.size):
+                part = slice_of(flat.numel(), rank, self._group.size)
+                works.append(self._group.broadcast(flat[part.start : part.stop], rank, place=f"for updated parameters {index}"))
+        for work in works:
+            work.wait()
+
+    def everybodys(self, sums: Sequence[Tensor]) -> Tensor:
+        """What every rank found for the blocks of its slices (`sums[i]` for those of flat tensor i), in the order of the blocks."""
+        wholes = [sums[0].new_zeros(-(-plan.numel // BLOCK)) for plan in self._layout.buckets]
+        for plan, whole, mine in zip(self._layout.buckets, wholes, sums, strict=True):
+            first = slice_of(plan.numel, self._group.rank, self._group.size).start // BLOCK
+            whole[first : first + len(mine)] = mine
+        joined = torch.cat(wholes)
+        self._group.all_reduce_small(joined, place="for the gradient's norm").wait()
+        return joined
+
+    # -- optimizer state -----------------------------------------------------------------------------------------------------------
+
+    def whole_state(self, optimizer: Optimizer) -> dict[int, State]:
+        """The optimizer's state of every parameter, by number, as an unsharded optimizer would have it; on all ranks. Collective."""
+        mine = {
+            place: {name: value for name, value in optimizer.state.get(view, {}).items() if value is not None}
+            for place, view in zip(self._places, self.views, strict=True)
+        }
+        found: dict[int, State] = {}
+        for place, names in self._known(mine):
+            piece = self.all_pieces[place]
+            state = found.setdefault(piece.parameter, {})
+            for name, dtype in sorted(names.items()):
+                if name in SCALARS:
+                    value = mine[place][name] if place in mine else torch.zeros((), dtype=dtype)
+                    value = torch.as_tensor(value).detach().cpu().clone()
+                    self._group.host.broadcast(value, piece.rank, place=f"for optimizer state {name}").wait()
+                    state[name] = value
+                    continue
+                if name not in state:
+                    state[name] = torch.zeros_like(self.parameters[piece.parameter], dtype=dtype, requires_grad=False)
+                part = flat_view(state[name])[piece.start : piece.stop]
+                if place in mine:
+                    part.copy_(mine[place][name])
+                self._group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
+        return found
+
+    def cut_state(self, optimizer: Optimizer, whole: Mapping[int, State]) -> None:
+        """Give this rank's pieces their part of what `whole_state` returned."""
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            like = self.parameters[piece.parameter]
+            optimizer.state.pop(view, None)
+            for name, value in whole.get(piece.parameter, {}).items():
+                if isinstance(value, Tensor) and name not in SCALARS:
+                    value = flat_like(value.to(like.device, like.dtype), like)[piece.start : piece.stop]
+                optimizer.state[view][name] = value.clone() if isinstance(value, Tensor) else value
+
+    @property
+    def _places(self) -> list[int]:
+        return [place for place, piece in enumerate(self.all_pieces) if piece.rank == self._group.rank]
+
+    def _known(self, mine: dict[int, State]) -> list[tuple[int, dict[str, torch.dtype]]]:
+        """Of which pieces there is what state, and its dtype, in the same order on all ranks."""
+        ours = {place: {name: torch.as_tensor(value).dtype for name, value in state.items()} for place, state in mine.items() if state}
+        self._group.say("all_gather of what optimizer state there is")
+        self._group.wait_for_all(self._group.number)
+        everybodys: list[Any] = [None] * self._group.size
+        dist.all_gather_object(everybodys, ours, group=self._group.host.process_group)
+        return sorted((place, names) for known in everybodys for place, names in known.items())
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """A dense tensor's elements in the order in which they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor's elements in the order in which those of `like` lie; a view where both lie alike."""
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    if tensor.stride() != like.stride() and tensor.numel() > 1:
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return flat_view(tensor)
