@@ -17,7 +17,7 @@ LAYERS = [
     {"world"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},
-    {"data_parallel", "stepper", "replicas", "uneven"},
+    {"data_parallel", "sharded_optimizer", "stepper", "replicas", "uneven"},
     {"inference", "training"},
     {"testing", "tasks", "measure"},
     {"cli", "__main__"},

@@ -14,6 +14,7 @@ NAMES = [
     "DistributedSampler",
     "Loader",
     "Replicas",
+    "ShardedOptimizer",
     "Stepper",
     "Task",
     "World",

@@ -31,7 +31,7 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"epochs": 2, "steps": 3}, "epochs=2 and steps=3 exclude each other"),
         ({"loader_workers": -1}, "loader_workers=-1"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
-        ({"reduce": "ring"}, "reduce='ring' is unknown: choose one of native, central"),
+        ({"reduce": "ring"}, "reduce='ring' is unknown: choose one of auto, native, central"),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
     ],
 )

@@ -15,6 +15,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "DistributedSampler": "lockstep.data.sampler",
     "Loader": "lockstep.data.loader",
     "Replicas": "lockstep.replicas",
+    "ShardedOptimizer": "lockstep.sharded_optimizer",
     "Stepper": "lockstep.stepper",
     "Task": "lockstep.task",
     "World": "lockstep.world",
@@ -34,6 +35,7 @@ __all__ = [
     "DistributedSampler",
     "Loader",
     "Replicas",
+    "ShardedOptimizer",
     "Stepper",
     "Task",
     "World",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from lockstep.launcher.spawn import launch
     from lockstep.learning_rate import scale_lr
     from lockstep.replicas import Replicas
+    from lockstep.sharded_optimizer import ShardedOptimizer
     from lockstep.stepper import Stepper
     from lockstep.streams import seed, stream
     from lockstep.task import Task

@@ -15,7 +15,8 @@ from lockstep.errors import UsageError
 from lockstep.task import PRECISIONS, Precision
 
 Device = Literal["auto", "cpu", "cuda"]
-Reduce = Literal["native", "central", "shared_memory"]
+Reduce = Literal["auto", "native", "central", "shared_memory"]
+Update = Literal["replicated", "sharded"]
 
 FILE = "settings.json"
 
@@ -40,8 +41,10 @@ class Settings:
     """None: the task's own. It changes the weights."""
     compile: bool | None = None
     """None: the task's own."""
-    reduce: Reduce = "native"
-    """How gradients are summed."""
+    reduce: Reduce = "auto"
+    """How gradients are summed. auto: through shared memory where all ranks are on the CPU of one host, else by the backend."""
+    update: Update = "replicated"
+    """Who applies them: every rank everything, or each its share. The weights are the same."""
     loader_workers: int = 0
     """Processes of each rank that load data; 0: the rank itself."""
 
@@ -54,7 +57,12 @@ class Settings:
             raise UsageError(f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that shall end the training")
         if isinstance(self.loader_workers, bool) or not isinstance(self.loader_workers, int) or self.loader_workers < 0:
             raise UsageError(f"loader_workers={self.loader_workers!r}: give a whole number, 0 to load in the rank itself")
-        choices = {"device": ("auto", "cpu", "cuda"), "reduce": get_args(Reduce), "precision": (None, *PRECISIONS)}
+        choices = {
+            "device": ("auto", "cpu", "cuda"),
+            "reduce": get_args(Reduce),
+            "update": get_args(Update),
+            "precision": (None, *PRECISIONS),
+        }
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:

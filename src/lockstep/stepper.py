@@ -35,6 +35,7 @@ from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.reductions import SharedMemory
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
 from lockstep.updates.choice import choose_update
@@ -125,12 +126,19 @@ class Stepper:
         self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
         self.update = choose_update(update)
-        self._say_left_out()
+        left_out = self._left_out()
         self.update.bind(self.reducer, optimizer)
+        if left_out and self.world.rank == 0:
+            warnings.warn(
+                f"the optimizer does not hold {shortly(left_out)}: their gradients are summed, and never applied. Give them to the optimizer, "
+                "or freeze them",
+                LockstepWarning,
+                stacklevel=2,
+            )
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)
-        self._generation = self.reducer.generation
+        self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self._unused = UnusedCheck(self.reducer, unused)
@@ -146,16 +154,10 @@ class Stepper:
         self._micro: _MicroBatch | None = None  # that is being walked
         self._loss_scale = 1.0
 
-    def _say_left_out(self) -> None:
+    def _left_out(self) -> list[str]:
         """Parameters that are trained by name but not by the optimizer: usually forgotten, always paid for."""
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        out = [name for name, parameter in zip(self.reducer.names, self.reducer.parameters, strict=True) if id(parameter) not in held]
-        if out and self.world.rank == 0:
-            warnings.warn(
-                f"the optimizer does not hold {shortly(out)}: their gradients are summed, and never applied. Give them to the optimizer, or freeze them",
-                LockstepWarning,
-                stacklevel=3,
-            )
+        return [name for name, parameter in zip(self.reducer.names, self.reducer.parameters, strict=True) if id(parameter) not in held]
 
     # -- the window ----------------------------------------------------------------------------------------------------------------
 
@@ -172,9 +174,11 @@ class Stepper:
         self._compare_data(window)
         self.reducer.reset()
         self._trace.begin()
+        if self.reducer.layouts != self._layouts:
+            self._layouts = self.reducer.layouts
+            self.update.follow()
         if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
             self._generation = self.reducer.generation
-            self.update.follow()
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         self._buffers.begin()
         self._backwards, self.reducer.stray = 0, False
@@ -269,10 +273,9 @@ class Stepper:
         if not self._facts.sent:
             self._send_facts()
         message, self._facts = self._facts, None
-        self.reducer.finish()
-        facts = message.wait()
+        facts, divisor = self._finish(message)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
-        outcome = self._apply(facts)
+        outcome = self._apply(facts, divisor)
         self.steps += 1
         self._open_outcome = outcome, facts
         if self._looks_at_once:
@@ -288,17 +291,32 @@ class Stepper:
             outcome=outcome,
         )
 
+    def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
+        """The sum complete, and what it is still to be divided by."""
+        reduction = self.reducer.reduction
+        if not isinstance(reduction, SharedMemory):
+            self.reducer.finish()
+            facts = message.wait()
+            return facts, facts.weight * self._loss_scale
+        facts = message.wait()
+        reduction.divisor = facts.weight * self._loss_scale or 1.0
+        try:
+            self.reducer.finish()
+        finally:
+            reduction.divisor = 1.0
+        return facts, 1.0
+
     def _replicated(self) -> list[tuple[str, Tensor]]:
         parameters = [(name, parameter) for name, parameter in self.model.named_parameters() if name not in self.reducer.ignored]
         return [*parameters, *self._buffers.named()]
 
-    def _apply(self, facts: Facts) -> Applied:
+    def _apply(self, facts: Facts, divisor: float) -> Applied:
         if facts.weight == 0:
             return Applied(reason="every rank's weight is 0: the window holds nothing to learn from")
         self._unused()
         if not math.isfinite(facts.loss) and self._scaler is None:
             return Applied(reason=f"the loss is {facts.loss}: this update would make every weight nan")
-        return self.update.apply(facts.weight * self._loss_scale, self._clip, self._scaler)
+        return self.update.apply(divisor, self._clip, self._scaler)
 
     def _settle(self) -> None:
         """See how the last step ended: the scheduler follows applied steps only; a skipped one is said on rank 0, once a reason."""

@@ -32,7 +32,13 @@ def train(
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", show_default=False, help="torch.compile the model; default: the task's own.")
     ] = None,
-    reduce: Annotated[str, typer.Option(metavar="native|central|shared_memory", help="How gradients are summed.")] = "native",
+    reduce: Annotated[
+        str,
+        typer.Option(metavar="auto|native|central|shared_memory", help="How gradients are summed; auto: through memory on one CPU host."),
+    ] = "auto",
+    update: Annotated[
+        str, typer.Option(metavar="replicated|sharded", help="Who applies them: every rank all of them, or each its share.")
+    ] = "replicated",
     loader_workers: Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")] = 0,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host.
@@ -57,6 +63,7 @@ def train(
         precision=precision,  # type: ignore[arg-type]
         compile=compile,
         reduce=reduce,  # type: ignore[arg-type]
+        update=update,  # type: ignore[arg-type]
         loader_workers=loader_workers,
     )
     settings = _fitted(settings, count_workers=workers is None)

@@ -58,9 +58,9 @@ class Reducer:
         self.scale = 1.0  # what each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size
         self.end_of_backward: Callable[[], None] | None = None  # called once after a closing backward (the wrapper's door)
         self.on_landed: Callable[[int, Tensor], None] | None = None  # shown each gradient, with its parameter's number, before it is summed
-        self.fixed = False  # the layout stays as it is: a sharded update has cut it
         self.ignored = frozenset(ignored)
         self.generation = 0  # how often the model's parameters have changed
+        self.layouts = 0  # how often buckets were laid
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
         self.bucket_bytes = bucket_bytes
         self._taken = False
@@ -102,6 +102,7 @@ class Reducer:
 
     def _build(self, order: Sequence[int]) -> None:
         """Lay the buckets; gradients that are there move into them."""
+        self.layouts += 1
         entries = [
             Entry(name, parameter.numel(), parameter.dtype, parameter.device)
             for name, parameter in zip(self.names, self.parameters, strict=True)
@@ -156,7 +157,7 @@ class Reducer:
             for name, parameter in zip(self.names, self.parameters, strict=True):
                 if id(parameter) not in known:
                     self.group.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
-        elif self._finished and self._arrivals is not None and not self.fixed:
+        elif self._finished and self._arrivals is not None:
             self._follow_arrivals(self._arrivals)
 
     def _follow_arrivals(self, arrived: list[int]) -> None:

@@ -6,7 +6,10 @@ A reduction only sums. What the sum is divided by (the weights of the step, or t
 from __future__ import annotations
 
 from datetime import timedelta
+from statistics import median
+from time import perf_counter
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -89,8 +92,9 @@ class _Later:
 class SharedMemory:
     """In memory that all ranks of one host share: gradients land there, each rank adds up its slice of everybody's, nothing else is copied.
 
-    Nothing is added up before all have filled a bucket. What can be without waiting is done as the next bucket leaves, the rest at the end.
-    With `scattered` a rank's slice is summed on that rank only, for an update that is sharded in the same way.
+    Nothing is added up before the end: done while backward goes on, in its hooks or on another thread, it would only take the core from it
+    (docs/performance.md). By then the divisor is known, and the sum is divided while it is in the cache. With `scattered` a rank's slice
+    is summed on that rank only, for an update that is sharded in the same way.
     """
 
     name = "shared memory"
@@ -102,6 +106,8 @@ class SharedMemory:
         self._rank = group.rank
         self._parts: list[list[Tensor]] = []
         self.scattered = False
+        self.divisor = 1.0
+        """What the sums are divided by; whoever waits for them sets it before, on all ranks alike."""
 
     @property
     def carries_all(self) -> bool:
@@ -114,9 +120,8 @@ class SharedMemory:
         return [parts[self._rank] for parts in self._parts]
 
     def start(self, bucket: Bucket) -> Work:
-        work = self._memory.sum_in_place(self._parts[bucket.index], place=bucket.place, scattered=self.scattered)
-        self._memory.progress()
-        return work
+        parts = self._parts[bucket.index]
+        return self._memory.sum_in_place(parts, bucket.place, divisor=lambda: self.divisor, scattered=self.scattered)
 
 
 REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory]] = {
@@ -126,9 +131,33 @@ REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory]] = {
 }
 
 
+_TRIALS = 5
+_TRIAL_BYTES = 2**18
+_quicker: WeakKeyDictionary[Group, bool] = WeakKeyDictionary()
+
+
+def memory_is_quicker(group: Group) -> bool:
+    """Whether an all-reduce through shared memory takes no longer than the backend's: both tried a few times, once a group, and agreed."""
+    if group not in _quicker:
+        assert group.memory is not None
+        seconds: dict[str, list[float]] = {"native": [], "memory": []}
+        for _ in range(_TRIALS):
+            for name, all_reduce in (("native", group.all_reduce), ("memory", group.memory.all_reduce)):
+                tensor = torch.zeros(_TRIAL_BYTES // 4)
+                begin = perf_counter()
+                all_reduce(tensor, place="for a trial").wait()
+                seconds[name].append(perf_counter() - begin)
+        medians = torch.tensor([median(values) for values in seconds.values()], dtype=torch.float64)
+        group.all_reduce(medians, "max", place="for a trial").wait()
+        _quicker[group] = bool(medians[1] <= medians[0])
+    return _quicker[group]
+
+
 def reduction(name: str, group: Group) -> Reduction:
-    """The reduction of that name; "auto" is native, and so is shared memory with oneself."""
-    if name == "auto" or (name == "shared_memory" and group.size == 1):
+    """The reduction of that name. "auto" is shared memory where the ranks have it, unless it is slower there, else native. Collective."""
+    if name == "auto":
+        name = "shared_memory" if group.memory is not None and memory_is_quicker(group) else "native"
+    if name == "shared_memory" and group.size == 1:
         name = "native"
     if name not in REDUCTIONS:
         raise UsageError(f"reduce={name!r} is unknown: choose one of auto, {', '.join(REDUCTIONS)}")

@@ -24,7 +24,7 @@ from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, TaskError, UsageError
 from lockstep.inference.evaluate import Evaluation
-from lockstep.settings import Device, Reduce, Settings
+from lockstep.settings import Device, Reduce, Settings, Update
 from lockstep.stepper import Stepper, StepResult
 from lockstep.task import Precision, Task
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
@@ -50,7 +50,8 @@ def train(
     device: Device = "auto",
     precision: Precision | None = None,
     compile: bool | None = None,
-    reduce: Reduce = "native",
+    reduce: Reduce = "auto",
+    update: Update = "replicated",
     loader_workers: int = 0,
     world: World | None = None,
 ) -> Result:
@@ -60,7 +61,7 @@ def train(
         epochs, steps: when to end; default: the task's epochs. `steps` (optimizer steps) may end inside an epoch.
         run: a folder for settings, metrics, checkpoints and result; None writes nothing.
         device, precision, compile: None or "auto" follows the hardware and the task.
-        reduce: how gradients are summed.
+        reduce, update: how gradients are summed, and who applies them.
         loader_workers: processes of each rank that load data.
 
     It evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on stderr.
@@ -84,6 +85,7 @@ def train(
             precision=precision,
             compile=compile,
             reduce=reduce,
+            update=update,
             loader_workers=loader_workers,
         )
         with _run_directory(run, settings, found) as directory:
@@ -123,6 +125,7 @@ class _Training:
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
             reduce=settings.reduce,
+            update=settings.update,
             world=world,
         )
         self.forward = Forward(self.model, task, self.precision, world.device)
@@ -137,11 +140,15 @@ class _Training:
         self.last: StepResult | None = None
         self.stopped_early: str | None = None
 
+    def _how(self) -> str:
+        reduction = "" if self.world.size == 1 else f"gradients by {self.stepper.reducer.reduction.name}, "
+        return f"{reduction}{self.stepper.update.name} update"
+
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
         skips = self.precision == "fp16"  # without a loss scale the Stepper warns
         with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
-            journal.event("start", self.loader.describe(), workers=self.world.size, **lengths)
+            journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths)
             began = time.perf_counter()
             self._epochs(journal)
             seconds = time.perf_counter() - began

@@ -23,6 +23,7 @@ def main(directory: Path) -> None:
         precision=settings.precision,
         compile=settings.compile,
         reduce=settings.reduce,
+        update=settings.update,
         loader_workers=settings.loader_workers,
     )
 

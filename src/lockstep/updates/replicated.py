@@ -28,7 +28,7 @@ class Replicated:
         )
 
     def follow(self) -> None:
-        """The reducer has followed a change of the model: nothing here depends on it."""
+        """Nothing here depends on the layout."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()

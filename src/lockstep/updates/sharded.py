@@ -35,7 +35,6 @@ class Sharded:
         check_elementwise(type(optimizer))
         check_belongs(reducer, optimizer)
         self._reducer, self._optimizer = reducer, optimizer
-        reducer.fixed = True
         if isinstance(reducer.reduction, SharedMemory):
             reducer.reduction.scattered = True
         self._wholes = [list(group["params"]) for group in optimizer.param_groups]
@@ -43,7 +42,7 @@ class Sharded:
         self._stepping = Stepping(optimizer, reducer.parameters[0].device, self._sums, self._norm)
 
     def follow(self) -> None:
-        """Cut again: the reducer's parameters are others than before. Groups that were added to the optimizer hold whole ones."""
+        """Cut again. Groups that were added to the optimizer hold whole parameters."""
         states = self._states()
         self._wholes += [list(group["params"]) for group in self._optimizer.param_groups[len(self._wholes) :]]
         self._cut(states)

@@ -30,7 +30,9 @@ class Stepping:
         return self._apply(divisor / _shrink(norm, clip), norm, skipped)
 
     def _apply(self, divisor: float | Tensor, norm: Tensor | None, skipped: Tensor | None = None) -> Applied:
-        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
+        if skipped is None and isinstance(divisor, float) and divisor == 1:
+            self._optimizer.step()
+        elif getattr(self._optimizer, "_step_supports_amp_scaling", False):
             self._step_dividing(divisor, skipped)
         elif skipped is None or not bool(skipped):  # an optimizer that cannot be told on the device has the host wait for the gradient
             self._multiply(1 / divisor)

@@ -76,7 +76,7 @@ class Update(Protocol):
         ...
 
     def follow(self) -> None:
-        """The reducer's parameters are others than before (added, frozen, replaced). Every rank calls it."""
+        """The reducer has laid its parameters, the same or others, in another way. Every rank calls it."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -104,15 +104,17 @@ class SharedMemory:
             for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
         ]
 
-    def sum_in_place(self, parts: Sequence[Tensor], place: str | None = None, *, scattered: bool = False) -> Sum:
+    def sum_in_place(
+        self, parts: Sequence[Tensor], place: str | None = None, *, divisor: Callable[[], float] = lambda: 1.0, scattered: bool = False
+    ) -> Sum:
         """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all ranks, everywhere or each slice on its rank.
 
-        From here until its `wait` nobody may touch it.
+        The sum is divided by what `divisor()` is, on all ranks, when it is waited for. From here until then nobody may touch the tensor.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
         self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
         parts = [part.data for part in parts]  # not seen by version counters, with which a Reducer looks whether its caller wrote
-        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, scattered=scattered)
+        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, divisor, scattered=scattered)
         self._sums += 1
         self._open.append(work)
         self.say_ready(work.order)
@@ -142,20 +144,12 @@ class SharedMemory:
         """Return when all have copied what they gathered last."""
         self._waits.until(self._copied, self._gathers, self._timeout)
 
-    def progress(self) -> None:
-        """Do what nobody has to be waited for."""
-        while self._open and isinstance(self._open[0], Sum) and self._open[0].could_complete():
-            self._open.popleft().complete()
-
     def finish_all(self) -> None:
         """Do everything that was started."""
         if self._open:
             self.finish(self._open[-1])
 
     # -- for a Sum -----------------------------------------------------------------------------------------------------------------
-
-    def is_ready(self, order: int) -> bool:
-        return all(self._words[place] > order for place in self._ready)
 
     def say_ready(self, order: int) -> None:
         self._words[self._mine + _READY] = order + 1

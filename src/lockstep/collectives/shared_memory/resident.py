@@ -9,7 +9,7 @@ everybody. Which rank adds up an element decides nothing about its bits, because
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -25,7 +25,6 @@ _PIECE = 2**18  # elements that are added up at a time, so that the sum is in th
 class Queue(Protocol):
     """What a Sum needs of the group's shared memory (operations.py)."""
 
-    def is_ready(self, order: int) -> bool: ...
     def await_ready(self, order: int) -> None: ...
     def say_done(self, order: int) -> None: ...
     def await_done(self, order: int) -> None: ...
@@ -35,16 +34,14 @@ class Queue(Protocol):
 class Sum:
     """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or (`scattered`) each slice on its rank only."""
 
-    def __init__(self, queue: Queue, parts: Sequence[Tensor], rank: int, order: int, number: int, *, scattered: bool) -> None:
-        self._queue, self._parts, self._rank = queue, parts, rank
+    def __init__(
+        self, queue: Queue, parts: Sequence[Tensor], rank: int, order: int, number: int, divisor: Callable[[], float], *, scattered: bool
+    ) -> None:
+        self._queue, self._parts, self._rank, self._divisor = queue, parts, rank, divisor
         self.order = order  # among the group's sums
         self._scattered = scattered
         self.number = number
         self.finished = False
-
-    def could_complete(self) -> bool:
-        """Whether nobody has to be waited for."""
-        return self._queue.is_ready(self.order)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the tensor holds the sum. Raises PeerFailed and CollectiveTimeout, naming who did not come."""
@@ -55,11 +52,14 @@ class Sum:
     def complete(self) -> None:
         """Add up this rank's slice, as soon as all are ready."""
         self._queue.await_ready(self.order)
+        divisor = self._divisor()
         mine = slice_of(self._parts[0].numel(), self._rank, len(self._parts))
         for start in range(mine.start, mine.stop, _PIECE):
             stop = min(start + _PIECE, mine.stop)
             pieces = [part[start:stop] for part in self._parts]
             _sum_into(pieces, pieces[self._rank])
+            if divisor != 1:
+                pieces[self._rank].div_(divisor)
             if not self._scattered:
                 for rank, piece in enumerate(pieces):
                     if rank != self._rank:

@@ -1,0 +1,82 @@
+"""How parameters are cut: pieces that tile them, at places that do not depend on the number of ranks; and what comes together again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.collectives.slices import BLOCK, slice_of
+from lockstep.errors import UsageError
+from lockstep.gradients.layout import Entry, plan
+from lockstep.updates.norm import block_sums, gradient_norm, norm_of
+from lockstep.updates.shards import ELEMENTWISE, check_elementwise, flat_like, pieces_of
+
+
+@given(st.integers(0, 10**6), st.integers(1, 17))
+def test_slices_tile_a_tensor_at_blocks(numel: int, size: int) -> None:
+    slices = [slice_of(numel, rank, size) for rank in range(size)]
+    assert [each.start for each in slices] == [0, *(each.stop for each in slices[:-1])]
+    assert slices[-1].stop == numel
+    assert all(each.start % BLOCK == 0 or each.start == numel for each in slices)
+    assert max(map(len, slices)) - min(map(len, slices)) <= BLOCK + (numel % BLOCK > 0) * BLOCK
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=9), st.integers(1, 9), st.sampled_from([1, 4096, 2**20]))
+def test_pieces_tile_every_parameter_and_begin_at_a_vectors_width(sizes: list[int], ranks: int, bucket: int) -> None:
+    entries = [Entry(f"p{number}", size, torch.float32, torch.device("cpu")) for number, size in enumerate(sizes)]
+    found: dict[int, list[tuple[int, int]]] = {}
+    for piece in pieces_of(plan(entries, range(len(sizes)), bucket=bucket, first_bucket=bucket), ranks):
+        assert piece.start % 64 == 0
+        found.setdefault(piece.parameter, []).append((piece.start, piece.stop))
+    for number, size in enumerate(sizes):
+        parts = sorted(found.get(number, []))
+        assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])][: len(parts)]
+        assert (parts[-1][1] if parts else 0) == size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 1023, BLOCK, 300 * BLOCK + 5])
+def test_block_sums_have_the_same_bits_in_any_company(dtype: torch.dtype, numel: int) -> None:
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    whole = block_sums(flat)
+    for size in (2, 3, 5, 8):
+        parts = [block_sums(flat[mine.start : mine.stop]) for mine in (slice_of(numel, rank, size) for rank in range(size))]
+        assert torch.equal(torch.cat(parts), whole)
+    torch.testing.assert_close(norm_of([whole]), flat.double().norm(), rtol=1e-6, atol=0)
+    assert torch.equal(gradient_norm([flat, flat]), norm_of([whole, whole]))
+
+
+def test_a_norm_that_is_not_finite_stays_so() -> None:
+    flat = torch.zeros(3 * BLOCK)
+    flat[BLOCK] = torch.inf
+    assert gradient_norm([flat]).isinf()
+    flat[0] = torch.nan
+    assert gradient_norm([flat]).isnan()
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers_are_torchs(name: str) -> None:
+    check_elementwise(getattr(torch.optim, name))
+
+
+class Mine(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, Mine])
+def test_others_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(UsageError, match=rf"{kind.__qualname__} cannot be sharded: only torch.optim's elementwise optimizers"):
+        check_elementwise(kind)
+
+
+def test_a_gradient_that_lies_otherwise_is_put_in_the_parameters_order() -> None:
+    weight = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).weight
+    gradient = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape)
+    found = flat_like(gradient, weight)
+    assert torch.equal(found, gradient.permute(0, 2, 3, 1).flatten())
+    alike = gradient.to(memory_format=torch.channels_last)
+    assert flat_like(alike, weight).data_ptr() == alike.data_ptr()
+    assert torch.equal(flat_like(torch.eye(3).to_sparse(), torch.eye(3)), torch.eye(3).flatten())
