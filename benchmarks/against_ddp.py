@@ -5,8 +5,8 @@
 Every rank has its own data. Before each step all ranks meet; a step's time is the slowest rank's. The variants take turns, step by
 step, so that the noise of a shared machine falls on all alike. DDP is given its best setting: gradient_as_bucket_view and the
 bucket size that is fastest here, both with the same fused optimizer and one intra-op thread a core and rank. The results are
-compared as well as timed. Lockstep's variants: native collectives, gradients in shared memory, and a sharded update besides. `--compile` compiles every model; `--memory` measures in place of time the peak of each variant's resident
-memory, in ranks of its own.
+compared as well as timed. Lockstep's variants: native collectives, gradients in shared memory, and a sharded update besides. `--compile`
+compiles every model; `--memory` measures in place of time the peak of each variant's resident memory, in ranks of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def mlp() -> nn.Module:
 
 def small_mlp() -> nn.Module:
     """24 MiB of gradients."""
-    return nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 16), nn.ReLU(), nn.Linear(16, 1024))
+    return nn.Sequential(
+        nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 16), nn.ReLU(), nn.Linear(16, 1024)
+    )
 
 
 def cnn() -> nn.Module:
@@ -195,7 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", default="mlp,transformer,cnn")
-    parser.add_argument("--variants", default="local,ddp:5,ddp:25,ddp:100,wrapper:native,stepper:native,wrapper:shared,stepper:shared,stepper:sharded")
+    parser.add_argument(
+        "--variants", default="local,ddp:5,ddp:25,ddp:100,wrapper:native,stepper:native,wrapper:shared,stepper:shared,stepper:sharded"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")

@@ -208,7 +208,7 @@ def refused(world: lockstep.World) -> None:
 
 
 def test_an_optimizer_that_looks_across_elements_is_refused() -> None:
-    with pytest.raises(WorkerFailed, match="torch.optim.lbfgs.LBFGS cannot be sharded"):
+    with pytest.raises(WorkerFailed, match=r"torch\.optim\.lbfgs\.LBFGS cannot be sharded"):
         run_ranks(refused, 2)
 
 
