@@ -4,7 +4,8 @@ All take the same keywords:
 
 `group`      a `lockstep.collectives.Group` (as `world.subgroup(ranks)` gives), a torch process group, or None: all ranks. `root` is a place in it.
 `algorithm`  "native" is the backend's own collective; the others are written out (algorithms/) and run over messages of any backend: central (one
-             rank after the other), ring, tree, recursive_doubling, halving_doubling, direct, hierarchical, doubling, halving. "auto" chooses.
+             rank after the other), ring, tree, recursive_doubling, halving_doubling, direct, hierarchical, doubling, halving. "shared_memory", where
+             all ranks are on one CPU host, does all_reduce, broadcast, all_gather and reduce_scatter. "auto" chooses.
 `async_op`   True returns a handle at once: `handle.wait()` gives the result, and nothing may touch the tensors before. Several may be in
              flight; all ranks issue the same ones in the same order.
 `op`         sum, mean, max, min, prod or a torch ReduceOp. A mean divides once, at the end, and is refused for integers.
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import by_schedule, native
+from lockstep.collectives import by_memory, by_schedule, native
 from lockstep.collectives.algorithms import Algorithm, algorithms_of
 from lockstep.collectives.group import Group, Op, Work
 from lockstep.collectives.handle import Handle, Later
@@ -59,9 +60,7 @@ def all_reduce(
         handle = Handle([found.all_reduce(tensor, op)], lambda: tensor)
         return handle if async_op else handle.wait()
     if name == SHARED_MEMORY:
-        assert found.memory is not None
-        handle = Handle([found.memory.all_reduce(tensor, op)], lambda: tensor)
-        return handle if async_op else handle.wait()
+        return _answer(by_memory.all_reduce(found, tensor, op), async_op)
     nodes = found.ranks_per_node if name == "hierarchical" else None
     run = by_schedule.all_reduce(found, tensor, op, name, _label(algorithm), nodes)
     return Later(found.in_background(run)) if async_op else run()
@@ -73,6 +72,8 @@ def broadcast(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", g
     name = _choose(found, "broadcast", algorithm, tensor)
     if name == "native":
         return _answer(Handle([found.broadcast(tensor, root)], lambda: tensor), async_op)
+    if name == SHARED_MEMORY:
+        return _answer(by_memory.broadcast(found, tensor, root), async_op)
     return _run(found, by_schedule.broadcast(found, tensor, root, name, _label(algorithm)), async_op)
 
 
@@ -102,8 +103,8 @@ def all_gather(
             return pieces
         return torch.cat(pieces) if tensor.dim() else torch.stack(pieces)
 
-    if name == "native":
-        handle = native.all_gather(found, tensor)
+    if name in ("native", SHARED_MEMORY):
+        handle = (native if name == "native" else by_memory).all_gather(found, tensor)
         return _answer(Handle([handle], lambda: shaped(handle.wait())), async_op)
     run = by_schedule.all_gather(found, tensor, name, _label(algorithm))
     return _run(found, lambda: shaped(run()), async_op)
@@ -120,6 +121,8 @@ def reduce_scatter(
     name = _choose(found, "reduce_scatter", algorithm, tensor)
     if name == "native":
         return _answer(native.reduce_scatter(found, tensor, op), async_op)
+    if name == SHARED_MEMORY:
+        return _answer(by_memory.reduce_scatter(found, tensor, op), async_op)
     return _run(found, by_schedule.reduce_scatter(found, tensor, op, name, _label(algorithm)), async_op)
 
 
@@ -177,14 +180,8 @@ def _op(op: AnyOp) -> Any:
 
 
 def _choose(group: Group, kind: Kind, algorithm: str, tensor: Tensor | None) -> str:
-    shared = kind == "all_reduce" and group.memory is not None
-    if algorithm == "auto" and shared:
-        return SHARED_MEMORY
-    if algorithm == SHARED_MEMORY and kind == "all_reduce":
-        if not shared:
-            raise UsageError(
-                "algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one of them: use auto"
-            )
+    if kind in by_memory.KINDS and (algorithm == SHARED_MEMORY or (algorithm == "auto" and group.memory is not None)):
+        by_memory.memory_of(group)
         return SHARED_MEMORY
     if algorithm == "auto":
         return group.tuning.choose(kind, 0 if tensor is None else tensor.numel() * tensor.element_size(), group.size)

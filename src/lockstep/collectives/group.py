@@ -56,6 +56,9 @@ class Memory(Protocol):
     """Collectives through shared memory (shared_memory/operations.py)."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work: ...
+    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Work: ...
+    def all_gather(self, everybodys: Sequence[Tensor], tensor: Tensor, place: str | None = None, text: str | None = None) -> Work: ...
+    def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None) -> Work: ...
     def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None) -> list[list[Tensor]]: ...
     def sum_in_place(
         self, parts: Sequence[Tensor], place: str | None = None, *, divisor: Callable[[], float] = ..., scattered: bool = False
@@ -202,8 +205,12 @@ class Group:
     def all_gather(self, tensor: Tensor, place: str | None = None, text: str | None = None) -> Tensor:
         """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size * n, ...], 0-d gives [size].
 
-        The shapes must be equal on all ranks.
+        The shapes must be equal on all ranks. Through shared memory where the ranks have it.
         """
+        if self.memory is not None:
+            pieces = tensor.new_empty((self.size, *tensor.shape))
+            self.memory.all_gather(pieces.unbind(), tensor, place, text).wait()
+            return pieces.flatten(0, 1) if tensor.dim() else pieces
         self.announce("all_gather", tensor, "", place, (self.size - 1) * _bytes(tensor), text)
         self.wait_for_all(self.number)
         piece = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()

@@ -13,8 +13,8 @@ from torch import Tensor
 import lockstep
 from lockstep import collectives
 from lockstep import world as module
+from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
 from lockstep.collectives.shared_memory.fold import fold
-from lockstep.collectives.shared_memory.operations import PIECE, SLOTS
 from lockstep.errors import CollectiveTimeout, PeerFailed, UsageError, WorkerFailed
 from lockstep.testing import run_ranks
 

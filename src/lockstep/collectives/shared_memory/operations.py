@@ -1,13 +1,10 @@
-"""All-reduce through memory that the ranks of one host share, in torch: nothing to compile.
+"""Collectives through memory that the ranks of one host share, in torch: nothing to compile.
 
-    memory   a line of words a rank: how many pieces it has written, and how many it has read from everybody
+    memory   a line of words a rank: how many pieces it has written, how many it has read from everybody, and so on
              for every rank a few slots, each holds a piece of its tensor
 
-A rank copies a piece into its next slot and says so; when all have said so, each adds up everybody's slots, straight into its own tensor.
-One synchronisation a piece: a slot is written again only when all have read what was in it. Every rank adds in the same order, along the
-balanced tree ((0+1)+(2+3))+..., so all have the same bits. Half-precision is added in float32.
-
-The order of two writes of one process, piece then word, is kept by x86; elsewhere this is not used.
+Tensors of one's own go through the slots piece by piece (exchange.py); tensors that lie in shared memory themselves are summed where they
+are (resident.py). The order of two writes of one process, piece then word, is kept by x86; elsewhere this is not used.
 """
 
 from __future__ import annotations
@@ -17,24 +14,22 @@ import platform
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Group, Op, check_op, working_dtype
-from lockstep.collectives.shared_memory.fold import fold
+from lockstep.collectives.group import Group, Op, check_op
+from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather, AllReduce, Broadcast, Exchange, ReduceScatter
 from lockstep.collectives.shared_memory.resident import Sum
 from lockstep.collectives.shared_memory.waits import Waits
 from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tags import listed
 from lockstep.errors import CollectiveTimeout
 
-PIECE = 2 * 2**20  # bytes
-SLOTS = 4
 _LINE = 16  # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in pairs
 _WRITTEN, _READ, _READY, _DONE, _UPDATED, _COPIED = range(6)
 _PAGE = 4096
+_VIEWS = 1024
 
 
 def possible() -> bool:
@@ -71,20 +66,43 @@ class SharedMemory:
         self._sums = 0  # started
         self._gathers = 0
         self._mine = group.rank * _LINE
+        self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}  # of slots: a view takes longer to make than a small message
+        self._slots_begin = _header(group.size)
         self._given = 0  # pieces that started operations have numbered
-        self._open: deque[Reduction | Sum] = deque()
+        self._open: deque[Exchange | Sum] = deque()
         self._number = 0  # of the one that is being done
 
     def close(self) -> None:
         """Forget the memory; it goes with the last process that maps it."""
         self._words.release()
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Reduction:
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Exchange:
         """Start to replace `tensor` on every rank by the sum (mean, max, min, prod) over all ranks."""
         check_op(op, tensor)
-        self._group.announce("all_reduce", tensor, op, place, tensor.numel() * tensor.element_size())
-        work = Reduction(self, tensor, op, self._given, self._group.number)
-        self._given += len(work)
+        self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
+        return self._start(lambda first: AllReduce(self, first, tensor, op))
+
+    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Exchange:
+        """Start to replace `tensor` on every rank by that of rank `root`."""
+        self._group.check_root(root)
+        self._group.announce("broadcast", tensor, f"from {root}", place, tensor.nbytes if self.rank == root else 0)
+        return self._start(lambda first: Broadcast(self, first, tensor, root))
+
+    def all_gather(self, everybodys: Sequence[Tensor], tensor: Tensor, place: str | None = None, text: str | None = None) -> Exchange:
+        """Start to fill `everybodys[r]` with rank r's `tensor`, all of one shape and dtype."""
+        self._group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
+        return self._start(lambda first: AllGather(self, first, everybodys, tensor))
+
+    def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None) -> Exchange:
+        """Start to replace `tensor` on rank r by the sum (mean, ...) over all ranks of `parts[r]`, all of one shape and dtype."""
+        check_op(op, tensor)
+        self._group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
+        return self._start(lambda first: ReduceScatter(self, first, tensor, parts, op))
+
+    def _start(self, make: Callable[[int], Exchange]) -> Exchange:
+        work = make(self._given)
+        work.number = self._group.number
+        self._given += work.pieces
         self._open.append(work)
         work.write_ahead()
         return work
@@ -120,7 +138,6 @@ class SharedMemory:
         self.say_ready(work.order)
         return work
 
-    @torch.no_grad()
     def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None:
         """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's, and return.
 
@@ -137,7 +154,7 @@ class SharedMemory:
             for other, theirs in enumerate(everybodys):
                 if other != rank:
                     part = slice_of(theirs.numel(), other, size)
-                    everybodys[rank][part.start : part.stop].copy_(theirs[part.start : part.stop])
+                    everybodys[rank].data[part.start : part.stop].copy_(theirs[part.start : part.stop])
         self._words[self._mine + _COPIED] = self._gathers
 
     def settle(self) -> None:
@@ -163,17 +180,19 @@ class SharedMemory:
     def await_done(self, order: int) -> None:
         self._waits.until(self._done, order + 1, self._timeout)
 
-    # -- for a Reduction -----------------------------------------------------------------------------------------------------------
+    # -- for an Exchange -----------------------------------------------------------------------------------------------------------
 
     def may_write(self, piece: int) -> bool:
         """Whether everybody has read what was in this piece's slot."""
         least = piece - SLOTS + 1
-        return all(self._words[place] >= least for place in self._read)
+        return least <= 0 or all([self._words[place] >= least for place in self._read])
 
-    def write(self, piece: int, content: Tensor) -> None:
-        """Put a piece into its slot, as soon as that is free."""
-        self._waits.until(self._read, piece - SLOTS + 1, self._timeout)
-        self.slot(self._group.rank, piece, content.numel(), content.dtype).copy_(content)
+    def await_room(self, piece: int) -> None:
+        """Return when this piece's slot may be written to."""
+        if piece >= SLOTS:
+            self._waits.until(self._read, piece - SLOTS + 1, self._timeout)
+
+    def written(self, piece: int) -> None:
         self._words[self._mine + _WRITTEN] = piece + 1
 
     def read(self, piece: int) -> None:
@@ -183,11 +202,18 @@ class SharedMemory:
     def done(self, piece: int) -> None:
         self._words[self._mine + _READ] = piece + 1
 
-    def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype) -> Tensor:
-        start = _header(self._group.size) + (rank * SLOTS + piece % SLOTS) * PIECE
-        return self._octets[start : start + numel * dtype.itemsize].view(dtype)
+    def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
+        """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the slot's beginning."""
+        key = rank * SLOTS + piece % SLOTS, numel, dtype, skip
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            start = self._slots_begin + key[0] * PIECE + skip
+            found = self._views[key] = self._octets[start : start + numel * dtype.itemsize].view(dtype)
+        return found
 
-    def finish(self, work: Reduction | Sum) -> None:
+    def finish(self, work: Exchange | Sum) -> None:
         """Do everything that was started before this, and this."""
         while self._open and not work.finished:
             self._number = self._open[0].number
@@ -199,6 +225,10 @@ class SharedMemory:
         return self._group.size
 
     @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
     def _timeout(self) -> float:
         return self._group.timeout.total_seconds()
 
@@ -206,58 +236,3 @@ class SharedMemory:
         ranks = [self._group.ranks[rank] for rank in missing]
         what = self._group.tags.said(self._number) if self._group.tags is not None else "shared memory"
         return CollectiveTimeout(f"#{self._number}: {what}: {listed(ranks)} did not come within {self._timeout:g} s", ranks)
-
-
-class Reduction:
-    """One all-reduce, in pieces."""
-
-    def __init__(self, memory: SharedMemory, tensor: Tensor, op: Op, first: int, number: int) -> None:
-        self._memory, self._tensor, self._op, self._first = memory, tensor, op, first
-        working = working_dtype(tensor)
-        whole = working == tensor.dtype and tensor.is_contiguous()
-        self._flat = tensor.detach().view(-1) if whole else tensor.detach().reshape(-1).to(working, copy=True)
-        self._pieces = self._flat.split(PIECE // self._flat.element_size()) if self._flat.numel() else ()
-        self._ahead = 0  # pieces written
-        self.number = number
-        self.finished = False
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the tensor holds the result. Raises PeerFailed and CollectiveTimeout, naming who did not come."""
-        self._memory.finish(self)
-
-    def write_ahead(self) -> None:
-        """Write what there is room for, without waiting: the others find it when they come."""
-        while self._ahead < len(self._pieces) and self._memory.may_write(self._first + self._ahead):
-            self._write()
-
-    def _write(self) -> None:
-        self._memory.write(self._first + self._ahead, self._pieces[self._ahead])
-        self._ahead += 1
-
-    @torch.no_grad()
-    def complete(self) -> None:
-        for number, piece in enumerate(self._pieces):
-            if self._ahead <= number:
-                self._write()
-            self.write_ahead()
-            place = self._first + number
-            self._memory.read(place)
-            self._add_up(place, piece)
-            self._memory.done(place)
-        if self._flat.data_ptr() != self._tensor.data_ptr():
-            self._tensor.copy_(self._flat.view(self._tensor.shape))
-        self.finished = True
-
-    def _add_up(self, place: int, piece: Tensor) -> None:
-        slots = [self._memory.slot(rank, place, piece.numel(), piece.dtype) for rank in range(self._memory.size)]
-        if piece.dtype in (torch.float16, torch.bfloat16):
-            slots = [slot.to(torch.float32) for slot in slots]
-            total = fold(slots, self._op)
-            piece.copy_(total.div_(self._memory.size) if self._op == "mean" else total)
-            return
-        fold(slots, self._op, out=piece)
-        if self._op == "mean":
-            piece.div_(self._memory.size)

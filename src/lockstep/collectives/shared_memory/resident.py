@@ -48,7 +48,6 @@ class Sum:
         self._queue.finish_all()  # also what was started later: the others wait for this rank's slices of it
         self._queue.await_done(self.order)
 
-    @torch.no_grad()
     def complete(self) -> None:
         """Add up this rank's slice, as soon as all are ready."""
         self._queue.await_ready(self.order)

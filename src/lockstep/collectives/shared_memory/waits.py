@@ -29,7 +29,10 @@ class Waits:
         """Return when every word in `places` (by rank) is `least` or more."""
         view = self._view
         for _ in range(self._spins):
-            if all(view[place] >= least for place in places):
+            for place in places:
+                if view[place] < least:
+                    break
+            else:
                 return
         begin = looked = time.monotonic()
         nap = 0.0
