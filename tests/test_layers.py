@@ -14,10 +14,10 @@ SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors", "place", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting", "joining"},
-    {"world"},
+    {"world", "backend"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},
-    {"data_parallel", "sharded_optimizer", "stepper", "replicas", "uneven"},
+    {"data_parallel", "shared_memory_hook", "sharded_optimizer", "stepper", "replicas", "uneven"},
     {"inference", "training"},
     {"testing", "tasks", "measure"},
     {"cli", "__main__"},

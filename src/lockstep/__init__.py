@@ -25,10 +25,11 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "predict": "lockstep.inference.predict",
     "scale_lr": "lockstep.learning_rate",
     "seed": "lockstep.streams",
+    "shared_memory_hook": "lockstep.shared_memory_hook",
     "stream": "lockstep.streams",
     "train": "lockstep.training.train",
 }
-_MODULES = ("collectives", "errors", "testing")
+_MODULES = ("backend", "collectives", "errors", "testing")
 
 __all__ = [
     "DistributedDataParallel",
@@ -39,6 +40,7 @@ __all__ = [
     "Stepper",
     "Task",
     "World",
+    "backend",
     "collectives",
     "errors",
     "evaluate",
@@ -47,13 +49,14 @@ __all__ = [
     "predict",
     "scale_lr",
     "seed",
+    "shared_memory_hook",
     "stream",
     "testing",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from lockstep import collectives, errors, testing
+    from lockstep import backend, collectives, errors, testing
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.data_parallel import DistributedDataParallel
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from lockstep.learning_rate import scale_lr
     from lockstep.replicas import Replicas
     from lockstep.sharded_optimizer import ShardedOptimizer
+    from lockstep.shared_memory_hook import shared_memory_hook
     from lockstep.stepper import Stepper
     from lockstep.streams import seed, stream
     from lockstep.task import Task

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives import in_process
+from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.prove import Proof, prove
 from lockstep.collectives.schedule import REDUCING, Kind, Schedule, Transfer, held_before
 from lockstep.errors import UsageError
@@ -31,6 +32,13 @@ class Step:
     number: int
     transfers: Sequence[Transfer]
     held: Sequence[dict[int, frozenset[int]]]
+
+    @property
+    def how(self) -> str:
+        """What receivers do with what arrives: the same in all transfers of a step, because it is a round's."""
+        kinds = {transfer.reduce for transfer in self.transfers}
+        assert len(kinds) == 1, "a round adds or replaces"
+        return "add" if kinds == {True} else "replace"
 
 
 def steps(schedule: Schedule) -> Iterator[Step]:
@@ -63,13 +71,36 @@ def title(schedule: Schedule, proof: Proof) -> list[str]:
     name = schedule.name.replace("_", "-")
     count = f"{proof.rounds} step{'s' * (proof.rounds != 1)}, {proof.messages} message{'s' * (proof.messages != 1)} in all"
     lines = [f"{name} {schedule.kind.replace('_', '-')}, {schedule.world} rank{'s' * (schedule.world > 1)}: {count}"]
-    sent = sorted({f"{cells}/{schedule.cells}" for cells in proof.cells_sent_by}, key=lambda text: int(text.split("/")[0]))
-    lines.append(f"each rank sends {' to '.join([sent[0], sent[-1]] if len(sent) > 1 else sent)} of the tensor")
+    sent = [str(cells) if schedule.cells == 1 else f"{cells}/{schedule.cells}" for cells in sorted(set(proof.cells_sent_by))]
+    share = " to ".join([sent[0], sent[-1]] if len(sent) > 1 else sent)
+    lines.append(f"each rank sends {share} {'times' if schedule.cells == 1 else 'of'} the tensor")
     if schedule.kind in REDUCING:
         order = proof.orders.get(0, "") if schedule.world <= SHOWN else ""
         same = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
         lines.append(f"cell a is added as {order}, {same}" if order else same)
-    return lines
+    return lines + phases(schedule)
+
+
+def phases(schedule: Schedule) -> list[str]:
+    """The two halves of an all-reduce, named where they are collectives of their own; nothing where there are no two halves."""
+    adding = [rounds.reduce for rounds in schedule.rounds for _ in range(rounds.repeat)]
+    first, count = sum(adding), len(adding)
+    if schedule.kind != "all_reduce" or schedule.world > SHOWN or first == count or adding != sorted(adding, reverse=True):
+        return []
+    held = next(step.held for step in steps(schedule) if step.number == first)
+    owners = [[rank for rank, cells in enumerate(held) if len(cells[cell]) == schedule.world] for cell in range(schedule.cells)]
+    if any(len(owner) != 1 for owner in owners):
+        return []
+    names = ("collect", "spread")
+    if all(owner == [0] for owner in owners):
+        names = ("reduce", "broadcast")
+    elif sorted(owners) == [[rank] for rank in range(schedule.world)]:
+        names = ("reduce-scatter", "all-gather")
+    return [f"{_numbers(1, first)}: {names[0]}; {_numbers(first + 1, count)}: {names[1]}"]
+
+
+def _numbers(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def text(schedule: Schedule) -> str:
@@ -78,13 +109,14 @@ def text(schedule: Schedule) -> str:
     shown = schedule.world <= SHOWN
     if not shown:
         lines.append(f"contents are written out for up to {SHOWN} ranks")
+    elif schedule.kind in REDUCING:
+        lines.append("a letter is a cell, behind it the ranks that are counted in it; * when all are")
     width = len(f"step {len(schedule)}")
     for step in steps(schedule):
         if step.number == 0:
             lines += ["", "start"] if shown else [""]
         else:
-            how = "add" if step.transfers and step.transfers[0].reduce else "replace"
-            lines.append(f"{f'step {step.number}':<{width}}  {'   '.join(map(_message, step.transfers))}    {how}")
+            lines.append(f"{f'step {step.number}':<{width}}  {'   '.join(map(_message, step.transfers))}    {step.how}")
         if shown:
             lines += _contents(schedule, step)
     return "\n".join(lines)
@@ -125,12 +157,17 @@ def before_and_after(kind: Kind, rows: Sequence[Sequence[float]], *, op: str = "
 
     Row r is rank r's tensor; in a scatter the piece that the root has for rank r, in an all-to-all one element for each rank.
     """
-    tensors = [torch.tensor(row) for row in rows]
-    if len({tensor.dtype for tensor in tensors}) > 1:
-        tensors = [tensor.to(torch.float32) for tensor in tensors]
+    dtype = torch.int64 if all(isinstance(number, int) for row in rows for number in row) else torch.float64
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     world = len(tensors)
     if not 0 <= root < world:
         raise UsageError(f"root={root} is not one of the {world} ranks: they are 0 to {world - 1}")
+    if kind in (*REDUCING, "broadcast") and len({len(row) for row in rows}) > 1:
+        lengths = ", ".join(str(len(row)) for row in rows)
+        raise UsageError(f"rows of {lengths} numbers: in {_a(kind)} all ranks have equally many")
+    if algorithm is not None and algorithm not in (known := [each for each in algorithms_of(kind) if each != "hierarchical"]):
+        shown = algorithm.replace("_", "-")
+        raise UsageError(f"{shown!r} is no algorithm of {_a(kind)}: choose one of {', '.join(each.replace('_', '-') for each in known)}")
     name = algorithm or {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "all_to_all": "direct"}.get(kind, "tree")
     nothing = "nothing"
     before: list[object] = list(tensors)
@@ -153,18 +190,22 @@ def before_and_after(kind: Kind, rows: Sequence[Sequence[float]], *, op: str = "
         after = [found if rank == root else nothing for rank in range(world)]
     else:
         if any(len(tensor) != world for tensor in tensors):
-            raise UsageError(f"--values: in an all-to-all every rank has one number for each of the {world} ranks")
+            raise UsageError(f"in an all-to-all every rank has one number for each of the {world} ranks: {world} rows of {world}")
         after = [torch.cat(pieces) for pieces in in_process.all_to_all([tensor.split(1) for tensor in tensors], name)]
     where = f", root {root}" if kind in ("reduce", "broadcast", "scatter", "gather") else ""
     how = f", {op}" if kind in REDUCING else ""
     left = [_shown(value) for value in before]
-    width = max(map(len, left))
+    width = max(map(len, [*left, "before"]))
     lines = [f"{kind.replace('_', '-')}{how}{where}, by {name.replace('_', '-')}", f"        {'before':<{width}}    after"]
     lines += [f"rank {rank}  {value:<{width}}    {_shown(then)}" for rank, (value, then) in enumerate(zip(left, after, strict=True))]
     return "\n".join(lines)
 
 
+def _a(kind: Kind) -> str:
+    return f"{'an' if kind.startswith('a') else 'a'} {kind.replace('_', '-')}"
+
+
 def _shown(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"[{' '.join(f'{number:g}' for number in value.tolist())}]"
+        return f"[{' '.join(str(number) if isinstance(number, int) else f'{number:g}' for number in value.tolist())}]"
     return " ".join(_shown(each) for each in value) if isinstance(value, list) else str(value)

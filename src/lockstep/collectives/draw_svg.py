@@ -63,7 +63,7 @@ def svg(schedule: Schedule) -> str:
     for step in every[1:]:
         parts += _arrows(place, step)
     legend = (
-        "a box: cell and the ranks counted in it, green when complete"
+        "a box: cell and the ranks counted in it, green when complete; an arrow from between boxes takes several along"
         if schedule.kind in REDUCING
         else "a box: a cell that is there; empty: not there"
     )

@@ -107,10 +107,11 @@ class Group:
 
     _of_process_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Group]] = WeakKeyDictionary()
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, *, ranks: tuple[int, ...] | None = None, rank: int | None = None) -> None:
+        """`ranks` and `rank` are torch's, unless it does not know the process group yet."""
         self.process_group = process_group
-        self.ranks = tuple(dist.get_process_group_ranks(process_group))
-        self.rank = dist.get_rank(process_group)
+        self.ranks = tuple(dist.get_process_group_ranks(process_group)) if ranks is None else ranks
+        self.rank = dist.get_rank(process_group) if rank is None else rank
         self.size = len(self.ranks)
         self.number = 0
         self.bytes_sent = 0

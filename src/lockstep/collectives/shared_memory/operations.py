@@ -23,7 +23,7 @@ from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather,
 from lockstep.collectives.shared_memory.resident import Sum
 from lockstep.collectives.shared_memory.waits import Waits
 from lockstep.collectives.slices import slice_of
-from lockstep.collectives.tags import listed
+from lockstep.collectives.tags import call_site, listed
 from lockstep.errors import CollectiveTimeout
 
 _LINE = 16  # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in pairs
@@ -113,7 +113,7 @@ class SharedMemory:
         for size, dtype in zip(sizes, dtypes, strict=True):
             starts.append(end)
             end += -(-size * dtype.itemsize // _PAGE) * _PAGE
-        self._group.say(f"shared memory of {end} bytes {place or ''}")
+        self._group.say(f"shared memory of {end} bytes {place or call_site()}")
         self._group.wait_for_all(self._group.number)
         octets = torch.frombuffer(self._more(max(1, end) * self._group.size), dtype=torch.uint8)
         regions = octets.split(max(1, end))

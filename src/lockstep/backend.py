@@ -1,0 +1,246 @@
+"""Shared memory as a backend of torch.distributed: every program on it gets faster collectives with one line.
+
+    import lockstep.backend
+    torch.distributed.init_process_group("lockstep")
+
+On one x86 Linux host all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared memory, the rest (and
+everything elsewhere) through gloo. Ranks that call different collectives raise CollectiveMismatch before any data is mixed; a rank that died is
+named. A collective is done when its call returns, also with async_op=True.
+"""
+
+# torch's stubs give every method several forms, and hide what makes a Work.
+# mypy: disable-error-code="override,assignment,attr-defined,misc"
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from mmap import mmap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.collectives.group import Group, Op, check_op
+from lockstep.collectives.shared_memory.operations import SharedMemory, length, possible
+from lockstep.collectives.shared_memory.segment import share
+from lockstep.collectives.tags import share_page
+from lockstep.errors import UsageError
+
+NAME = "lockstep"
+_OPS: list[tuple[Any, Op]] = [
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.AVG, "mean"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.MIN, "min"),
+    (dist.ReduceOp.PRODUCT, "prod"),
+]
+
+
+class SharedMemoryProcessGroup(dist.ProcessGroup):
+    """The process group that `init_process_group("lockstep")` and its subgroups get. Ranks in errors are places in the group."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._group = Group(self, ranks=tuple(range(size)), rank=rank)
+        self._group.timeout = timeout
+        self._memory: SharedMemory | None = None
+        if size > 1 and _same_host(store, rank, size, timeout):
+            self._group.tags = share_page(store, "tags", rank, self._group.ranks, timeout)
+            numbers = itertools.count()
+
+            def more(octets: int) -> mmap:
+                return share(store, f"memory/{next(numbers)}", rank, size, octets, timeout)
+
+            self._memory = SharedMemory(more(length(size)), self._group, more)
+
+    def getBackendName(self) -> str:  # torch's own spelling
+        return NAME
+
+    @property
+    def group_name(self) -> str:
+        """What torch registered it as; its own field is only filled for backends in C++."""
+        name: str = dist.distributed_c10d._world.pg_names[self]
+        return name
+
+    def shutdown(self) -> None:
+        """Called by destroy_process_group."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self._group.tags is not None:
+            self._group.tags.close()
+            self._group.tags = None
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # -- through shared memory -----------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+        op = _op(opts.reduceOp, tensors)
+        if self._memory is None or op is None:
+            return self._by_gloo("allreduce", tensors, tensors, opts)
+        for tensor in tensors:
+            self._memory.all_reduce(tensor, op).wait()
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        if self._memory is None:
+            return self._by_gloo("broadcast", tensors, tensors, opts)
+        for tensor in tensors:
+            self._memory.broadcast(tensor, opts.rootRank).wait()
+        return _done(tensors)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        alike = all(
+            each.shape == mine.shape and each.dtype == mine.dtype for into, mine in zip(outputs, inputs, strict=True) for each in into
+        )
+        if self._memory is None or not alike:
+            return self._by_gloo("allgather", inputs, outputs, inputs, *_given(opts))
+        for into, mine in zip(outputs, inputs, strict=True):
+            self._memory.all_gather(into, mine).wait()
+        return _done(outputs)
+
+    def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
+        if self._memory is None or not output.is_contiguous():
+            return self._by_gloo("_allgather_base", [mine], output, mine, *_given(opts))
+        self._memory.all_gather(output.view(self.size(), -1).unbind(), mine.reshape(-1)).wait()
+        return _done([output])
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        for output, mine in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, mine, opts).wait()
+        return _done(outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        op = _op(opts.reduceOp, outputs)
+        alike = all(part.shape == output.shape for output, parts in zip(outputs, inputs, strict=True) for part in parts)
+        if self._memory is None or op is None or not alike:
+            return self._by_gloo("reduce_scatter", outputs, outputs, inputs, opts)
+        for output, parts in zip(outputs, inputs, strict=True):
+            self._memory.reduce_scatter(output, parts, op).wait()
+        return _done(outputs)
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        op = _op(opts.reduceOp, [output])
+        if self._memory is None or op is None:
+            return self._by_gloo("_reduce_scatter_base", [output], output, whole, opts)
+        parts = whole.reshape(self.size(), -1).unbind()
+        flat = output.view(-1) if output.is_contiguous() else torch.empty_like(parts[0])
+        self._memory.reduce_scatter(flat, parts, op).wait()
+        if flat.data_ptr() != output.data_ptr():
+            output.copy_(flat.view(output.shape))
+        return _done([output])
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
+        for output, whole in zip(outputs, wholes, strict=True):
+            self.reduce_scatter_single(output, whole, opts).wait()
+        return _done(outputs)
+
+    def barrier(self, opts: Any = None) -> Any:
+        if self._memory is None:
+            return self._gloo.barrier(*_given(opts))
+        self._memory.all_reduce(torch.zeros(1), place="for barrier()").wait()
+        return _done([])
+
+    # their names before torch 2.12
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- through gloo --------------------------------------------------------------------------------------------------------------
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        return self._by_gloo("reduce", tensors, tensors, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        return self._by_gloo("gather", inputs, outputs, inputs, opts)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        return self._by_gloo("scatter", outputs, outputs, inputs, opts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        return self._by_gloo("alltoall", [], outputs, inputs, *_given(opts))
+
+    def all_to_all_single(self, output: Tensor, whole: Tensor, outputs: list[int], inputs: list[int], opts: Any = None) -> Any:
+        return self._by_gloo("alltoall_base", [], output, whole, outputs, inputs, *_given(opts))
+
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Any:
+        return self._gloo.send(tensors, to, tag)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        return self._gloo.recv(tensors, source, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        return self._gloo.recv_anysource(tensors, tag)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._gloo.monitored_barrier(timeout or self._group.timeout, wait_all_ranks)
+
+    def _by_gloo(self, kind: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
+        """Compared among the ranks like everything else, then gloo's."""
+        if self._group.tags is not None:
+            if tensors:
+                self._group.announce(kind, tensors[0], "by gloo", None, sends=0)
+            else:
+                self._group.say(f"{kind} by gloo")
+            self._group.wait_for_all(self._group.number)
+        return getattr(self._gloo, kind)(*arguments)
+
+
+def _given(opts: Any) -> tuple[Any, ...]:
+    return () if opts is None else (opts,)
+
+
+def _op(asked: Any, tensors: Sequence[Tensor]) -> Op | None:
+    """The operation, if shared memory can do it."""
+    for theirs, ours in _OPS:
+        if asked == theirs:
+            try:
+                for tensor in tensors:
+                    check_op(ours, tensor)
+            except UsageError:
+                return None
+            return ours
+    return None
+
+
+def _done(result: Any) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def _same_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> bool:
+    """Whether all ranks can map each other's memory: one kernel, one space of process numbers."""
+    here = "none"
+    if possible() and sys.platform == "linux":
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            here = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    store.set(f"host/{rank}", here)
+    keys = [f"host/{other}" for other in range(size)]
+    store.wait(keys, timeout)
+    return here != "none" and all(store.get(key).decode() == here for key in keys)
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
+    return SharedMemoryProcessGroup(store, rank, size, timeout)
+
+
+if NAME not in dist.Backend.backend_list:
+    dist.Backend.register_backend(NAME, _create, devices=["cpu"])

@@ -1,0 +1,112 @@
+"""Tensors that lie in shared memory: summed where they are, by slices, in tree order; and slices that go round."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+
+import lockstep
+from lockstep.collectives.shared_memory.fold import fold
+from lockstep.collectives.slices import BLOCK, slice_of
+from lockstep.errors import CollectiveMismatch, PeerFailed, WorkerFailed
+from lockstep.testing import run_ranks
+
+SIZES = [1, BLOCK, 3 * BLOCK + 5, 300_000, 0]
+TYPES = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32]
+
+
+def noise(rank: int, number: int) -> Tensor:
+    return torch.randn(SIZES[number], generator=torch.Generator().manual_seed(10 * rank + number), dtype=torch.float32).to(TYPES[number])
+
+
+def summed(world: lockstep.World, rounds: int, scattered: bool, divisor: float) -> list[Tensor]:
+    memory = world.group.memory
+    assert memory is not None
+    everybodys = memory.allocate(SIZES, TYPES)
+    for _ in range(rounds):
+        for number, tensors in enumerate(everybodys):
+            tensors[world.rank].copy_(noise(world.rank, number))
+        works = [memory.sum_in_place(tensors, divisor=lambda: divisor, scattered=scattered) for tensors in everybodys]
+        small = memory.all_reduce(torch.ones(1))
+        for work in reversed(works):
+            work.wait()
+        small.wait()
+    return [tensors[world.rank].clone() for tensors in everybodys]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 5, 8])
+def test_the_sum_is_along_the_tree_and_divided_once(workers: int) -> None:
+    found = run_ranks(summed, workers, args=(3, False, 3.0))
+    for number, dtype in enumerate(TYPES):
+        wide = torch.float32 if dtype == torch.bfloat16 else dtype
+        expected = (fold([noise(rank, number).to(wide) for rank in range(workers)], "sum").to(dtype)).div_(3.0)
+        for tensors in found:
+            assert torch.equal(tensors[number], expected)
+
+
+def test_scattered_a_rank_has_its_slice_and_keeps_its_own_elsewhere() -> None:
+    for rank, tensors in enumerate(run_ranks(summed, 3, args=(1, True, 1.0))):
+        mine = slice_of(SIZES[3], rank, 3)
+        expected = noise(rank, 3)
+        expected[mine.start : mine.stop] = fold([noise(other, 3).float() for other in range(3)], "sum")[mine.start : mine.stop].bfloat16()
+        assert torch.equal(tensors[3], expected)
+
+
+def rounds(world: lockstep.World) -> list[float]:
+    memory = world.group.memory
+    assert memory is not None
+    (tensors,) = memory.allocate([10 * BLOCK], [torch.float32])
+    mine = slice_of(10 * BLOCK, world.rank, world.size)
+    for number in range(50):
+        memory.settle()
+        tensors[world.rank][mine.start : mine.stop] = 100.0 * number + world.rank
+        memory.gather_slices([tensors])
+        assert tensors[world.rank].unique().tolist() == [100.0 * number + rank for rank in range(world.size)]
+    return tensors[world.rank].unique().tolist()
+
+
+def test_slices_go_round_and_nobody_overtakes() -> None:
+    assert run_ranks(rounds, 4) == [[4900.0, 4901.0, 4902.0, 4903.0]] * 4
+
+
+def otherwise(world: lockstep.World) -> None:
+    memory = world.group.memory
+    assert memory is not None
+    with pytest.raises(
+        CollectiveMismatch, match=r"rank 0 shared memory of 4096 bytes at test_resident.py:\d+; rank 1 shared memory of 8192 bytes"
+    ):
+        memory.allocate([1 + 1024 * world.rank], [torch.float32])
+    world.close(failed=True)
+
+
+def test_memory_of_another_size_is_a_mismatch() -> None:
+    run_ranks(otherwise, 2)
+
+
+def killed(world: lockstep.World, at: int) -> None:
+    memory = world.group.memory
+    assert memory is not None
+    (tensors,) = memory.allocate([200_000], [torch.float32])
+    for number in range(1000):
+        if world.rank == 1 and number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number < at:
+            memory.sum_in_place(tensors).wait()
+            continue
+        with pytest.raises(PeerFailed, match=r"rank 1 \(pid \d+\) has ended"):
+            memory.sum_in_place(tensors).wait()
+        world.close(failed=True)
+        return
+
+
+@pytest.mark.parametrize("at", [0, 31])
+def test_the_dead_are_named_and_leave_nothing_behind(at: int) -> None:
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(WorkerFailed, match="rank 1"):
+        run_ranks(killed, 3, args=(at,), timeout=timedelta(seconds=30))
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before

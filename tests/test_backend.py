@@ -1,0 +1,239 @@
+"""torch.distributed on the "lockstep" backend, and torch's own wrapper with the communication hook."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import CollectiveMismatch, PeerFailed, UsageError, WorkerFailed
+from lockstep.testing import run_ranks
+
+
+def opened(world: lockstep.World, backend: str) -> tuple[int, int]:
+    """A process group of torch's own, in the place of run_ranks' world."""
+    world.close()
+    if backend == "lockstep":
+        import lockstep.backend  # noqa: F401
+    torch.set_num_threads(1)
+    dist.init_process_group(backend)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def everything(world: lockstep.World, backend: str) -> list[Tensor]:
+    """Every collective of torch.distributed, different data on each rank."""
+    rank, size = opened(world, backend)
+    warnings.simplefilter("ignore", FutureWarning)
+    noise = torch.randint(-9, 9, (3, 2 * size), generator=torch.Generator().manual_seed(rank)).float()
+    found = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            mine = noise.to(dtype)
+            dist.all_reduce(mine, op)
+            found.append(mine)
+    flags = torch.tensor([rank, 3])
+    dist.all_reduce(flags, dist.ReduceOp.BOR)  # only gloo can
+    found.append(flags)
+    turned = noise.clone().t()
+    dist.broadcast(turned, size - 1)
+    found.append(turned.contiguous())
+    several = [torch.zeros_like(noise) for _ in range(size)]
+    dist.all_gather(several, noise)
+    found += several
+    whole = torch.zeros(3 * size, 2 * size)
+    dist.all_gather_into_tensor(whole, noise)
+    found.append(whole)
+    part = torch.zeros(2, 3)
+    dist.reduce_scatter_tensor(part, noise.t().contiguous())
+    found.append(part)
+    dist.reduce_scatter(part, list(noise.t().contiguous().view(size, 2, 3)))
+    found.append(part.clone())
+    exchanged = torch.zeros(size)
+    dist.all_to_all_single(exchanged, torch.arange(float(size)) + 10 * rank)
+    found.append(exchanged)
+    dist.reduce(noise, 0)
+    if rank == 0:
+        found.append(noise)
+    pieces = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
+    dist.gather(torch.tensor([float(rank)]), pieces)
+    found += pieces or []
+    got = torch.zeros(1)
+    dist.scatter(got, [torch.tensor([float(other)]) for other in range(size)] if rank == 0 else None)
+    found.append(got)
+    names: list[Any] = [None] * size
+    dist.all_gather_object(names, f"rank {rank}")
+    assert names == [f"rank {other}" for other in range(size)]
+    work = dist.all_reduce(got, async_op=True)
+    assert work is not None
+    work.wait()
+    found.append(got)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    elif rank == 1:
+        dist.recv(got, 0)
+    evens = dist.new_group(list(range(0, size, 2)))
+    if rank % 2 == 0:
+        dist.all_reduce(got, group=evens)
+    found.append(got)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_every_collective_gives_what_gloo_gives(workers: int) -> None:
+    expected, found = (run_ranks(everything, workers, args=(backend,)) for backend in ("gloo", "lockstep"))
+    for theirs, ours in zip(expected, found, strict=True):
+        assert len(theirs) == len(ours)
+        for one, other in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(other, one, rtol=2e-2 if one.dtype == torch.bfloat16 else 0, atol=0)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 1))
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(
+    model: nn.Module, wrapped: Callable[[Tensor], Tensor], optimizer: Any, backward: Callable[[Tensor], Any] | None = None
+) -> list[Tensor]:
+    for step in range(20):
+        optimizer.zero_grad()
+        loss = wrapped(batch(dist.get_rank(), step)).square().mean()
+        if backward is None:
+            loss.backward()
+        else:
+            backward(loss)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def by_ddp(world: lockstep.World, backend: str, hook: bool, view: bool) -> list[Tensor]:
+    opened(world, backend)
+    model = net()
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=0.001)
+    if hook:
+        wrapped.register_comm_hook(None, lockstep.shared_memory_hook)
+    weights = trained(model, wrapped, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
+    if hook:
+        lockstep.World.current().close()
+    del wrapped
+    gc.collect()  # torch 2.13: a wrapper that is the last to hold gloo's group waits, with the GIL, for a thread that wants the GIL
+    dist.destroy_process_group()
+    return weights
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("backend", "hook"), [("lockstep", False), ("gloo", True)])
+def test_torchs_wrapper_trains_as_over_gloo(backend: str, hook: bool, view: bool) -> None:
+    expected = run_ranks(by_ddp, 3, args=("gloo", False, view))
+    found = run_ranks(by_ddp, 3, args=(backend, hook, view))
+    for weights in found:
+        assert all(map(torch.equal, weights, found[0]))
+        torch.testing.assert_close(weights, expected[0], rtol=1e-6, atol=1e-6)
+
+
+def by_fsdp(world: lockstep.World, backend: str) -> list[Tensor]:
+    opened(world, backend)
+    warnings.simplefilter("ignore", FutureWarning)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    trained(model, model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
+    weights = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]  # type: ignore[operator]
+    dist.destroy_process_group()
+    return weights
+
+
+def test_fsdp_trains_as_over_gloo() -> None:
+    expected, found = (run_ranks(by_fsdp, 2, args=(backend,)) for backend in ("gloo", "lockstep"))
+    for weights in found:
+        torch.testing.assert_close(weights, expected[0], rtol=1e-6, atol=1e-6)
+
+
+def by_accelerate(world: lockstep.World, backend: str) -> list[Tensor]:
+    opened(world, backend)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.num_processes, dist.get_backend()) == (2, backend)
+    model = net()
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    weights = trained(model, wrapped, optimizer, accelerator.backward)
+    accelerator.end_training()
+    return weights
+
+
+def test_accelerate_trains_as_over_gloo() -> None:
+    pytest.importorskip("accelerate")
+    expected, found = (run_ranks(by_accelerate, 2, args=(backend,)) for backend in ("gloo", "lockstep"))
+    for weights in found:
+        torch.testing.assert_close(weights, expected[0], rtol=1e-6, atol=1e-6)
+
+
+def different(world: lockstep.World) -> None:
+    rank, _ = opened(world, "lockstep")
+    with pytest.raises(CollectiveMismatch, match=r"#\d+: rank 0 all_reduce sum f32\[3\] at .*; rank 1 broadcast from 0 f32\[3\]"):
+        if rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.broadcast(torch.ones(3), 0)
+
+
+def test_different_collectives_are_a_mismatch() -> None:
+    run_ranks(different, 2)
+
+
+def killed(world: lockstep.World) -> None:
+    rank, _ = opened(world, "lockstep")
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerFailed, match="rank 1 .*has ended"):
+        dist.all_reduce(torch.ones(3))
+
+
+def test_a_dead_rank_is_named() -> None:
+    with pytest.raises(WorkerFailed, match="rank 1 .*SIGKILL"):
+        run_ranks(killed, 3)
+
+
+def adopted(world: lockstep.World) -> float:
+    rank, _ = opened(world, "lockstep")
+    with lockstep.init() as adopting:
+        value = adopting.mean(float(rank), 1.0)
+    dist.destroy_process_group()
+    return value
+
+
+def test_a_world_adopts_it() -> None:
+    assert run_ranks(adopted, 2) == [0.5, 0.5]
+
+
+def hooked_without_memory(world: lockstep.World) -> None:
+    world.close()
+    with lockstep.init(tags="off"):
+        wrapped = nn.parallel.DistributedDataParallel(net())
+        wrapped.register_comm_hook(None, lockstep.shared_memory_hook)
+        with pytest.raises((UsageError, RuntimeError), match="shared_memory_hook needs all ranks on the CPU of one x86 Linux host"):
+            wrapped(torch.randn(4, 20)).sum().backward()
+
+
+def test_the_hook_says_what_it_needs() -> None:
+    run_ranks(hooked_without_memory, 2)
