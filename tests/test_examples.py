@@ -18,7 +18,10 @@ SCRIPTS = {
     "data_parallel.py": ["epoch 4: loss 0."],
     "accumulation.py": ["the last step had 44 samples"],
     "no_sync.py": ["rank 1: stepped after 2 micro-batches"],
-    "replicas.py": ["central: 4 replicas and one process differ by less than 1e-12", "ring: 4 replicas and one process differ by less than 1e-12"],
+    "replicas.py": [
+        "central: 4 replicas and one process differ by less than 1e-12",
+        "ring: 4 replicas and one process differ by less than 1e-12",
+    ],
 }
 
 

@@ -64,11 +64,13 @@ class ShardedOptimizer(Optimizer):
         self._inner.param_groups = [
             {**group, "params": [piece for each in group["params"] for piece in self._shards.mine_of(each)]} for group in self.param_groups
         ]
-        self._shards.cut_state(self._inner, {numbers[key]: state for key, state in states.items() if key in numbers})
+        for key, state in states.items():
+            if key in numbers:
+                self._shards.cut_state(self._inner, numbers[key], state)
 
     def _states(self) -> dict[int, State]:
         assert self._inner is not None
-        return {id(self._shards.parameters[number]): state for number, state in self._shards.whole_state(self._inner).items()}
+        return {id(self._shards.parameters[number]): state for number, state in self._shards.whole_states(self._inner)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters. Every rank calls it."""

@@ -78,29 +78,7 @@ def title(schedule: Schedule, proof: Proof) -> list[str]:
         order = proof.orders.get(0, "") if schedule.world <= SHOWN else ""
         same = "the same bits on all ranks" if proof.same_bits else "other bits on some ranks"
         lines.append(f"cell a is added as {order}, {same}" if order else same)
-    return lines + phases(schedule)
-
-
-def phases(schedule: Schedule) -> list[str]:
-    """The two halves of an all-reduce, named where they are collectives of their own; nothing where there are no two halves."""
-    adding = [rounds.reduce for rounds in schedule.rounds for _ in range(rounds.repeat)]
-    first, count = sum(adding), len(adding)
-    if schedule.kind != "all_reduce" or schedule.world > SHOWN or first == count or adding != sorted(adding, reverse=True):
-        return []
-    held = next(step.held for step in steps(schedule) if step.number == first)
-    owners = [[rank for rank, cells in enumerate(held) if len(cells[cell]) == schedule.world] for cell in range(schedule.cells)]
-    if any(len(owner) != 1 for owner in owners):
-        return []
-    names = ("collect", "spread")
-    if all(owner == [0] for owner in owners):
-        names = ("reduce", "broadcast")
-    elif sorted(owners) == [[rank] for rank in range(schedule.world)]:
-        names = ("reduce-scatter", "all-gather")
-    return [f"{_numbers(1, first)}: {names[0]}; {_numbers(first + 1, count)}: {names[1]}"]
-
-
-def _numbers(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
+    return lines
 
 
 def text(schedule: Schedule) -> str:
@@ -109,8 +87,6 @@ def text(schedule: Schedule) -> str:
     shown = schedule.world <= SHOWN
     if not shown:
         lines.append(f"contents are written out for up to {SHOWN} ranks")
-    elif schedule.kind in REDUCING:
-        lines.append("a letter is a cell, behind it the ranks that are counted in it; * when all are")
     width = len(f"step {len(schedule)}")
     for step in steps(schedule):
         if step.number == 0:

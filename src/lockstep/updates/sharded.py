@@ -42,36 +42,49 @@ class Sharded:
         self._stepping = Stepping(optimizer, reducer.parameters[0].device, self._sums, self._norm)
 
     def follow(self) -> None:
-        """Cut again. Groups that were added to the optimizer hold whole parameters."""
-        states = self._states()
+        """Cut again. Groups that were added to the optimizer hold whole parameters. State moves parameter by parameter."""
         self._wholes += [list(group["params"]) for group in self._optimizer.param_groups[len(self._wholes) :]]
-        self._cut(states)
+        old, frozen = self._shards, self._frozen()
+        self._cut(frozen)
+        for number, state in old.whole_states(self._optimizer):
+            for view in old.mine_of(old.parameters[number]):
+                self._optimizer.state.pop(view, None)
+            self._give(old.parameters[number], state)
 
     def _cut(self, states: Mapping[int, State]) -> None:
-        """Put this rank's pieces in the place of the optimizer's parameters, with what state these had, by their identity."""
-        reducer, optimizer = self._reducer, self._optimizer
+        """Put this rank's pieces in the place of the optimizer's parameters. `states`, by the identity of whole parameters, are cut as well."""
+        reducer = self._reducer
         self._shards = Shards(reducer.parameters, reducer.layout, reducer.group)
-        numbers = {id(parameter): number for number, parameter in enumerate(reducer.parameters)}
-        optimizer.state.clear()
-        for group, wholes in zip(optimizer.param_groups, self._wholes, strict=True):
-            group["params"] = [part for whole in wholes for part in (self._shards.mine_of(whole) if id(whole) in numbers else [whole])]
-            optimizer.state.update({whole: states[id(whole)] for whole in wholes if id(whole) in states and id(whole) not in numbers})
-        self._shards.cut_state(optimizer, {numbers[key]: state for key, state in states.items() if key in numbers})
+        self._numbers = {id(parameter): number for number, parameter in enumerate(reducer.parameters)}
+        for group, wholes in zip(self._optimizer.param_groups, self._wholes, strict=True):
+            group["params"] = [
+                part for whole in wholes for part in (self._shards.mine_of(whole) if id(whole) in self._numbers else [whole])
+            ]
+            for whole in wholes:
+                self._optimizer.state.pop(whole, None)
+                if id(whole) in states:
+                    self._give(whole, states[id(whole)])
 
-    def _states(self) -> dict[int, State]:
-        """The state of whole parameters, by their identity, on all ranks. Frozen ones were never cut."""
-        cut = {id(self._shards.parameters[number]): state for number, state in self._shards.whole_state(self._optimizer).items()}
-        return cut | {
-            id(whole): self._optimizer.state[whole] for wholes in self._wholes for whole in wholes if whole in self._optimizer.state
-        }
+    def _give(self, whole: Tensor, state: State) -> None:
+        """A parameter's state to whoever holds it now: the pieces, or, where it is frozen, itself."""
+        if id(whole) in self._numbers:
+            self._shards.cut_state(self._optimizer, self._numbers[id(whole)], state)
+        else:
+            self._optimizer.state[whole] = state
+
+    def _frozen(self) -> dict[int, State]:
+        """The state of parameters that were never cut, by their identity."""
+        return {id(whole): self._optimizer.state[whole] for wholes in self._wholes for whole in wholes if whole in self._optimizer.state}
 
     def state_dict(self) -> dict[str, Any]:
-        return pack(self._optimizer.param_groups, self._wholes, self._states())
+        cut = {id(self._shards.parameters[number]): state for number, state in self._shards.whole_states(self._optimizer)}
+        return pack(self._optimizer.param_groups, self._wholes, cut | self._frozen())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         options, states = unpack(state, self._wholes)
         for group, option in zip(self._optimizer.param_groups, options, strict=True):
             group.update(option)
+        self._optimizer.state.clear()
         self._cut(states)
 
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:

@@ -10,8 +10,9 @@ reads the others' slices where they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -138,37 +139,44 @@ class Shards:
 
     # -- optimizer state -----------------------------------------------------------------------------------------------------------
 
-    def whole_state(self, optimizer: Optimizer) -> dict[int, State]:
-        """The optimizer's state of every parameter, by number, as an unsharded optimizer would have it; on all ranks. Collective."""
+    def whole_states(self, optimizer: Optimizer) -> Iterator[tuple[int, State]]:
+        """The optimizer's state of one parameter after the other, with its number, as an unsharded optimizer would have it; on all ranks.
+
+        A collective: every rank walks it to its end. Whoever lets go of each state has never more than one parameter's whole.
+        """
         mine = {
             place: {name: value for name, value in optimizer.state.get(view, {}).items() if value is not None}
             for place, view in zip(self._places, self.views, strict=True)
         }
-        found: dict[int, State] = {}
-        for place, names in self._known(mine):
-            piece = self.all_pieces[place]
-            state = found.setdefault(piece.parameter, {})
-            for name, dtype in sorted(names.items()):
-                if name in SCALARS:
-                    value = mine[place][name] if place in mine else torch.zeros((), dtype=dtype)
-                    value = torch.as_tensor(value).detach().cpu().clone()
-                    self._group.host.broadcast(value, piece.rank, place=f"for optimizer state {name}").wait()
-                    state[name] = value
-                    continue
-                if name not in state:
-                    state[name] = torch.zeros_like(self.parameters[piece.parameter], dtype=dtype, requires_grad=False)
-                part = flat_view(state[name])[piece.start : piece.stop]
-                if place in mine:
-                    part.copy_(mine[place][name])
-                self._group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
-        return found
+        known = self._known(mine)
+        for number, places in groupby(known, key=lambda place: self.all_pieces[place].parameter):
+            state: State = {}
+            for place in places:
+                self._join(state, self.all_pieces[place], known[place], mine.get(place))
+            yield number, state
 
-    def cut_state(self, optimizer: Optimizer, whole: Mapping[int, State]) -> None:
-        """Give this rank's pieces their part of what `whole_state` returned."""
+    def _join(self, state: State, piece: Piece, names: Mapping[str, torch.dtype], mine: State | None) -> None:
+        """Add to a parameter's state what the rank of this piece has of it."""
+        for name, dtype in sorted(names.items()):
+            if name in SCALARS:
+                value = torch.zeros((), dtype=dtype) if mine is None else torch.as_tensor(mine[name]).detach().cpu().clone()
+                self._group.host.broadcast(value, piece.rank, place=f"for optimizer state {name}").wait()
+                state[name] = value
+                continue
+            if name not in state:
+                state[name] = torch.zeros_like(self.parameters[piece.parameter], dtype=dtype, requires_grad=False)
+            part = flat_view(state[name])[piece.start : piece.stop]
+            if mine is not None:
+                part.copy_(mine[name])
+            self._group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
+
+    def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
+        """Give this rank's pieces of a parameter their part of its state."""
+        like = self.parameters[number]
         for piece, view in zip(self.pieces, self.views, strict=True):
-            like = self.parameters[piece.parameter]
-            optimizer.state.pop(view, None)
-            for name, value in whole.get(piece.parameter, {}).items():
+            if piece.parameter != number:
+                continue
+            for name, value in whole.items():
                 if isinstance(value, Tensor) and name not in SCALARS:
                     value = flat_like(value.to(like.device, like.dtype), like)[piece.start : piece.stop]
                 optimizer.state[view][name] = value.clone() if isinstance(value, Tensor) else value
@@ -177,14 +185,15 @@ class Shards:
     def _places(self) -> list[int]:
         return [place for place, piece in enumerate(self.all_pieces) if piece.rank == self._group.rank]
 
-    def _known(self, mine: dict[int, State]) -> list[tuple[int, dict[str, torch.dtype]]]:
-        """Of which pieces there is what state, and its dtype, in the same order on all ranks."""
+    def _known(self, mine: dict[int, State]) -> dict[int, dict[str, torch.dtype]]:
+        """Of which pieces there is what state, and its dtype, parameter by parameter, in the same order on all ranks."""
         ours = {place: {name: torch.as_tensor(value).dtype for name, value in state.items()} for place, state in mine.items() if state}
         self._group.say("all_gather of what optimizer state there is")
         self._group.wait_for_all(self._group.number)
         everybodys: list[Any] = [None] * self._group.size
         dist.all_gather_object(everybodys, ours, group=self._group.host.process_group)
-        return sorted((place, names) for known in everybodys for place, names in known.items())
+        joined = {place: names for known in everybodys for place, names in known.items()}
+        return {place: joined[place] for place in sorted(joined, key=lambda place: (self.all_pieces[place].parameter, place))}
 
 
 def flat_view(tensor: Tensor) -> Tensor:
