@@ -298,6 +298,7 @@ class Stepper:
             self.reducer.finish()
             facts = message.wait()
             return facts, facts.weight * self._loss_scale
+        self.reducer.look_for_cleared()  # before the others are waited for
         facts = message.wait()
         reduction.divisor = facts.weight * self._loss_scale or 1.0
         try:

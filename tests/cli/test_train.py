@@ -85,7 +85,7 @@ def test_the_main_job_from_another_folder(folder: Path) -> None:
     result = json.loads((run / "result.json").read_text())
     checkpoint = files.read(run / result["checkpoint"])
     accuracy = result["metrics"]["accuracy"]
-    expected = f"my_task: 3 epochs, 12 steps, 2 workers, replicated, native | accuracy {accuracy:.4f} | weights sha256 {sha256(checkpoint.tensors)}\n"
+    expected = f"my_task: 3 epochs, 12 steps, 2 workers, replicated, shared memory | accuracy {accuracy:.4f} | weights sha256 {sha256(checkpoint.tensors)}\n"
     assert done.stdout == expected
     progress = done.stderr.splitlines()
     assert re.match(r"global batch 11 = 3 micro-batches x 4.*2 ranks: 2, 1", progress[0])

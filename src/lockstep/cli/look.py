@@ -61,17 +61,24 @@ _COLLECTIVES = {
 }
 
 
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
 def _algorithm(name: str) -> Callable[..., None]:
     def show(
         workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 4,
         out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")] = None,
-        ranks_per_node: Annotated[int, typer.Option(help="For hierarchical.")] = 2,
+        ranks_per_node: Annotated[int | None, typer.Option(show_default=False, help="For hierarchical; default 2.")] = None,
     ) -> None:
         from lockstep.collectives import draw, draw_svg
         from lockstep.collectives.algorithms import schedule
         from lockstep.collectives.prove import prove
 
-        found = schedule("all_reduce", name.replace("-", "_"), workers, ranks_per_node=ranks_per_node)
+        if workers < 1:
+            raise UsageError(f"--workers {workers}: give at least 1")
+        if ranks_per_node is not None and name != "hierarchical":
+            raise UsageError(f"--ranks-per-node is for hierarchical: to {name} all ranks are alike")
+        found = schedule("all_reduce", name.replace("-", "_"), workers, ranks_per_node=2 if ranks_per_node is None else ranks_per_node)
         if out is None:
             print(draw.text(found))
         else:
@@ -85,14 +92,20 @@ def _algorithm(name: str) -> Callable[..., None]:
 def _collective(name: str) -> Callable[..., None]:
     def show(
         values: Annotated[str, typer.Option(metavar='"1,2;3,4"', help="A row a rank, split by semicolons.")] = "1,2,3;4,5,6;7,8,9",
-        op: Annotated[str, typer.Option(help="sum, mean, max, min or prod, where there is something to add up.")] = "sum",
+        op: Annotated[str | None, typer.Option(show_default=False, help="sum, mean, max, min or prod, where something is added up.")] = None,
         algorithm: Annotated[str | None, typer.Option(show_default=False, help="Such as ring, tree, central.")] = None,
-        root: Annotated[int, typer.Option(help="The one rank, where there is one.")] = 0,
+        root: Annotated[int | None, typer.Option(show_default=False, help="The one rank, where there is one; default 0.")] = None,
     ) -> None:
         from lockstep.collectives import draw
+        from lockstep.collectives.schedule import REDUCING
 
         kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
-        print(draw.before_and_after(kind, _rows(values), op=op, algorithm=algorithm and algorithm.replace("-", "_"), root=root))
+        if op is not None and kind not in REDUCING:
+            raise UsageError(f"--op {op}: {name} adds nothing up")
+        if root is not None and name not in _ROOTED:
+            raise UsageError(f"--root {root}: in {name} no rank is special")
+        chosen = algorithm and algorithm.replace("-", "_")
+        print(draw.before_and_after(kind, _rows(values), op=op or "sum", algorithm=chosen, root=root or 0))
 
     show.__doc__ = f"{_COLLECTIVES[name]} What every rank holds before and after."
     return show
@@ -100,9 +113,12 @@ def _collective(name: str) -> Callable[..., None]:
 
 def _rows(text: str) -> list[list[float]]:
     try:
-        return [[float(part) if any(mark in part for mark in ".en") else int(part) for part in row.split(",")] for row in text.split(";")]
+        rows = [[float(part) if any(mark in part for mark in ".en") else int(part) for part in row.split(",")] for row in text.split(";")]
     except ValueError:
         raise UsageError(f'--values "{text}": give numbers, rows split by semicolons, such as "1,2,3;4,5,6"') from None
+    for value in (value for row in rows for value in row if isinstance(value, int) and not -(2**63) <= value < 2**63):
+        raise UsageError(f"--values: {value} does not fit into 64 bits; write {value}. for a float")
+    return rows
 
 
 for _name in _ALGORITHMS:

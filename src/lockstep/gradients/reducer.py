@@ -235,7 +235,7 @@ class Reducer:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
         self._filled = [False] * len(self.parameters)
         if self.guarded:
-            self._look_for_cleared()
+            self.look_for_cleared()
         for bucket in self.buckets[len(self._works) :]:
             for span, view in zip(bucket.spans, bucket.views, strict=True):
                 if not self._closed[span.parameter]:
@@ -265,8 +265,8 @@ class Reducer:
         flag.zero_()  # it is no part of the gradient's norm
         return missing.item()
 
-    def _look_for_cleared(self) -> None:
-        """Between backward and `finish` the gradients belong to the sum: cleared ones would be lost on this rank only."""
+    def look_for_cleared(self) -> None:
+        """Between backward and `finish` the gradients belong to the sum: cleared ones would be lost on this rank only. Waits for nobody."""
         for number, (_, view) in enumerate(self._home):
             if self._here[number] and self.parameters[number].grad is not view:
                 raise UsageError(CLEARED.format(self.names[number]))
