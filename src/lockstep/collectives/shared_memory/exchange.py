@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.collectives.group import Op, working_dtype
 from lockstep.collectives.shared_memory.fold import fold
 
-PIECE = 2 * 2**20  # bytes
+PIECE = 2**20  # bytes
 SLOTS = 4
 
 
