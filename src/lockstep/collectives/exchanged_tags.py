@@ -60,7 +60,7 @@ class ExchangedTags:
         """Nothing is kept."""
         return ""
 
-    def look(self, number: int) -> None:
+    def look(self, number: int, awaited: Sequence[int] = ()) -> None:
         """Nothing is seen of the others between collectives."""
 
     def _mismatch(self, number: int, text: str) -> CollectiveMismatch:

@@ -47,7 +47,7 @@ class Comparison(Protocol):
     def post(self, number: int, text: str) -> None: ...
     def compare(self, number: int) -> bool: ...
     def wait(self, number: int, timeout: timedelta) -> None: ...
-    def look(self, number: int) -> None: ...
+    def look(self, number: int, awaited: Sequence[int] = ()) -> None: ...
     def said(self, number: int) -> str: ...
     def close(self) -> None: ...
 
@@ -249,10 +249,13 @@ class Group:
             self.tags.post(self.number, text)
             self.tags.compare(self.number)
 
-    def look(self) -> None:
-        """Raise what the page has to say of the others while this rank waits for them elsewhere than in a collective."""
+    def look(self, awaited: Sequence[int] = ()) -> None:
+        """Raise what the page has to say of the others while this rank waits for them elsewhere than in a collective of the backend.
+
+        `awaited` are those (places in this group) that have come to it, and are waited for in its middle.
+        """
         if self.tags is not None:
-            self.tags.look(self.number)
+            self.tags.look(self.number, awaited)
 
     def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
         """Wait until all ranks have come to collective `number`, naming those who have died or do not come."""

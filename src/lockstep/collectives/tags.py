@@ -101,15 +101,16 @@ class Tags:
             pause = 0.0 if now - begin < 0.001 else min(0.001, pause + 0.00005)
             if now - last_look > _LOOK_FOR_THE_DEAD:
                 last_look = now
-                self._look_for_the_dead(number)
+                self._look_for_the_dead(number, self._missing(number))
                 if now - begin > timeout.total_seconds():
                     raise self._timeout(number, timeout)
         self.compared = number
 
-    def look(self, number: int) -> None:
-        """Compare once, and see whether a rank that has not come to `number` is dead."""
+    def look(self, number: int, awaited: Sequence[int] = ()) -> None:
+        """Compare once, and see whether a rank is dead that has not come to `number`, or that is `awaited` (places) in the middle of it."""
         if not self.compare(number):
-            self._look_for_the_dead(number)
+            self._look_for_the_dead(number, self._missing(number))
+        self._look_for_the_dead(number, awaited)
 
     def said(self, number: int) -> str:
         """What this rank said its collective `number` is; empty when that is long ago."""
@@ -136,8 +137,8 @@ class Tags:
     def _missing(self, number: int) -> list[int]:
         return [other for other in self._others if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number]
 
-    def _look_for_the_dead(self, number: int) -> None:
-        for other in self._missing(number):
+    def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
+        for other in among:
             latest, _, pid = _HEADER.unpack_from(self._memory, other * _BLOCK)
             if pid and not _alive(pid):
                 last = self._text(other, latest)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -110,3 +113,33 @@ def test_the_dead_are_named_and_leave_nothing_behind(at: int) -> None:
     with pytest.raises(WorkerFailed, match="rank 1"):
         run_ranks(killed, 3, args=(at,), timeout=timedelta(seconds=30))
     assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before
+
+
+IN_THE_MIDDLE = """
+import os, sys, torch, lockstep
+from lockstep.errors import PeerFailed
+
+rank, way = int(sys.argv[1]), sys.argv[2]
+world = lockstep.init(rank=rank, world_size=3, backend="gloo")
+memory = world.group.memory
+(parts,) = memory.allocate([5000], [torch.float32])
+world.barrier()
+if rank == 1:  # it has said what it is about to do, and dies before its word is there
+    memory.written = memory.say_done = lambda number: os.kill(os.getpid(), 9)
+try:
+    memory.sum_in_place(parts).wait() if way == "in place" else memory.all_reduce(torch.ones(5000)).wait()
+except PeerFailed as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["in place", "through slots"])
+def test_a_rank_that_dies_in_the_middle_is_named_by_all_others(way: str) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", IN_THE_MIDDLE, str(rank), way], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    for survivor in (0, 2):
+        assert re.match(r"rank 1 \(pid \d+\) has ended; its last collective was #\d+: all_reduce", outputs[survivor])

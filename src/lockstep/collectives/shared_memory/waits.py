@@ -10,15 +10,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from lockstep.errors import PeerFailed
+
 _YIELDS = 0.002  # seconds
 _LONGEST_NAP = 0.001
 _LOOK = 0.1  # seconds between two looks at whether the others live
 
 
 class Waits:
-    """Waits on the words of `view`. `look()` raises where a rank that is awaited has ended; `late(ranks)` makes the error at the deadline."""
+    """Waits on the words of `view`. `look(ranks)` raises where one of them has ended; `late(ranks)` makes the error at the deadline."""
 
-    def __init__(self, view: memoryview, ranks: int, look: Callable[[], None], late: Callable[[Sequence[int]], Exception]) -> None:
+    def __init__(self, view: memoryview, ranks: int, look: Callable[[Sequence[int]], None], late: Callable[[Sequence[int]], Exception]) -> None:
         self._view = view
         self._look = look
         self._late = late
@@ -45,6 +47,14 @@ class Waits:
             time.sleep(nap)
             if now - looked > _LOOK:
                 looked = now
-                self._look()
+                missing = self._missing(places, least)
+                try:
+                    self._look(missing)
+                except PeerFailed:
+                    if self._missing(places, least) == missing:  # else it wrote its word, and then ended
+                        raise
                 if now - begin > timeout:
-                    raise self._late([rank for rank, place in enumerate(places) if view[place] < least])
+                    raise self._late(self._missing(places, least))
+
+    def _missing(self, places: Sequence[int], least: int) -> list[int]:
+        return [rank for rank, place in enumerate(places) if self._view[place] < least]
