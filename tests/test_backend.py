@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -189,11 +190,9 @@ def test_accelerate_trains_as_over_gloo() -> None:
 
 def different(world: lockstep.World) -> None:
     rank, _ = opened(world, "lockstep")
+    ours = partial(dist.all_reduce, torch.ones(3)) if rank == 0 else partial(dist.broadcast, torch.ones(3), 0)
     with pytest.raises(CollectiveMismatch, match=r"#\d+: rank 0 all_reduce sum f32\[3\] at .*; rank 1 broadcast from 0 f32\[3\]"):
-        if rank == 0:
-            dist.all_reduce(torch.ones(3))
-        else:
-            dist.broadcast(torch.ones(3), 0)
+        ours()
 
 
 def test_different_collectives_are_a_mismatch() -> None:
@@ -205,12 +204,12 @@ def killed(world: lockstep.World) -> None:
     dist.all_reduce(torch.ones(3))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerFailed, match="rank 1 .*has ended"):
+    with pytest.raises(PeerFailed, match=r"rank 1 .*has ended"):
         dist.all_reduce(torch.ones(3))
 
 
 def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(WorkerFailed, match="rank 1 .*SIGKILL"):
+    with pytest.raises(WorkerFailed, match=r"rank 1 .*SIGKILL"):
         run_ranks(killed, 3)
 
 

@@ -92,7 +92,9 @@ def _algorithm(name: str) -> Callable[..., None]:
 def _collective(name: str) -> Callable[..., None]:
     def show(
         values: Annotated[str, typer.Option(metavar='"1,2;3,4"', help="A row a rank, split by semicolons.")] = "1,2,3;4,5,6;7,8,9",
-        op: Annotated[str | None, typer.Option(show_default=False, help="sum, mean, max, min or prod, where something is added up.")] = None,
+        op: Annotated[
+            str | None, typer.Option(show_default=False, help="sum, mean, max, min or prod, where something is added up.")
+        ] = None,
         algorithm: Annotated[str | None, typer.Option(show_default=False, help="Such as ring, tree, central.")] = None,
         root: Annotated[int | None, typer.Option(show_default=False, help="The one rank, where there is one; default 0.")] = None,
     ) -> None:

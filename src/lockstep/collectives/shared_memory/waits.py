@@ -20,7 +20,9 @@ _LOOK = 0.1  # seconds between two looks at whether the others live
 class Waits:
     """Waits on the words of `view`. `look(ranks)` raises where one of them has ended; `late(ranks)` makes the error at the deadline."""
 
-    def __init__(self, view: memoryview, ranks: int, look: Callable[[Sequence[int]], None], late: Callable[[Sequence[int]], Exception]) -> None:
+    def __init__(
+        self, view: memoryview, ranks: int, look: Callable[[Sequence[int]], None], late: Callable[[Sequence[int]], Exception]
+    ) -> None:
         self._view = view
         self._look = look
         self._late = late
