@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from datetime import timedelta
 
 import pytest
@@ -15,7 +13,7 @@ from lockstep import collectives
 from lockstep import world as module
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
 from lockstep.collectives.shared_memory.fold import fold
-from lockstep.errors import CollectiveTimeout, PeerFailed, UsageError, WorkerFailed
+from lockstep.errors import CollectiveTimeout, UsageError
 from lockstep.testing import run_ranks
 
 
@@ -79,32 +77,6 @@ def lost_handles(world: lockstep.World) -> float:
 
 def test_a_handle_may_be_forgotten() -> None:
     assert run_ranks(lost_handles, 2) == [2.0, 2.0]
-
-
-def segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}  # semaphores of multiprocessing come and go
-
-
-def killed(world: lockstep.World, at: int) -> None:
-    tensor = torch.ones(PIECE // 2)
-    for number in range(1000):
-        if world.rank == 1 and number == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if number < at:
-            collectives.all_reduce(tensor, algorithm="shared_memory")
-            continue
-        with pytest.raises(PeerFailed, match=r"rank 1 \(pid \d+\) has ended"):
-            collectives.all_reduce(tensor, algorithm="shared_memory")
-        world.close(failed=True)
-        return
-
-
-@pytest.mark.parametrize("at", [0, 1, 57])
-def test_the_dead_are_named(at: int) -> None:
-    before = segments()
-    with pytest.raises(WorkerFailed):
-        run_ranks(killed, 3, args=(at,), timeout=timedelta(seconds=30))
-    assert segments() <= before
 
 
 def late(world: lockstep.World) -> str:
