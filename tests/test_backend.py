@@ -177,6 +177,9 @@ def by_accelerate(world: lockstep.World, backend: str) -> list[Tensor]:
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     weights = trained(model, wrapped, optimizer, accelerator.backward)
+    del wrapped, optimizer
+    accelerator.free_memory()  # as above: the wrapper goes before the process group
+    gc.collect()
     accelerator.end_training()
     return weights
 

@@ -14,8 +14,6 @@ named. A collective is done when its call returns, also with async_op=True.
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from mmap import mmap
@@ -27,7 +25,7 @@ from torch import Tensor
 
 from lockstep.collectives.group import Group, Op, check_op
 from lockstep.collectives.shared_memory.operations import SharedMemory, length, possible
-from lockstep.collectives.shared_memory.segment import share
+from lockstep.collectives.shared_memory.segment import share, this_host
 from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
 
@@ -227,11 +225,8 @@ def _done(result: Any) -> Any:
 
 
 def _same_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> bool:
-    """Whether all ranks can map each other's memory: one kernel, one space of process numbers."""
-    here = "none"
-    if possible() and sys.platform == "linux":
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            here = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    """Whether all ranks can map each other's memory, on a machine where that works."""
+    here = this_host() if possible() else "none"
     store.set(f"host/{rank}", here)
     keys = [f"host/{other}" for other in range(size)]
     store.wait(keys, timeout)

@@ -8,16 +8,30 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lockstep.errors import UsageError
 from lockstep.meeting import wait_for_count
+
+
+def this_host() -> str:
+    """Equal for processes that can map each other's memory: one kernel, one space of process numbers. Linux only."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def share(store: dist.Store, key: str, rank: int, size: int, length: int, timeout: timedelta) -> mmap.mmap:
     """`length` bytes of zeros that all ranks see; every one of them calls it. Linux only.
 
     The pages come into being when they are touched, in memory and not in /dev/shm, whose limit does not matter.
+    Raises UsageError on a rank that is not on rank 0's host after all.
     """
     if rank:
-        with open(store.get(f"{key}/path").decode(), "r+b") as file:
+        host, path = store.get(f"{key}/path").decode().rsplit(" ", 1)
+        if host != this_host():
+            raise UsageError(
+                f"rank {rank} is on another host, or in another container, than rank 0, but the launcher's variables say that all ranks are on one: "
+                "set LOCAL_WORLD_SIZE to the ranks of each host"
+            )
+        with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)
         store.add(f"{key}/mapped", 1)
         return memory
@@ -25,7 +39,7 @@ def share(store: dist.Store, key: str, rank: int, size: int, length: int, timeou
     try:
         os.ftruncate(handle, length)
         memory = mmap.mmap(handle, length)
-        store.set(f"{key}/path", f"/proc/{os.getpid()}/fd/{handle}")
+        store.set(f"{key}/path", f"{this_host()} /proc/{os.getpid()}/fd/{handle}")
         wait_for_count(store, f"{key}/mapped", size - 1, timeout)
     finally:
         os.close(handle)
