@@ -13,30 +13,21 @@ named. A collective is done when its call returns, also with async_op=True.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from mmap import mmap
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.group import Group, Op, check_op
-from lockstep.collectives.shared_memory.operations import SharedMemory, length, possible
-from lockstep.collectives.shared_memory.segment import share, this_host
+from lockstep.collectives.group import OF_TORCH, Group, Op, check_op
+from lockstep.collectives.shared_memory.operations import SharedMemory, possible, share_memory
+from lockstep.collectives.shared_memory.segment import this_host
 from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
 
 NAME = "lockstep"
-_OPS: list[tuple[Any, Op]] = [
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.AVG, "mean"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-    (dist.ReduceOp.PRODUCT, "prod"),
-]
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
@@ -50,12 +41,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._memory: SharedMemory | None = None
         if size > 1 and _same_host(store, rank, size, timeout):
             self._group.tags = share_page(store, "tags", rank, self._group.ranks, timeout)
-            numbers = itertools.count()
-
-            def more(octets: int) -> mmap:
-                return share(store, f"memory/{next(numbers)}", rank, size, octets, timeout)
-
-            self._memory = SharedMemory(more(length(size)), self._group, more)
+            self._memory = share_memory(store, "memory", self._group, timeout)
 
     def getBackendName(self) -> str:  # torch's own spelling
         return NAME
@@ -207,7 +193,7 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 def _op(asked: Any, tensors: Sequence[Tensor]) -> Op | None:
     """The operation, if shared memory can do it."""
-    for theirs, ours in _OPS:
+    for theirs, ours in OF_TORCH.items():  # not looked up: what torch hands over is of another type, which only it compares with these
         if asked == theirs:
             try:
                 for tensor in tensors:

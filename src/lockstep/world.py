@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from mmap import mmap
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Literal, Protocol, TypeVar, get_args
@@ -27,8 +26,7 @@ from lockstep import meeting
 from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.exchanged_tags import ExchangedTags
 from lockstep.collectives.group import Group
-from lockstep.collectives.shared_memory.operations import SharedMemory, length, possible
-from lockstep.collectives.shared_memory.segment import share
+from lockstep.collectives.shared_memory.operations import possible, share_memory
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
@@ -212,12 +210,7 @@ class World:
     def _share_memory(self, group: Group, name: str) -> None:
         """Where tensors are on the CPU of one host, they may travel through its memory."""
         if group.waits and possible():
-            numbers = itertools.count()
-
-            def more(octets: int) -> mmap:
-                return share(self._store, f"memory/{name}/{next(numbers)}", group.rank, group.size, octets, self.timeout)
-
-            group.memory = self.own(SharedMemory(more(length(group.size)), group, more))
+            group.memory = self.own(share_memory(self._store, f"memory/{name}", group, self.timeout))
 
     def _share_host(self, group: Group) -> None:
         """On GPUs, give the group a twin for CPU tensors."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lockstep.collectives import by_memory, by_schedule, native
 from lockstep.collectives.algorithms import Algorithm, algorithms_of
-from lockstep.collectives.group import Group, Op, Work
+from lockstep.collectives.group import OF_TORCH, Group, Op, Work
 from lockstep.collectives.handle import Handle, Later
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
@@ -34,14 +34,6 @@ SHARED_MEMORY = "shared_memory"
 T = TypeVar("T")
 AnyGroup = Group | dist.ProcessGroup | None
 AnyOp = Op | dist.ReduceOp | Any  # torch's ReduceOp.SUM is of another, hidden type
-
-_OF_TORCH: dict[Any, Op] = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "prod",
-}
 
 
 @overload
@@ -176,7 +168,7 @@ def _op(op: AnyOp) -> Any:
     """The name of an operation; what is unknown is refused where it is used."""
     if isinstance(op, str):
         return op
-    return _OF_TORCH.get(op, str(op))
+    return OF_TORCH.get(op, str(op))
 
 
 def _choose(group: Group, kind: Kind, algorithm: str, tensor: Tensor | None) -> str:

@@ -9,18 +9,22 @@ are (resident.py). The order of two writes of one process, piece then word, is k
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import platform
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives.group import Group, Op, check_op
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather, AllReduce, Broadcast, Exchange, ReduceScatter
 from lockstep.collectives.shared_memory.resident import Sum
+from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Waits
 from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tags import call_site, listed
@@ -37,9 +41,19 @@ def possible() -> bool:
     return sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
 
 
-def length(size: int) -> int:
+def _length(size: int) -> int:
     """Bytes of memory for that many ranks; pages are taken only when touched."""
     return _header(size) + size * SLOTS * PIECE
+
+
+def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> SharedMemory:
+    """A group's shared memory, and what is allocated in it later. Every member calls it, on a host where it is `possible`."""
+    numbers = itertools.count()
+
+    def more(octets: int) -> mmap.mmap:
+        return share(store, f"{key}/{next(numbers)}", group.rank, group.size, octets, timeout)
+
+    return SharedMemory(more(_length(group.size)), group, more)
 
 
 def _header(size: int) -> int:
