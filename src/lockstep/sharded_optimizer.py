@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, Entry, plan
-from lockstep.updates.shards import Shards, State, check_elementwise
-from lockstep.updates.state_dict import pack, unpack
+from lockstep.updates.shards import Shards, check_elementwise
+from lockstep.updates.state_dict import State, pack, unpack
 from lockstep.world import World
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import randomness
+from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, model_fields, optimizer_fields
@@ -112,7 +113,7 @@ class Stepper:
         trace_nonfinite: bool = False,
         world: World | None = None,
     ) -> None:
-        _check_kinds(model, optimizer)
+        check_kinds(model, optimizer)
         if clip is not None and not clip > 0:
             raise UsageError(f"clip={clip}: the largest norm that a gradient may have is above 0; leave it out for no clipping")
         if unused not in POLICIES:
@@ -224,7 +225,7 @@ class Stepper:
             raise UsageError("backward() belongs inside the loop over stepper.micro_batches(window)")
         if micro.done:
             raise UsageError("backward() was called twice for one micro-batch: add the losses and call it once")
-        loss = _summed(loss, weight, reduction)
+        loss = summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
         self._backwards += 1
         self._facts.add(weight, loss.detach())
@@ -293,12 +294,12 @@ class Stepper:
 
     def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""
+        self.reducer.look_for_cleared()  # before the others are waited for
         reduction = self.reducer.reduction
         if not isinstance(reduction, SharedMemory):
             self.reducer.finish()
             facts = message.wait()
             return facts, facts.weight * self._loss_scale
-        self.reducer.look_for_cleared()  # before the others are waited for
         facts = message.wait()
         reduction.divisor = facts.weight * self._loss_scale or 1.0
         try:
@@ -348,19 +349,6 @@ class _MicroBatch:
     weight: float | Tensor = 0.0
 
 
-def _check_kinds(model: object, optimizer: object) -> None:
-    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"Stepper(model, optimizer) was given a {type(model).__name__} and a {type(optimizer).__name__}: it takes one nn.Module and one "
-            "torch optimizer (several models and optimizers: a Stepper each, over the same window)"
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise UsageError(
-                f"{f'{name!r} of the model' if name else 'the model'} is torch's DistributedDataParallel, which reduces by itself: give .module"
-            )
-
-
 def _set_up(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
     """The ranks that must be set up alike, and what of this model they compare."""
     if isinstance(model, DistributedDataParallel):
@@ -377,27 +365,6 @@ def _reducer(model: nn.Module, reduce: str, world: World) -> tuple[Reducer, nn.M
         return model.give_up_reducer(), model.module
     replicate(model, world.group)
     return Reducer(model, world.group, choose_reduction(reduce, world.group)), model
-
-
-def _summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
-    """The sum of losses, checked."""
-    if not isinstance(loss, Tensor):
-        raise UsageError(f"backward() takes the loss as a tensor, not a {type(loss).__name__}: without its graph there is no gradient")
-    if loss.numel() != 1:
-        raise UsageError(
-            f"backward() takes one number, but the loss has shape {list(loss.shape)}: sum it (and pass what it counts as weight)"
-        )
-    if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
-        raise UsageError(f"weight={weight}: a weight counts samples or tokens; it is finite and not negative")
-    if reduction == "mean":
-        if isinstance(weight, (int, float)) and weight == 0:
-            return torch.zeros((), device=loss.device)  # the mean of nothing is nan, and so is its gradient
-        if isinstance(weight, Tensor):
-            loss = torch.where(weight > 0, loss.reshape(()), 0)
-        return loss.reshape(()) * weight
-    if reduction != "sum":
-        raise UsageError(f"reduction={reduction!r}: choose 'sum' or 'mean', whichever the loss is")
-    return loss.reshape(())
 
 
 def _with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

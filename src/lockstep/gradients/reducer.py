@@ -234,8 +234,6 @@ class Reducer:
     def finish(self) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
         self._filled = [False] * len(self.parameters)
-        if self.guarded:
-            self.look_for_cleared()
         for bucket in self.buckets[len(self._works) :]:
             for span, view in zip(bucket.spans, bucket.views, strict=True):
                 if not self._closed[span.parameter]:

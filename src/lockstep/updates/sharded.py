@@ -17,8 +17,8 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import SharedMemory
 from lockstep.updates.norm import block_sums, norm_of
 from lockstep.updates.replicated import sums_of
-from lockstep.updates.shards import Shards, State, check_elementwise
-from lockstep.updates.state_dict import pack, unpack
+from lockstep.updates.shards import Shards, check_elementwise
+from lockstep.updates.state_dict import State, pack, unpack
 from lockstep.updates.stepping import Stepping
 from lockstep.updates.update import Applied, check_belongs
 

@@ -25,10 +25,10 @@ from lockstep.collectives.slices import BLOCK, slice_of
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import view_of
 from lockstep.gradients.layout import Layout
+from lockstep.updates.state_dict import State
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 SCALARS = ("step", "eta", "mu", "mu_product")  # of their state: one number for a whole parameter
-State = dict[str, Any]
 
 
 def check_elementwise(kind: type[Optimizer]) -> None:

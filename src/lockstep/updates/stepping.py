@@ -45,9 +45,8 @@ class Stepping:
         It does nothing where `skipped` is true.
         """
         optimizer: Any = self._optimizer
-        scale = (
-            divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=self._device, dtype=torch.float32)
-        )  # no copy from the host
+        # torch.full and not torch.tensor: no copy from the host.
+        scale = divisor if isinstance(divisor, Tensor) else torch.full((), divisor, device=self._device, dtype=torch.float32)
         optimizer.grad_scale = scale.to(torch.float32)
         optimizer.found_inf = torch.zeros((), device=self._device, dtype=torch.float32) if skipped is None else skipped.to(torch.float32)
         try:
