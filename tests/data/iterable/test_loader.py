@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -47,6 +48,30 @@ class SplitsByWorker(Numbers):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return iter(range(self.samples)[rank * workers + worker :: size * workers])
+
+
+class SharesItsEpoch(SplitsByWorker):
+    """As Hugging Face's do: all workers have one, and add to it what is missing. This one takes its time between the two."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self._epoch = samples, torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        missing = epoch - self._epoch
+        time.sleep(0.2)
+        self._epoch += missing
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in super().__iter__():
+            yield 100 * int(self._epoch) + number
+
+
+class Wraps(IterableDataset[Any]):
+    def __init__(self, dataset: SharesItsEpoch) -> None:
+        self.inner, self.set_epoch = dataset, dataset.set_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
 
 
 class Own(IterableDataset[Any]):
@@ -457,6 +482,15 @@ def test_the_callers_random_states_and_environment_are_left_alone() -> None:
 def test_it_describes_itself() -> None:
     assert loader(Numbers(3)).describe() == "global batch 8 = 4 micro-batches x 2; 1 rank x 4; an iterable dataset, sharded by the loader"
     assert loader(Numbers(3), batch_per_rank=3).describe().endswith("(this recipe depends on the world size)")
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_workers_that_share_their_epoch_do_not_advance_it_twice(wraps: bool) -> None:
+    dataset = SharesItsEpoch(8)
+    ours = loader(Wraps(dataset) if wraps else dataset, sharding="dataset", num_workers=2, batch_per_rank=2)
+    seen = walked(ours, 3)
+    ours.close()
+    assert sorted(number for batch in seen.values() for number in batch) == [100 * epoch + number for epoch in range(3) for number in range(8)]
 
 
 # -- other people's datasets -----------------------------------------------------------------------------------------------------------

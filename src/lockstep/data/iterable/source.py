@@ -89,6 +89,8 @@ class StreamSource(Dataset[Any]):
         with randomness.preserved(), seen_by_dataset(self._sharding, self._rank, self._size), self._noting(request.epoch, where):
             if self._walk is None or self._walk.number != request.walk:
                 self._walk = None  # the old iterator goes first
+                if worker is not None:
+                    _unshare_epoch(self._dataset)
                 self._walk = _Walked(self._dataset, request, self._seed)
             walk = self._walk
             items = walk.take(request.positions)
@@ -163,6 +165,20 @@ class _Walked:
 
     def saved(self) -> Saved:
         return Saved(self.position, copy.deepcopy(self._dataset.state_dict()), self._random)
+
+
+def _unshare_epoch(dataset: Any) -> None:
+    """Give a loader worker an epoch of its own, in its dataset and in one that this wraps.
+
+    Hugging Face's datasets keep theirs in a tensor that all workers share, and `set_epoch` adds the difference to it: two workers that
+    do so at once add it twice, and then read the shards of different epochs.
+    """
+    for holder in (dataset, *getattr(dataset, "__dict__", {}).values()):
+        attributes = getattr(holder, "__dict__", {})
+        for name in ("epoch", "_epoch"):
+            value = attributes.get(name)
+            if isinstance(value, torch.Tensor) and value.is_shared():
+                attributes[name] = value.clone()
 
 
 def _digest(item: Any, before: int) -> int:
