@@ -490,7 +490,9 @@ def test_workers_that_share_their_epoch_do_not_advance_it_twice(wraps: bool) -> 
     ours = loader(Wraps(dataset) if wraps else dataset, sharding="dataset", num_workers=2, batch_per_rank=2)
     seen = walked(ours, 3)
     ours.close()
-    assert sorted(number for batch in seen.values() for number in batch) == [100 * epoch + number for epoch in range(3) for number in range(8)]
+    assert sorted(number for batch in seen.values() for number in batch) == [
+        100 * epoch + number for epoch in range(3) for number in range(8)
+    ]
 
 
 # -- other people's datasets -----------------------------------------------------------------------------------------------------------
