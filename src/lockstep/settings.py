@@ -15,7 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.task import PRECISIONS, Precision
 
 Device = Literal["auto", "cpu", "cuda"]
-Reduce = Literal["auto", "native", "central", "shared_memory"]
+Reduce = Literal["auto", "native", "central", "shared_memory", "hierarchical"]
 Update = Literal["replicated", "sharded"]
 
 FILE = "settings.json"

@@ -36,7 +36,6 @@ from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import SharedMemory
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
 from lockstep.updates.choice import choose_update
@@ -83,7 +82,7 @@ class Stepper:
 
     `clip` bounds the gradient's norm, once, after the sum is divided; `scaler` is a `torch.amp.GradScaler` for fp16; `scheduler` steps
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
-    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory), `update` who applies them:
+    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory, hierarchical), `update` who applies them:
     "replicated", or "sharded": each rank updates its share of the parameters, with its share of the optimizer's state, and all exchange
     them; the weights are the same, bit for bit. The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
@@ -296,7 +295,7 @@ class Stepper:
         """The sum complete, and what it is still to be divided by."""
         self.reducer.look_for_cleared()  # before the others are waited for
         reduction = self.reducer.reduction
-        if not isinstance(reduction, SharedMemory):
+        if reduction.divisor is None:
             self.reducer.finish()
             facts = message.wait()
             return facts, facts.weight * self._loss_scale

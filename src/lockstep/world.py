@@ -25,10 +25,11 @@ import torch.distributed as dist
 from lockstep import meeting
 from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.exchanged_tags import ExchangedTags
-from lockstep.collectives.group import Group
+from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible, share_memory
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.errors import LockstepError, UsageError
+from lockstep.hosts import find_hosts
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
 from lockstep.place import Placement, placement
 
@@ -78,6 +79,7 @@ class World:
         self._owned: list[_Closable] = []
         self._groups: list[Group] = []
         self._subgroups: dict[str, int] = {}  # made so far, by ranks
+        self._hosts_of: dict[Group, Hosts | None] = {}
         self.group = Group.default()
         self._tags = tags
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
@@ -151,6 +153,9 @@ class World:
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
         """A Group of some ranks (numbers in this world, in the order in which they shall count). Called by its members, all of them, only."""
+        return self._subgroup(ranks, one_host=False)
+
+    def _subgroup(self, ranks: Sequence[int], one_host: bool) -> Group:
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise UsageError(f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and {self.size - 1}")
         if self.rank not in ranks:
@@ -159,7 +164,7 @@ class World:
         with loopback(self.local_size == self.size):
             group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
         assert group is not None
-        return self.group_of(group)
+        return self._group_of(group, one_host)
 
     def _same_number_of_groups(self, ranks: Sequence[int]) -> None:
         """torch names a group by its ranks and by how many groups a rank has already: where that differs the members would wait for ever."""
@@ -176,10 +181,13 @@ class World:
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
         """The Group of a process group that the user's own code made. Called by all its members."""
+        return self._group_of(process_group, one_host=False)
+
+    def _group_of(self, process_group: dist.ProcessGroup, one_host: bool) -> Group:
         group = Group.of(process_group)
         self._groups.append(group)
         self._describe(group)
-        self._share_tags(group)
+        self._share_tags(group, one_host=one_host)
         self._share_host(group)
         return group
 
@@ -188,17 +196,25 @@ class World:
         group.tuning = self.tuning
         first = group.ranks[0] // self.local_size
         group.ranks_per_node = sum(rank // self.local_size == first for rank in group.ranks)
+        group.find_hosts = lambda: self._hosts(group)
 
-    def _share_tags(self, group: Group, *, host: bool = False) -> None:
+    def _hosts(self, group: Group) -> Hosts | None:
+        """Asked once a group. On one host, with tensors elsewhere than on the CPU, or without tags there is nothing to ask."""
+        if group not in self._hosts_of:
+            several = self.local_size != self.size and self.device.type == "cpu" and group.size > 1 and self._tags != "off"
+            self._hosts_of[group] = find_hosts(group, self.node, self._subgroup) if several else None
+        return self._hosts_of[group]
+
+    def _share_tags(self, group: Group, *, host: bool = False, one_host: bool = False) -> None:
         """Have every collective of the group compared before it is issued: on a page of memory where all ranks are on one host.
 
-        `host`: the group's tensors are on the CPU, whatever the world's device.
+        `host`: the group's tensors are on the CPU, whatever the world's device. `one_host`: its ranks are on one, those of the world are not.
         """
         group.waits = host or self.device.type == "cpu"
         if group.size == 1 or group.tags is not None or self._tags == "off":
             return
         name = group.process_group.group_name
-        if sys.platform == "linux" and self.local_size == self.size:
+        if sys.platform == "linux" and (one_host or self.local_size == self.size):
             group.tags = self.own(share_page(self._store, name, group.rank, group.ranks, self.timeout))
             self._share_memory(group, name)
         elif self._tags == "all":

@@ -34,7 +34,9 @@ def train(
     ] = None,
     reduce: Annotated[
         str,
-        typer.Option(metavar="auto|native|central|shared_memory", help="How gradients are summed; auto: through memory on one CPU host."),
+        typer.Option(
+            metavar="auto|native|central|shared_memory|hierarchical", help="How gradients are summed; auto: through memory on a CPU host."
+        ),
     ] = "auto",
     update: Annotated[
         str, typer.Option(metavar="replicated|sharded", help="Who applies them: every rank all of them, or each its share.")

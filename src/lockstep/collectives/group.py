@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
+from lockstep.collectives.shared_memory.resident import Across, Sum
 from lockstep.collectives.tags import call_site, describe
 from lockstep.errors import UsageError
 
@@ -69,10 +71,30 @@ class Memory(Protocol):
     def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None) -> Work: ...
     def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None) -> list[list[Tensor]]: ...
     def sum_in_place(
-        self, parts: Sequence[Tensor], place: str | None = None, *, divisor: Callable[[], float] = ..., scattered: bool = False
-    ) -> Work: ...
+        self,
+        parts: Sequence[Tensor],
+        place: str | None = None,
+        *,
+        divisor: Callable[[], float] = ...,
+        scattered: bool = False,
+        across: Across | None = None,
+    ) -> Sum: ...
+    def finish(self, work: Sum) -> None: ...
+    def nap(self) -> None: ...
     def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None: ...
     def settle(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """A group's ranks, host by host: what goes between two hosts need not go there once for every rank."""
+
+    local: Group
+    """The ranks of this host, which share memory."""
+    across: Group
+    """The ranks with this one's place on every host, one of each; this one alone where it does not talk to other hosts."""
+    owners: int
+    """The first so many ranks of each host talk to the other hosts: all of them, or one where the hosts have different numbers."""
 
 
 class Done:
@@ -128,6 +150,8 @@ class Group:
         self.tuning = BUILT_IN
         self.memory: Memory | None = None
         """Where all ranks share the memory of one host: all-reduce through it."""
+        self.find_hosts: Callable[[], Hosts | None] = lambda: None
+        """The hosts of the ranks, where there are several and one has several ranks, all on CPUs. Collective."""
         self.ranks_per_node = self.size
         """Of consecutive ranks that share a host; the last host may have fewer."""
         self.waits = True
@@ -153,6 +177,7 @@ class Group:
         self._background.close()
         self.tags = None
         self.memory = None
+        self.find_hosts = lambda: None
         self._of_process_group.pop(self.process_group, None)
 
     @classmethod

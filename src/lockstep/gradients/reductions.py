@@ -5,7 +5,9 @@ A reduction only sums. What the sum is divided by (the weights of the step, or t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Protocol
@@ -18,6 +20,7 @@ from lockstep.collectives.central import central_all_reduce
 from lockstep.collectives.group import Group, Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.hierarchical import Hierarchical
 from lockstep.gradients.layout import Layout
 
 
@@ -25,6 +28,8 @@ class Reduction(Protocol):
     """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the same order."""
 
     name: str
+    divisor: float | None
+    """What the sums are divided by, on all ranks alike: whoever waits for them sets it before. None where a reduction only sums."""
 
     @property
     def carries_all(self) -> bool:
@@ -33,6 +38,10 @@ class Reduction(Protocol):
 
     def memory(self, layout: Layout) -> list[Tensor]:
         """Flat zeros for every bucket, where this reduction wants them. Every rank calls it alike."""
+        ...
+
+    def scatter(self) -> None:
+        """From now on only each rank's own slice of a bucket has to be summed. It may do more."""
         ...
 
     def start(self, bucket: Bucket) -> Work: ...
@@ -48,9 +57,13 @@ class Native:
 
     name = "native"
     carries_all = True
+    divisor: float | None = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
+
+    def scatter(self) -> None:
+        pass
 
     def memory(self, layout: Layout) -> list[Tensor]:
         return private(layout)
@@ -67,9 +80,13 @@ class Central:
 
     name = "central"
     carries_all = True
+    divisor: float | None = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
+
+    def scatter(self) -> None:
+        pass
 
     def memory(self, layout: Layout) -> list[Tensor]:
         return private(layout)
@@ -105,13 +122,15 @@ class SharedMemory:
         self._memory = group.memory
         self._rank = group.rank
         self._parts: list[list[Tensor]] = []
-        self.scattered = False
-        self.divisor = 1.0
-        """What the sums are divided by; whoever waits for them sets it before, on all ranks alike."""
+        self._scattered = False
+        self.divisor: float | None = 1.0
 
     @property
     def carries_all(self) -> bool:
-        return not self.scattered
+        return not self._scattered
+
+    def scatter(self) -> None:
+        self._scattered = True
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self._parts = []
@@ -121,44 +140,64 @@ class SharedMemory:
 
     def start(self, bucket: Bucket) -> Work:
         parts = self._parts[bucket.index]
-        return self._memory.sum_in_place(parts, bucket.place, divisor=lambda: self.divisor, scattered=self.scattered)
+        return self._memory.sum_in_place(parts, bucket.place, divisor=lambda: self.divisor or 1.0, scattered=self._scattered)
 
 
-REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory]] = {
+REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory] | type[Hierarchical]] = {
     "native": Native,
     "central": Central,
     "shared_memory": SharedMemory,
+    "hierarchical": Hierarchical,
 }
 
 
-_TRIALS = 5
-_TRIAL_BYTES = 2**18
-_quicker: WeakKeyDictionary[Group, bool] = WeakKeyDictionary()
-
-
-def memory_is_quicker(group: Group) -> bool:
-    """Whether an all-reduce through shared memory takes no longer than the backend's: both tried a few times, once a group, and agreed."""
-    if group not in _quicker:
-        assert group.memory is not None
-        seconds: dict[str, list[float]] = {"native": [], "memory": []}
-        for _ in range(_TRIALS):
-            for name, all_reduce in (("native", group.all_reduce), ("memory", group.memory.all_reduce)):
-                tensor = torch.zeros(_TRIAL_BYTES // 4)
-                begin = perf_counter()
-                all_reduce(tensor, place="for a trial").wait()
-                seconds[name].append(perf_counter() - begin)
-        medians = torch.tensor([median(values) for values in seconds.values()], dtype=torch.float64)
-        group.all_reduce(medians, "max", place="for a trial").wait()
-        _quicker[group] = bool(medians[1] <= medians[0])
-    return _quicker[group]
-
-
 def reduction(name: str, group: Group) -> Reduction:
-    """The reduction of that name. "auto" is shared memory where the ranks have it, unless it is slower there, else native. Collective."""
+    """The reduction of that name. "auto" takes the fastest that the ranks can have, after a trial, never one slower than native. Collective."""
     if name == "auto":
-        name = "shared_memory" if group.memory is not None and memory_is_quicker(group) else "native"
-    if name == "shared_memory" and group.size == 1:
+        return quickest(group)
+    if name in ("shared_memory", "hierarchical") and group.size == 1:
         name = "native"
     if name not in REDUCTIONS:
         raise UsageError(f"reduce={name!r} is unknown: choose one of auto, {', '.join(REDUCTIONS)}")
     return REDUCTIONS[name](group)
+
+
+_TRIALS = 5
+_TRIAL_BYTES = 2**18
+_tried: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
+
+
+def quickest(group: Group) -> Reduction:
+    """Shared memory on one host, hierarchical on several, unless it takes longer than the backend's own all-reduce, which is tried once a group."""
+    if group.memory is not None:
+        if group not in _tried:
+            _tried[group] = "shared_memory" if _is_quicker(group, partial(_sum, group.memory.all_reduce)) else "native"
+        return REDUCTIONS[_tried[group]](group)
+    if group.size == 1 or _tried.get(group) == "native" or group.find_hosts() is None:
+        return Native(group)
+    found = Hierarchical(group)
+    if group not in _tried:
+        found.allocate([_TRIAL_BYTES // 4], [torch.float32])
+        _tried[group] = "hierarchical" if _is_quicker(group, lambda: found.start_sum(0, _TRIAL).wait()) else "native"
+    return found if _tried[group] == "hierarchical" else Native(group)
+
+
+_TRIAL = "for a trial"
+
+
+def _sum(all_reduce: Callable[..., Work]) -> None:
+    all_reduce(torch.zeros(_TRIAL_BYTES // 4), place=_TRIAL).wait()
+
+
+def _is_quicker(group: Group, candidate: Callable[[], object]) -> bool:
+    """Whether it takes no longer than the backend's all-reduce: both tried a few times, in turns, and the result agreed."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    ways: tuple[Callable[[], object], ...] = (partial(_sum, group.all_reduce), candidate)
+    for _ in range(_TRIALS):
+        for found, run in zip(seconds, ways, strict=True):
+            begin = perf_counter()
+            run()
+            found.append(perf_counter() - begin)
+    medians = torch.tensor([median(found) for found in seconds], dtype=torch.float64)
+    group.all_reduce(medians, "max", place=_TRIAL).wait()
+    return bool(medians[1] <= medians[0])

@@ -55,10 +55,14 @@ class TorchHook:
 
     name = "hook"
     carries_all = False  # PowerSGD and its like send the gradients, not the bucket
+    divisor: float | None = None
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state = state
         self._hook = hook
+
+    def scatter(self) -> None:
+        pass
 
     def memory(self, layout: Layout) -> list[Tensor]:
         return private(layout)

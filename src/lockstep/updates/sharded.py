@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import SharedMemory
 from lockstep.updates.norm import block_sums, norm_of
 from lockstep.updates.replicated import sums_of
 from lockstep.updates.shards import Shards, check_elementwise
@@ -35,8 +34,7 @@ class Sharded:
         check_elementwise(type(optimizer))
         check_belongs(reducer, optimizer)
         self._reducer, self._optimizer = reducer, optimizer
-        if isinstance(reducer.reduction, SharedMemory):
-            reducer.reduction.scattered = True
+        reducer.reduction.scatter()
         self._wholes = [list(group["params"]) for group in optimizer.param_groups]
         self._cut({id(parameter): state for parameter, state in optimizer.state.items()})
         self._stepping = Stepping(optimizer, reducer.parameters[0].device, self._sums, self._norm)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.collectives.group import Group, Op, check_op
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather, AllReduce, Broadcast, Exchange, ReduceScatter
-from lockstep.collectives.shared_memory.resident import Sum
+from lockstep.collectives.shared_memory.resident import Across, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Waits
 from lockstep.collectives.slices import slice_of
@@ -137,16 +137,23 @@ class SharedMemory:
         ]
 
     def sum_in_place(
-        self, parts: Sequence[Tensor], place: str | None = None, *, divisor: Callable[[], float] = lambda: 1.0, scattered: bool = False
+        self,
+        parts: Sequence[Tensor],
+        place: str | None = None,
+        *,
+        divisor: Callable[[], float] = lambda: 1.0,
+        scattered: bool = False,
+        across: Across | None = None,
     ) -> Sum:
         """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all ranks, everywhere or each slice on its rank.
 
         The sum is divided by what `divisor()` is, on all ranks, when it is waited for. From here until then nobody may touch the tensor.
+        With `across` it is the sum over several hosts, each of which does this.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
         self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
         parts = [part.data for part in parts]  # not seen by version counters, with which a Reducer looks whether its caller wrote
-        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, divisor, scattered=scattered)
+        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, divisor, scattered=scattered, across=across)
         self._sums += 1
         self._open.append(work)
         self.say_ready(work.order)
@@ -174,6 +181,10 @@ class SharedMemory:
     def settle(self) -> None:
         """Return when all have copied what they gathered last."""
         self._waits.until(self._copied, self._gathers, self._timeout)
+
+    def nap(self) -> None:
+        """Wait in naps from now on: what was started is finished on a thread beside one that computes."""
+        self._waits.nap()
 
     def finish_all(self) -> None:
         """Do everything that was started."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,40 +31,75 @@ class Queue(Protocol):
     def finish_all(self) -> None: ...
 
 
+class Across(NamedTuple):
+    """What happens to a slice between its sum on this host and its way to everybody: it is summed over other hosts."""
+
+    owners: int
+    """The first so many ranks of this host have slices; on every host the same number."""
+    reduce: Callable[[Tensor], None]
+    """Replaces a slice by its sum over all hosts. Only owners call it, in the order of the sums."""
+
+
 class Sum:
     """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or (`scattered`) each slice on its rank only."""
 
     def __init__(
-        self, queue: Queue, parts: Sequence[Tensor], rank: int, order: int, number: int, divisor: Callable[[], float], *, scattered: bool
+        self,
+        queue: Queue,
+        parts: Sequence[Tensor],
+        rank: int,
+        order: int,
+        number: int,
+        divisor: Callable[[], float],
+        *,
+        scattered: bool,
+        across: Across | None = None,
     ) -> None:
         self._queue, self._parts, self._rank, self._divisor = queue, parts, rank, divisor
         self.order = order  # among the group's sums
         self._scattered = scattered
+        self._across = across
         self.number = number
         self.finished = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the tensor holds the sum. Raises PeerFailed and CollectiveTimeout, naming who did not come."""
         self._queue.finish_all()  # also what was started later: the others wait for this rank's slices of it
+        self.await_others()
+
+    def await_others(self) -> None:
+        """Return when all slices are there; this rank's own is complete."""
         self._queue.await_done(self.order)
 
     def complete(self) -> None:
         """Add up this rank's slice, as soon as all are ready."""
         self._queue.await_ready(self.order)
-        divisor = self._divisor()
-        mine = slice_of(self._parts[0].numel(), self._rank, len(self._parts))
-        for start in range(mine.start, mine.stop, _PIECE):
-            stop = min(start + _PIECE, mine.stop)
-            pieces = [part[start:stop] for part in self._parts]
-            _sum_into(pieces, pieces[self._rank])
-            if divisor != 1:
-                pieces[self._rank].div_(divisor)
-            if not self._scattered:
-                for rank, piece in enumerate(pieces):
-                    if rank != self._rank:
-                        piece.copy_(pieces[self._rank])
+        owners = len(self._parts) if self._across is None else self._across.owners
+        if self._rank < owners:
+            self._complete(slice_of(self._parts[0].numel(), self._rank, owners), self._divisor())
         self._queue.say_done(self.order)
         self.finished = True
+
+    def _complete(self, mine: range, divisor: float) -> None:
+        spans = [slice(start, min(start + _PIECE, mine.stop)) for start in range(mine.start, mine.stop, _PIECE)]
+        for span in spans:
+            pieces = [part[span] for part in self._parts]
+            _sum_into(pieces, pieces[self._rank])
+            if self._across is None:
+                self._deliver(pieces, divisor)
+        if self._across is not None:
+            self._across.reduce(self._parts[self._rank][mine.start : mine.stop])
+            for span in spans:
+                self._deliver([part[span] for part in self._parts], divisor)
+
+    def _deliver(self, pieces: Sequence[Tensor], divisor: float) -> None:
+        own = pieces[self._rank]
+        if divisor != 1:
+            own.div_(divisor)
+        if not self._scattered:
+            for rank, piece in enumerate(pieces):
+                if rank != self._rank:
+                    piece.copy_(own)
 
 
 def _sum_into(pieces: Sequence[Tensor], out: Tensor) -> None:

@@ -28,6 +28,11 @@ class Waits:
         self._late = late
         cores = len(os.sched_getaffinity(0))
         self._spins = 300 if ranks <= cores else 0
+        self._yields = _YIELDS
+
+    def nap(self) -> None:
+        """From now on neither spin nor yield: for waits on a thread beside one that computes, which they would keep from the interpreter."""
+        self._spins, self._yields = 0, 0.0
 
     def until(self, places: Sequence[int], least: int, timeout: float) -> None:
         """Return when every word in `places` (by rank) is `least` or more."""
@@ -42,7 +47,7 @@ class Waits:
         nap = 0.0
         while not all(view[place] >= least for place in places):
             now = time.monotonic()
-            if now - begin < _YIELDS:
+            if now - begin < self._yields:
                 os.sched_yield()
                 continue
             nap = min(_LONGEST_NAP, nap + 0.00002)
