@@ -14,8 +14,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.collectives.group import Work
 from lockstep.gradients.hierarchical import Hierarchical
 from lockstep.measure.turns import Way, take_turns
 
@@ -82,13 +84,14 @@ def measure(steps: int) -> dict[str, dict[str, list[float]]]:
             tensor = torch.zeros(mib * MIB // 4)
             over = Hierarchical(world.group)
             over.allocate([tensor.numel()], [torch.float32])
-            ways: dict[str, Way] = {
-                "native": lambda tensor=tensor: world.group.all_reduce(tensor).wait(),
-                "hierarchical": lambda over=over: over.start_sum(0, "in a benchmark").wait(),
-            }
-            found[f"all-reduce {mib} MiB"] = take_turns(ways, steps, world)
+            ways: tuple[Way, Way] = (partial(_wait, world.group.all_reduce, tensor), partial(_wait, over.start_sum, 0, "in a benchmark"))
+            found[f"all-reduce {mib} MiB"] = take_turns(dict(zip(WAYS, ways, strict=True)), steps, world)
         found["step, 24 MiB"] = take_turns(steppers, steps, world)
         return found
+
+
+def _wait(start: Callable[..., Work], *arguments: object) -> None:
+    start(*arguments).wait()
 
 
 def training(world: lockstep.World, reduce: str) -> Way:

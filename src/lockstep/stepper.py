@@ -34,6 +34,8 @@ from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
+from lockstep.gradients.exact.choice import check_window, exact_reducer
+from lockstep.gradients.exact.determinism import Determinism
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction as choose_reduction
@@ -84,7 +86,9 @@ class Stepper:
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
     not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory, hierarchical), `update` who applies them:
     "replicated", or "sharded": each rank updates its share of the parameters, with its share of the optimizer's state, and all exchange
-    them; the weights are the same, bit for bit. The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
+    them; the weights are the same, bit for bit. `exact` has the same bits come out on any number of ranks: every sum follows one tree over the
+    window's slots, and the process computes deterministically, on one intra-op thread, until the world closes; it needs a Loader's windows.
+    The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
@@ -107,6 +111,7 @@ class Stepper:
         seed: int = 0,
         reduce: str = "auto",
         update: str = "replicated",
+        exact: bool = False,
         unused: Unused = "error",
         checks: Checks = "full",
         trace_nonfinite: bool = False,
@@ -121,7 +126,7 @@ class Stepper:
         self.world = world or World.current()
         if checks != "off":
             compare_start(*_set_up(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
-        self.reducer, self.model = _reducer(model, reduce, self.world)
+        self.reducer, self.model = _reducer(model, reduce, exact, self.world)
         self.group = self.reducer.group
         self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
@@ -135,6 +140,9 @@ class Stepper:
                 LockstepWarning,
                 stacklevel=2,
             )
+        self.exact = exact
+        if exact:
+            self.world.own(Determinism())
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)
@@ -172,7 +180,8 @@ class Stepper:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
         self._settle()
         self._compare_data(window)
-        self.reducer.reset()
+        ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
+        self.reducer.reset(None if ours is None else ours.cut)
         self._trace.begin()
         if self.reducer.layouts != self._layouts:
             self._layouts = self.reducer.layouts
@@ -180,17 +189,17 @@ class Stepper:
         if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
             self._generation = self.reducer.generation
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
-        self._buffers.begin()
+        slots = ours.cut.slots if self.exact and ours is not None else 0
+        self._buffers.begin(slots)
         self._backwards, self.reducer.stray = 0, False
-        self._facts = FactsMessage(self.group, self.world.device)
+        self._facts = FactsMessage(self.group, self.world.device, slots)
         self._loss_scale = self._scale_for(window)
-        ours = window if isinstance(window, Window) else None
         step = self.steps if ours is None else ours.step
         for place, (batch, last) in enumerate(_with_last(window)):
             slot = self.world.rank * 2**32 + place if ours is None else ours.slots[place]
             if ours is not None:
                 self._facts.add_samples(ours.counts[place])
-            self._micro = _MicroBatch(last)
+            self._micro = _MicroBatch(last, slot if self.exact else 0)
             self._buffers.open()
             self._trace.open(place)
             randomness.step(self._seed, step, slot)
@@ -198,7 +207,7 @@ class Stepper:
                 with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
                     yield batch
             finally:  # also when the user's loop breaks off: step() then sums what was there
-                self._buffers.shut(self._micro.weight)
+                self._buffers.shut(self._micro.weight, self._micro.row)
                 self._micro = None
 
     def _compare_data(self, window: object) -> None:
@@ -227,7 +236,7 @@ class Stepper:
         loss = summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
         self._backwards += 1
-        self._facts.add(weight, loss.detach())
+        self._facts.add(weight, loss.detach(), micro.row)
         if micro.last:
             self._send_facts()
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
@@ -344,6 +353,8 @@ class Stepper:
 @dataclass(slots=True)
 class _MicroBatch:
     last: bool
+    row: int
+    """Among what is kept by slot: the slot in exact mode, else 0."""
     done: bool = False
     weight: float | Tensor = 0.0
 
@@ -355,14 +366,18 @@ def _set_up(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Gro
     return world.group, {**model_fields(model), **fields}
 
 
-def _reducer(model: nn.Module, reduce: str, world: World) -> tuple[Reducer, nn.Module]:
+def _reducer(model: nn.Module, reduce: str, exact: bool, world: World) -> tuple[Reducer, nn.Module]:
     if isinstance(model, DistributedDataParallel):
+        if exact:
+            raise UsageError("exact=True needs the bare module: the wrapped model's reducer adds micro-batches in another order")
         if reduce != "auto":
             raise UsageError(
                 f"reduce={reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
             )
         return model.give_up_reducer(), model.module
     replicate(model, world.group)
+    if exact:
+        return exact_reducer(model, reduce, world.group), model
     return Reducer(model, world.group, choose_reduction(reduce, world.group)), model
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
-from lockstep.collectives.shared_memory.resident import Across, Sum
+from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.tags import call_site, describe
 from lockstep.errors import UsageError
 
@@ -78,6 +78,7 @@ class Memory(Protocol):
         divisor: Callable[[], float] = ...,
         scattered: bool = False,
         across: Across | None = None,
+        along: Along | None = None,
     ) -> Sum: ...
     def finish(self, work: Sum) -> None: ...
     def nap(self) -> None: ...
@@ -254,6 +255,22 @@ class Group:
         octets = joined.view(-1).view(torch.uint8).chunk(self.size)
         dist.all_gather(list(octets), piece.view(-1).view(torch.uint8), group=self.process_group)
         return joined
+
+    def exchange(
+        self, arriving: Tensor, from_each: Sequence[int], leaving: Tensor, to_each: Sequence[int], place: str | None = None
+    ) -> Work:
+        """Start to send rank r `to_each[r]` elements of `leaving`, one after the other, and to take `from_each[r]` from it into `arriving`.
+
+        Both are flat and contiguous.
+        """
+        width = leaving.element_size()
+        sends = sum(to_each) - to_each[self.rank]
+        self.announce("all_to_all", leaving, "", place, sends * width, f"all_to_all of slices, {str(leaving.dtype).removeprefix('torch.')}")
+        octets = arriving.view(torch.uint8), leaving.view(torch.uint8)
+        splits = [width * count for count in from_each], [width * count for count in to_each]
+        work = dist.all_to_all_single(*octets, *splits, group=self.process_group, async_op=True)
+        assert work is not None
+        return NativeWork(self, work)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous tensor to rank `to` of this group and wait until it has left."""

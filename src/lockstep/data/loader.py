@@ -19,7 +19,7 @@ from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.position import Position, read_state
 from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
-from lockstep.data.windows import Plan, Window, whole
+from lockstep.data.windows import BY_RANKS, Plan, Window, whole
 from lockstep.errors import UsageError
 
 
@@ -143,7 +143,7 @@ class Loader:
         Always the same object. A Stepper compares it among the ranks in its first step.
         """
         if self._recipe is None:
-            self._recipe = self._fingerprint | self._digest(self._position.epoch)
+            self._recipe = self._fingerprint | self._digest(self._position.epoch) | {BY_RANKS: self.depends_on_world_size}
         return self._recipe
 
     def _digest(self, epoch: int) -> dict[str, str]:

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple, overload
 
 from lockstep.errors import UsageError
 
+BY_RANKS = "cut by the number of ranks"
+"""In a recipe: whether another number of ranks would see other micro-batches."""
+
 
 class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass takes four times as long to make
     """One optimizer step: positions [start, stop) of an epoch's order, cut into micro-batches."""

@@ -20,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.collectives.group import Group
+from lockstep.collectives.tree import ABSENT, add_rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The moving buffers of one dtype during a step: where they started, flat, and the sum of their movements, whole and by buffer."""
+    """The moving buffers of one dtype during a step: where they started, flat, and the sum of their movements, whole and by buffer.
+
+    Sums have a row for each slot in exact mode, else one row.
+    """
 
     numbers: list[int]
     start: Tensor
@@ -74,17 +78,18 @@ class MovingBuffers:
         ]
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """A new step: keep the values that every micro-batch starts from."""
+    def begin(self, slots: int = 0) -> None:
+        """A new step: keep the values that every micro-batch starts from. With `slots`, movements are added up along the tree of exact mode."""
         self._start, self._kinds, self._fresh = {}, [], True
         kinds = [list(numbers) for _, numbers in groupby(self._moving, lambda number: self._buffer(number).dtype)]
         flat = [_flat([self._buffer(number) for number in numbers]) for numbers in kinds]
         wide = torch.float64 if any(start.dtype == torch.float64 for start in flat) else torch.float32
-        self._moved = torch.zeros(sum(start.numel() for start in flat), dtype=wide, device=self._device)
-        for numbers, start, piece in zip(kinds, flat, self._moved.split([start.numel() for start in flat]), strict=True):
+        total = sum(start.numel() for start in flat)
+        self._moved = torch.full((max(1, slots), total), ABSENT if slots else 0.0, dtype=wide, device=self._device)
+        for numbers, start, piece in zip(kinds, flat, self._moved.split([start.numel() for start in flat], 1), strict=True):
             sizes = [_real(self._buffer(number)).numel() for number in numbers]
             self._start.update(zip(numbers, start.split(sizes), strict=True))
-            self._kinds.append(_Kind(numbers, start, piece, piece.split(sizes)))
+            self._kinds.append(_Kind(numbers, start, piece, piece.split(sizes, 1)))
         self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
         self._seen = self._marks()
 
@@ -100,17 +105,17 @@ class MovingBuffers:
         self._seen = self._marks()
 
     @torch.no_grad()
-    def shut(self, weight: float | Tensor) -> None:
-        """A micro-batch of that weight is over."""
+    def shut(self, weight: float | Tensor, slot: int = 0) -> None:
+        """A micro-batch of that weight is over; `slot` is its row."""
         for kind in self._kinds:
             if self._agreed and not any(map(self._resized, kind.numbers)):
                 now = _flat([self._buffer(number) for number in kind.numbers])
-                kind.moved.add_(_movement(now, kind.start).to(kind.moved) * weight)
+                kind.moved[slot].add_(_movement(now, kind.start).to(kind.moved) * weight)
                 continue
             for number, piece in zip(kind.numbers, kind.pieces, strict=True):
                 if not self._resized(number):
                     movement = _movement(_flat([self._buffer(number)]), self._start[number]).to(piece)
-                    piece.add_(movement * weight)
+                    piece[slot].add_(movement * weight)
                     if not self._agreed and movement.any():
                         self._touched[number] = 1
         self._look()
@@ -138,9 +143,9 @@ class MovingBuffers:
         """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing where that is 0."""
         if self._moving:
             self._group.all_reduce_small(self._moved, place="for buffers").wait()
-            self._moved.mul_(1 / weight if weight > 0 else 0.0)
+            self._moved[:1] = add_rows(self._moved).mul_(1 / weight if weight > 0 else 0.0)
         for kind in self._kinds:
-            for number, piece in zip(kind.numbers, kind.pieces, strict=True):
+            for number, (piece, *_) in zip(kind.numbers, kind.pieces, strict=True):
                 if not self._resized(number):
                     buffer = _real(self._buffer(number))
                     buffer.copy_(_after(self._start[number], piece).view(buffer.shape))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.group import Group
+from lockstep.collectives.tree import ABSENT, add_rows
 from lockstep.gradients.reading import Reading
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
@@ -20,35 +21,40 @@ _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Summed over all ranks: the weights, how many asked to stop, how many saw a buffer begin to move; and, by rank, samples and losses."""
+    """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses."""
 
     weight: float
+    loss: float
     stop: float
     newly_moving: float
     samples_by_rank: tuple[int, ...]
     losses_by_rank: tuple[float, ...]
 
-    @property
-    def loss(self) -> float:
-        """The sum of the losses of all ranks, added in their order."""
-        return sum(self.losses_by_rank)
-
 
 class FactsMessage:
-    """This rank's share of the facts: filled while the window is walked, sent once, waited for once."""
+    """This rank's share of the facts: filled while the window is walked, sent once, waited for once.
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    With `slots` weights and losses travel slot by slot, and are added up along the tree of exact mode.
+    """
+
+    def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group = group
-        self._values = torch.zeros(_BY_RANK + 2 * group.size, dtype=torch.float64, device=device)
+        self._values = torch.zeros(_BY_RANK + 2 * group.size + 2 * slots, dtype=torch.float64, device=device)
         self._sum: Reading | None = None
+        self._slots = slots
+        self._by_slot = self._values[_BY_RANK + 2 * group.size :].view(2, slots)
+        self._by_slot.fill_(ABSENT)
 
     @property
     def sent(self) -> bool:
         return self._sum is not None
 
-    def add(self, weight: float | Tensor, loss: Tensor) -> None:
+    def add(self, weight: float | Tensor, loss: Tensor, slot: int = 0) -> None:
         """Count a micro-batch: its weight and its sum of losses."""
         assert not self.sent
+        if self._slots:
+            self._by_slot[0, slot] = weight
+            self._by_slot[1, slot] = loss
         self._values[_WEIGHT] += weight
         self._values[_BY_RANK + self._group.size + self._group.rank] += loss
 
@@ -64,6 +70,14 @@ class FactsMessage:
 
     def wait(self) -> Facts:
         assert self._sum is not None, "the facts leave before they are waited for"
-        weight, stop, newly_moving, *by_rank = self._sum.list()
+        weight, stop, newly_moving, *rest = self._sum.list()
         size = self._group.size
-        return Facts(weight, stop, newly_moving, tuple(int(count) for count in by_rank[:size]), tuple(by_rank[size:]))
+        samples, losses = rest[:size], rest[size : 2 * size]
+        loss = sum(losses)
+        if self._slots:
+            weight, loss = (add_rows(torch.tensor(each, dtype=torch.float64)).item() for each in _halves(rest[2 * size :]))
+        return Facts(weight, loss, stop, newly_moving, tuple(int(count) for count in samples), tuple(losses))
+
+
+def _halves(values: list[float]) -> tuple[list[float], list[float]]:
+    return values[: len(values) // 2], values[len(values) // 2 :]

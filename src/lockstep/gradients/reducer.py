@@ -23,8 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.collectives.group import Group, Work
+from lockstep.data.windows import Cut
 from lockstep.errors import LateGradient, UsageError
 from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
 from lockstep.gradients.trainable import Trainable
@@ -47,10 +49,18 @@ class Reducer:
     _owners: ClassVar[MutableMapping[Tensor, ref[Reducer]]] = WeakIdKeyDictionary()
 
     def __init__(
-        self, module: nn.Module, group: Group, reduction: Reduction, *, bucket_bytes: int = BUCKET, ignored: Collection[str] = ()
+        self,
+        module: nn.Module,
+        group: Group,
+        reduction: Reduction,
+        *,
+        fold: Fold | None = None,
+        bucket_bytes: int = BUCKET,
+        ignored: Collection[str] = (),
     ) -> None:
         self.group = group
         self.reduction = reduction
+        self._fold = fold or InPlace()
         self.closing = False
         self.guarded = False  # by a Stepper: only gradients of its own backward count, and nobody clears them before `finish`
         self.expecting = True  # a backward whose gradients count is running
@@ -87,7 +97,7 @@ class Reducer:
             owner = self._owners.get(parameter, lambda: None)()
             if owner is not None and owner is not self:
                 owner._give_up()
-        self._arrivals: list[int] | None = []  # the order of the first closing backward; None once the buckets follow it
+        self._arrivals: list[int] | None = []  # the order of one backward of the first window; None once the buckets follow it
         self._finished = False  # at least one window has been summed
         self._here = [id(parameter) in landed for parameter in self.parameters]  # landed in this window
         self._build(list(reversed(range(len(named)))))
@@ -109,14 +119,12 @@ class Reducer:
         ]
         self.layout: Layout = plan(entries, order, bucket=self.bucket_bytes, first_bucket=min(FIRST_BUCKET, self.bucket_bytes))
         self.buckets: list[Bucket] = []  # what nobody holds any more goes before the new memory comes
-        self._home: list[tuple[Bucket, Tensor]] = []
+        self._home: list[Bucket] = []  # by parameter
         memory = self.reduction.memory(self.layout)
         self.buckets = [Bucket(bucket, self.parameters, room) for bucket, room in zip(self.layout.buckets, memory, strict=True)]
-        homes = {span.parameter: (bucket, view) for bucket in self.buckets for span, view in zip(bucket.spans, bucket.views, strict=True)}
+        homes = {span.parameter: bucket for bucket in self.buckets for span in bucket.spans}
         self._home = [homes[number] for number in range(len(entries))]
-        for (_, view), parameter in zip(self._home, self.parameters, strict=True):
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad = view.copy_(parameter.grad)
+        self._fold.lay(self.buckets, self.parameters)
         self._works: list[Work] = []
         self._versions: list[int] = []  # of the sums that have left, to see whether somebody writes to them
         self._arm()
@@ -129,12 +137,14 @@ class Reducer:
         self._works.clear()
         self._versions.clear()
 
-    def reset(self) -> None:
-        """Forget all gradients: a new window begins."""
+    def reset(self, cut: Cut | None = None) -> None:
+        """Forget all gradients: a new window begins, which is cut like this where its micro-batches have numbers."""
         for parameter in self.parameters:
             parameter.grad = None
         self._here = [False] * len(self.parameters)
         self.renew()
+        if self._fold.begin(cut):
+            self._build(self.layout.order)
         self._arm()
 
     def renew(self) -> None:
@@ -175,17 +185,20 @@ class Reducer:
     def window(self, *, last: bool) -> Iterator[None]:
         """Say whether full buckets may leave during the backwards in this block. The only writer of `closing`."""
         before, self.closing = self.closing, last
+        self._fold.open()
         try:
             yield
         finally:
             self.closing = before
+        if not last:
+            self._fold.shut()
 
     def _landed(self, number: int, parameter: Tensor) -> None:
         if not self.expecting:
             self.stray = True
             return
-        bucket, view = self._home[number]
-        if self.guarded and self._here[number] and parameter.grad is not view:
+        bucket = self._home[number]
+        if self.guarded and self._here[number] and self._fold.cleared(number, landing=True):
             raise UsageError(CLEARED.format(self.names[number]))
         if bucket.index < len(self._works) or (self.closing and self._closed[number]):
             raise LateGradient(
@@ -204,13 +217,13 @@ class Reducer:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         if self.on_landed is not None and parameter.grad is not None:
             self.on_landed(number, parameter.grad)
-        _into(view, parameter, self.scale if self.closing else 1.0)
+        self._fold.land(number, self.scale if self.closing else 1.0)
         self._here[number] = True
+        if self._arrivals is not None and self._fold.sets_order(closing=self.closing):
+            self._arrivals.append(number)
         if not self.closing:
             return
         self._closed[number] = True
-        if self._arrivals is not None:
-            self._arrivals.append(number)
         self._expected[bucket.index] -= 1
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
@@ -224,6 +237,7 @@ class Reducer:
 
     def _leave(self, bucket: Bucket) -> None:
         assert bucket.index == len(self._works), "buckets leave in index order"
+        self._fold.complete(bucket)
         if bucket.flag is not None:
             bucket.flag.fill_(self._missing())
         self._works.append(self.reduction.start(bucket))
@@ -235,13 +249,14 @@ class Reducer:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
         self._filled = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
-            for span, view in zip(bucket.spans, bucket.views, strict=True):
+            for span in bucket.spans:
                 if not self._closed[span.parameter]:
-                    self._filled[span.parameter] = self.parameters[span.parameter].grad is None
-                    _into(view, self.parameters[span.parameter], self.scale)
+                    self._filled[span.parameter] = self.parameters[span.parameter].grad is None and not self._here[span.parameter]
+                    self._fold.fill(span.parameter, self.scale)
             self._leave(bucket)
         for work in self._works:
             work.wait()
+        self._fold.deliver()
         self.someone_misses = self._missing_everywhere()
         self._finished = True
         self._landed_here = self._here
@@ -265,8 +280,8 @@ class Reducer:
 
     def look_for_cleared(self) -> None:
         """Between backward and `finish` the gradients belong to the sum: cleared ones would be lost on this rank only. Waits for nobody."""
-        for number, (_, view) in enumerate(self._home):
-            if self._here[number] and self.parameters[number].grad is not view:
+        for number in range(len(self.parameters)):
+            if self._here[number] and self._fold.cleared(number, landing=False):
                 raise UsageError(CLEARED.format(self.names[number]))
         for bucket, version in zip(self.buckets, self._versions, strict=False):
             if bucket.sum._version != version:
@@ -284,25 +299,6 @@ class Reducer:
         """Take the hooks off the parameters."""
         while self._handles:
             self._handles.pop().remove()
-
-
-def _into(view: Tensor, parameter: Tensor, scale: float) -> None:
-    """Make `.grad` the view, scaled. What autograd put elsewhere is copied once, in the same pass; later micro-batches it adds in place."""
-    grad = parameter.grad
-    if grad is None:
-        view.zero_()
-    elif grad is view:
-        if scale != 1:
-            view.mul_(scale)
-    else:
-        grad = grad.to_dense() if grad.is_sparse else grad
-        if scale != 1 and grad.dtype == view.dtype:
-            torch.mul(grad, scale, out=view)
-        else:
-            view.copy_(grad)
-            if scale != 1:
-                view.mul_(scale)
-    parameter.grad = view
 
 
 def _inside_checkpoint() -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.collectives.group import Group, Op, check_op
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather, AllReduce, Broadcast, Exchange, ReduceScatter
-from lockstep.collectives.shared_memory.resident import Across, Sum
+from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Waits
 from lockstep.collectives.slices import slice_of
@@ -144,16 +144,17 @@ class SharedMemory:
         divisor: Callable[[], float] = lambda: 1.0,
         scattered: bool = False,
         across: Across | None = None,
+        along: Along | None = None,
     ) -> Sum:
         """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all ranks, everywhere or each slice on its rank.
 
         The sum is divided by what `divisor()` is, on all ranks, when it is waited for. From here until then nobody may touch the tensor.
-        With `across` it is the sum over several hosts, each of which does this.
+        With `across` it is the sum over several hosts, each of which does this; with `along` that of other tensors of `allocate`.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
         self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
         parts = [part.data for part in parts]  # not seen by version counters, with which a Reducer looks whether its caller wrote
-        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, divisor, scattered=scattered, across=across)
+        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, divisor, scattered=scattered, across=across, along=along)
         self._sums += 1
         self._open.append(work)
         self.say_ready(work.order)

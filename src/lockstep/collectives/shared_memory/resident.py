@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.collectives.shared_memory.fold import fold
 from lockstep.collectives.slices import slice_of
+from lockstep.collectives.tree import Term, add_up
 
 _PIECE = 2**18  # elements that are added up at a time, so that the sum is in the cache when it is written to the others
 
@@ -40,6 +41,13 @@ class Across(NamedTuple):
     """Replaces a slice by its sum over all hosts. Only owners call it, in the order of the sums."""
 
 
+class Along(NamedTuple):
+    """What is added up in place of one tensor a rank, and in which order (collectives/tree.py)."""
+
+    term: Term
+    tensors: Sequence[Tensor]
+
+
 class Sum:
     """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or (`scattered`) each slice on its rank only."""
 
@@ -54,11 +62,13 @@ class Sum:
         *,
         scattered: bool,
         across: Across | None = None,
+        along: Along | None = None,
     ) -> None:
         self._queue, self._parts, self._rank, self._divisor = queue, parts, rank, divisor
         self.order = order  # among the group's sums
         self._scattered = scattered
         self._across = across
+        self._along = along
         self.number = number
         self.finished = False
 
@@ -84,7 +94,10 @@ class Sum:
         spans = [slice(start, min(start + _PIECE, mine.stop)) for start in range(mine.start, mine.stop, _PIECE)]
         for span in spans:
             pieces = [part[span] for part in self._parts]
-            _sum_into(pieces, pieces[self._rank])
+            if self._along is None:
+                _sum_into(pieces, pieces[self._rank])
+            else:
+                add_up(self._along.term, [tensor.data[span] for tensor in self._along.tensors], pieces[self._rank])
             if self._across is None:
                 self._deliver(pieces, divisor)
         if self._across is not None:

@@ -23,7 +23,7 @@ from lockstep.data.iterable.steps import RequestSampler, Steps, StreamCut, Strea
 from lockstep.data.keyed import made
 from lockstep.data.position import Position, read_state
 from lockstep.data.walk import Turns, end_workers
-from lockstep.data.windows import counted, shares, whole
+from lockstep.data.windows import BY_RANKS, counted, shares, whole
 from lockstep.errors import LockstepWarning, UsageError
 
 
@@ -82,6 +82,7 @@ class StreamLoader:
         self._name = type(dataset).__name__
         self._resumes = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
         self.recipe: dict[str, Any] = {
+            BY_RANKS: self.depends_on_world_size,
             "kind": "iterable",
             "sharding": self.sharding,
             "seed": seed,

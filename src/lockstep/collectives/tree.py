@@ -1,0 +1,132 @@
+"""The one order in which exact mode adds: a balanced binary tree over the slots of a step, whatever rank holds which of them.
+
+    slots      0   1   2   3   4   5          six micro-batches
+                \\ /     \\ /     \\ /
+                 *       *       *            blocks: aligned, of 2 slots
+                  \\     /        |
+                     *            |           of 4; what a short step leaves empty is absent, and not zero
+                      \\_________/
+                           *
+
+A rank with slots 3, 4, 5 can add up 4 and 5, and not 3: it brings the blocks [3] and [4, 5]. Whoever has all blocks of all ranks can finish
+the tree. Everything here is a pure function of integers, so that every rank knows what every other one brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ABSENT = -0.0
+"""x + -0.0 is x to the last bit, for every x, and x + 0.0 is not (for -0.0): what nobody has adds up to this."""
+
+
+class Block(NamedTuple):
+    """Slots [first, first + size): `size` is a power of two and divides `first`."""
+
+    first: int
+    size: int
+
+
+class Turn(NamedTuple):
+    """What one slot does to a rank's stack of blocks."""
+
+    level: int
+    """Where on the stack its gradient goes."""
+    fresh: bool
+    """Onto an empty place; else it is added to its left neighbour, which lies there."""
+    carries: int
+    """How often the stack's top is then added to what lies under it."""
+
+
+@lru_cache(maxsize=256)
+def turns(slots: range) -> tuple[Turn, ...]:
+    """What a rank does with consecutive slots, one after the other: a binary counter that adds blocks as soon as they are neighbours."""
+    return _walk(slots)[0]
+
+
+@lru_cache(maxsize=256)
+def blocks(slots: range) -> tuple[Block, ...]:
+    """The blocks that a rank brings, in the order of their slots: the largest aligned ones that tile its range."""
+    return _walk(slots)[1]
+
+
+def _walk(slots: range) -> tuple[tuple[Turn, ...], tuple[Block, ...]]:
+    found: list[Turn] = []
+    stack: list[Block] = []
+    for slot in slots:
+        stack.append(Block(slot, 1))
+        merged = 0
+        while len(stack) > 1 and _neighbours(stack[-2], stack[-1]):
+            first, size = stack[-2]
+            stack[-2:] = [Block(first, 2 * size)]
+            merged += 1
+        fresh = merged == 0
+        found.append(Turn(len(stack) - 1 + max(0, merged - 1), fresh, max(0, merged - 1)))
+    return tuple(found), tuple(stack)
+
+
+def _neighbours(left: Block, right: Block) -> bool:
+    """Whether the two are the halves of one block."""
+    return left.size == right.size and left.first + left.size == right.first and left.first % (2 * left.size) == 0
+
+
+def levels(slots: range) -> int:
+    """How many places a rank's stack needs."""
+    return max((turn.level + 1 for turn in turns(slots)), default=0)
+
+
+Term = int | tuple["Term", "Term"]
+"""A block's number in a list, or the sum of two terms."""
+
+
+@lru_cache(maxsize=256)
+def tree(every: tuple[Block, ...]) -> Term:
+    """How the blocks of all ranks add up. They tile slots 0 .. n - 1, in order."""
+    assert every, "a step has at least one micro-batch"
+    end = every[-1].first + every[-1].size
+    assert [block.first for block in every] == [0, *(block.first + block.size for block in every[:-1])]
+    places = {block: number for number, block in enumerate(every)}
+    size = 1
+    while size < end:
+        size *= 2
+    found = _term(Block(0, size), places, end)
+    assert found is not None
+    return found
+
+
+def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
+    if block in places:
+        return places[block]
+    if block.first >= end:
+        return None
+    half = block.size // 2
+    left = _term(Block(block.first, half), places, end)
+    right = _term(Block(block.first + half, half), places, end)
+    if left is None or right is None:
+        return left if right is None else right
+    return left, right
+
+
+def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor) -> None:
+    """The sum into `out`, which may be one of the tensors. Each addition is rounded to their dtype."""
+    if isinstance(term, int):
+        if tensors[term].data_ptr() != out.data_ptr():
+            out.copy_(tensors[term])
+        return
+    torch.add(_value(term[0], tensors), _value(term[1], tensors), out=out)
+
+
+def _value(term: Term, tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[term] if isinstance(term, int) else torch.add(_value(term[0], tensors), _value(term[1], tensors))
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """The sum along the tree of the rows of a tensor, of which there is at least one: shape [n, ...] gives [...]."""
+    found = torch.empty_like(rows[0])
+    add_up(tree(tuple(Block(slot, 1) for slot in range(len(rows)))), rows.unbind(), found)
+    return found
