@@ -14,7 +14,17 @@ from lockstep.settings import Settings, overrides_of
 
 def test_there_and_back(tmp_path: Path) -> None:
     settings = Settings(
-        task="/a/b.py", overrides={"lr": "0.1"}, workers=3, steps=7, device="cpu", precision="bf16", compile=True, reduce="central"
+        task="/a/b.py",
+        overrides={"lr": "0.1"},
+        workers=3,
+        steps=7,
+        device="cpu",
+        precision="bf16",
+        compile=True,
+        reduce="central",
+        bucket_mb=0.5,
+        threads=2,
+        settings_file="tuned.json",
     )
     settings.write(tmp_path)
     assert Settings.read(tmp_path) == settings
@@ -30,6 +40,12 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"steps": 1.5}, "steps=1.5"),
         ({"epochs": 2, "steps": 3}, "epochs=2 and steps=3 exclude each other"),
         ({"loader_workers": -1}, "loader_workers=-1"),
+        ({"threads": 0}, "threads=0: give a whole number of at least 1"),
+        ({"threads": True}, "threads=True"),
+        ({"bucket_mb": 0}, "bucket_mb=0: give the MiB of a bucket, a number above 0"),
+        ({"bucket_mb": float("nan")}, "bucket_mb=nan"),
+        ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
+        ({"bucket_mb": "5"}, "bucket_mb='5'"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
         ({"reduce": "ring"}, "reduce='ring' is unknown: choose one of auto, native, central"),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
@@ -56,6 +72,12 @@ def test_a_foreign_file_is_refused(tmp_path: Path, text: str | None, message: st
         (tmp_path / "settings.json").write_text(text)
     with pytest.raises(UsageError, match=message):
         Settings.read(tmp_path)
+
+
+def test_the_bucket_is_the_reducers() -> None:
+    from lockstep.gradients.layout import BUCKET
+
+    assert Settings(task="digits").bucket_mb * 2**20 == BUCKET
 
 
 def test_overrides_are_pairs() -> None:

@@ -135,6 +135,20 @@ def test_a_clip_of_nothing_is_refused(world: lockstep.World, clip: float) -> Non
         stepper_for(zoo.build("mlp"), clip=clip)
 
 
+def test_buckets_are_as_large_as_asked_for(world: lockstep.World) -> None:
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])  # 16 KiB each
+    sizes = {}
+    for bucket_mb in (None, 2**-6, 2**-5):
+        stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=bucket_mb)
+        sizes[bucket_mb] = len(stepper.reducer.buckets)
+    assert sizes == {None: 1, 2**-6: 8, 2**-5: 4}
+    with pytest.raises(UsageError, match="bucket_mb=0: a bucket holds more than 0 MiB"):
+        lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0)
+    wrapped = lockstep.DistributedDataParallel(model)
+    with pytest.raises(UsageError, match="bucket_mb=5: the wrapped model has its own buckets; give bucket_cap_mb="):
+        lockstep.Stepper(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=5)
+
+
 def test_gradients_are_views_of_the_buckets_and_no_second_copy(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     stepper = stepper_for(model)

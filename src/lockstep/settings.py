@@ -6,6 +6,7 @@ One JSON file carries it from the command line to the ranks and stays in the run
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -45,14 +46,22 @@ class Settings:
     """How gradients are summed. auto: through shared memory where all ranks are on the CPU of one host, else by the backend."""
     update: Update = "replicated"
     """Who applies them: every rank everything, or each its share. The weights are the same."""
+    bucket_mb: float = 25
+    """MiB of gradients that travel together; torch's wrapper calls it bucket_cap_mb."""
+    threads: int | None = None
+    """Intra-op threads of each rank. None: the cores of the host shared among its ranks, or OMP_NUM_THREADS."""
     loader_workers: int = 0
     """Processes of each rank that load data; 0: the rank itself."""
+    settings_file: str | None = None
+    """The file of `lockstep tune` that some of these were taken from; they are as good as given by hand."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "epochs", "steps"):
+        for name in ("workers", "epochs", "steps", "threads"):
             value = getattr(self, name)
             if (value is not None or name == "workers") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+        if isinstance(self.bucket_mb, bool) or not isinstance(self.bucket_mb, int | float) or not 0 < self.bucket_mb < math.inf:
+            raise UsageError(f"bucket_mb={self.bucket_mb!r}: give the MiB of a bucket, a number above 0")
         if self.epochs is not None and self.steps is not None:
             raise UsageError(f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that shall end the training")
         if isinstance(self.loader_workers, bool) or not isinstance(self.loader_workers, int) or self.loader_workers < 0:

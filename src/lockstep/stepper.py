@@ -37,6 +37,7 @@ from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.exact.choice import check_window, exact_reducer
 from lockstep.gradients.exact.determinism import Determinism
 from lockstep.gradients.facts import Facts, FactsMessage
+from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.replicate import replicate
@@ -92,6 +93,7 @@ class Stepper:
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
+    `bucket_mb`: the MiB of gradients that travel together (25), for a bare module.
     `trace_nonfinite` looks at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan
     or inf came up first; without it that is looked for in the window after a skipped one.
     On a GPU no step waits for the device, but for what was true before its last backward (the weights, the losses); with `clip`, an
@@ -112,6 +114,7 @@ class Stepper:
         reduce: str = "auto",
         update: str = "replicated",
         exact: bool = False,
+        bucket_mb: float | None = None,
         unused: Unused = "error",
         checks: Checks = "full",
         trace_nonfinite: bool = False,
@@ -126,7 +129,7 @@ class Stepper:
         self.world = world or World.current()
         if checks != "off":
             compare_start(*_set_up(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
-        self.reducer, self.model = _reducer(model, reduce, exact, self.world)
+        self.reducer, self.model = _reducer(model, reduce, exact, bucket_mb, self.world)
         self.group = self.reducer.group
         self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
@@ -366,19 +369,26 @@ def _set_up(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Gro
     return world.group, {**model_fields(model), **fields}
 
 
-def _reducer(model: nn.Module, reduce: str, exact: bool, world: World) -> tuple[Reducer, nn.Module]:
+def _reducer(model: nn.Module, reduce: str, exact: bool, bucket_mb: float | None, world: World) -> tuple[Reducer, nn.Module]:
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
     if isinstance(model, DistributedDataParallel):
         if exact:
             raise UsageError("exact=True needs the bare module: the wrapped model's reducer adds micro-batches in another order")
+        if bucket_mb is not None:
+            raise UsageError(
+                f"bucket_mb={bucket_mb}: the wrapped model has its own buckets; give bucket_cap_mb= to DistributedDataParallel"
+            )
         if reduce != "auto":
             raise UsageError(
                 f"reduce={reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
             )
         return model.give_up_reducer(), model.module
     replicate(model, world.group)
+    bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if exact:
-        return exact_reducer(model, reduce, world.group), model
-    return Reducer(model, world.group, choose_reduction(reduce, world.group)), model
+        return exact_reducer(model, reduce, world.group, bucket_bytes), model
+    return Reducer(model, world.group, choose_reduction(reduce, world.group), bucket_bytes=bucket_bytes), model
 
 
 def _with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

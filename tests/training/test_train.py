@@ -276,6 +276,48 @@ def test_an_exception_in_the_model_on_one_rank_is_that_ranks() -> None:
     assert failed.value.rank == 1
 
 
+def counted(world: World, asked: int | None) -> tuple[set[int], int, int]:
+    """The intra-op threads that the loss saw, those before, and those after."""
+    seen: set[int] = set()
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        seen.add(torch.get_num_threads())
+        return toy.loss(output, batch)
+
+    before = torch.get_num_threads()
+    train(toy.task(loss=loss), threads=asked, steps=2)
+    return seen, before, torch.get_num_threads()
+
+
+@pytest.mark.parametrize(("asked", "seen"), [(None, 1), (3, 3)])
+def test_threads_are_those_asked_for_and_the_old_ones_come_back(asked: int | None, seen: int) -> None:
+    assert run_ranks(counted, 2, (asked,)) == [({seen}, 1, 1)] * 2
+
+
+def buckets_and_weights(world: World, options: dict[str, Any]) -> dict[str, Tensor]:
+    return weights(train(toy.task(), **options).model)
+
+
+@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str) -> None:
+    tuned = {"reduce": reduce, "update": update, "bucket_mb": 0.0005, "threads": 2, "loader_workers": 1}
+    ranks = run_ranks(buckets_and_weights, 2, (tuned,))
+    (plain, _) = run_ranks(buckets_and_weights, 2, ({},))
+    for found in ranks:
+        assert found.keys() == plain.keys()
+        for name, tensor in plain.items():
+            assert torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6), name
+
+
+def test_what_is_not_the_default_stands_in_the_first_line(tmp_path: Path) -> None:
+    train(toy.task(), run=tmp_path / "one", steps=1, threads=2, loader_workers=1)
+    run_ranks(buckets_and_weights, 2, ({"run": str(tmp_path / "two"), "steps": 1, "reduce": "native", "bucket_mb": 0.5},))
+    lines = [records(tmp_path / run, "event")[0]["line"].partition("; ")[2] for run in ("one", "two")]
+    assert lines[0] == "replicated update, 2 threads a rank, 1 loader worker a rank"
+    assert lines[1] == "gradients by native in buckets of 0.5 MiB, replicated update"
+
+
 def test_loader_workers_change_nothing() -> None:
     assert train(toy.task(), loader_workers=1).sha256 == train(toy.task()).sha256
 

@@ -23,6 +23,7 @@ from lockstep import randomness
 from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, TaskError, UsageError
+from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings, Update
 from lockstep.stepper import Stepper, StepResult
@@ -34,6 +35,7 @@ from lockstep.training.keep import Keeper
 from lockstep.training.metrics import finite
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
+from lockstep.training.threads import intra_op_threads
 from lockstep.training.watch import Watch
 from lockstep.world import World, init
 
@@ -52,6 +54,8 @@ def train(
     compile: bool | None = None,
     reduce: Reduce = "auto",
     update: Update = "replicated",
+    bucket_mb: float = 25,
+    threads: int | None = None,
     loader_workers: int = 0,
     world: World | None = None,
 ) -> Result:
@@ -61,8 +65,9 @@ def train(
         epochs, steps: when to end; default: the task's epochs. `steps` (optimizer steps) may end inside an epoch.
         run: a folder for settings, metrics, checkpoints and result; None writes nothing.
         device, precision, compile: None or "auto" follows the hardware and the task.
-        reduce, update: how gradients are summed, and who applies them.
-        loader_workers: processes of each rank that load data.
+        reduce, update, bucket_mb: how gradients are summed, who applies them, and how many MiB of them travel together.
+        threads: intra-op threads of each rank while it trains; None: the cores of the host shared among its ranks.
+        loader_workers: processes of each rank that load data. `lockstep tune` finds out which of these are fastest here.
 
     It evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on stderr.
 
@@ -86,14 +91,22 @@ def train(
             compile=compile,
             reduce=reduce,
             update=update,
+            bucket_mb=bucket_mb,
+            threads=threads,
             loader_workers=loader_workers,
         )
-        with _run_directory(run, settings, found) as directory:
-            return _Training(task, settings, found, directory).run()
+        with _run_directory(run, settings, found) as directory, intra_op_threads(threads):
+            return Training(task, settings, found, directory).run()
 
 
-class _Training:
-    """One training, being done."""
+def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result:
+    """`train` on a rank whose launcher has made the settings and claimed the run directory. It opens the world."""
+    with _world(None, settings.device) as world, intra_op_threads(settings.threads):
+        return Training(task, settings, world, run).run()
+
+
+class Training:
+    """One training, being done. Intra-op threads, which belong to the process and not to it, are its caller's affair."""
 
     def __init__(self, task: Task, settings: Settings, world: World, run: RunDirectory | None) -> None:
         self.task, self.settings, self.world, self.directory = task, settings, world, run
@@ -126,6 +139,7 @@ class _Training:
             seed=task.seed,
             reduce=settings.reduce,
             update=settings.update,
+            bucket_mb=settings.bucket_mb,
             world=world,
         )
         self.forward = Forward(self.model, task, self.precision, world.device)
@@ -141,14 +155,20 @@ class _Training:
         self.stopped_early: str | None = None
 
     def _how(self) -> str:
-        reduction = "" if self.world.size == 1 else f"gradients by {self.stepper.reducer.reduction.name}, "
-        return f"{reduction}{self.stepper.update.name} update"
+        settings, buckets = self.settings, ""
+        if settings.bucket_mb != BUCKET / 2**20:
+            buckets = f" in buckets of {settings.bucket_mb:g} MiB"
+        reduction = "" if self.world.size == 1 else f"gradients by {self.stepper.reducer.reduction.name}{buckets}, "
+        more = [] if settings.threads is None else [f"{settings.threads} thread{'s' * (settings.threads > 1)} a rank"]
+        more += [f"{settings.loader_workers} loader worker{'s' * (settings.loader_workers > 1)} a rank"] if settings.loader_workers else []
+        return ", ".join([f"{reduction}{self.stepper.update.name} update", *more])
 
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
         skips = self.precision == "fp16"  # without a loss scale the Stepper warns
         with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
-            journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths)
+            came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
+            journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths, **came_from)
             began = time.perf_counter()
             self._epochs(journal)
             seconds = time.perf_counter() - began
@@ -174,11 +194,15 @@ class _Training:
 
     def _step(self, window: Window, journal: Journal) -> None:
         lr = float(self.optimizer.param_groups[0]["lr"])
+        self.last = self.step(window)
+        journal.step(window, lr, self.last)
+
+    def step(self, window: Window) -> StepResult:
+        """One optimizer step, of which nothing is recorded."""
         for batch in self.stepper.micro_batches(window):
             loss, weight = self.forward.loss(self.forward(batch), batch)
             self.stepper.backward(loss, weight)
-        self.last = self.stepper.step()
-        journal.step(window, lr, self.last)
+        return self.stepper.step()
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
         if self.evaluation is None:

@@ -8,24 +8,13 @@ from pathlib import Path
 from lockstep.settings import Settings
 from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.train import train
+from lockstep.training.train import train_as
 
 
 def main(directory: Path) -> None:
     """Train as `directory`/settings.json says. The task is loaded before the ranks meet: a mistake in it needs no meeting."""
     settings = Settings.read(directory)
-    train(
-        resolve(settings.task, settings.overrides),
-        run=RunDirectory.of_launcher(directory),
-        epochs=settings.epochs,
-        steps=settings.steps,
-        device=settings.device,
-        precision=settings.precision,
-        compile=settings.compile,
-        reduce=settings.reduce,
-        update=settings.update,
-        loader_workers=settings.loader_workers,
-    )
+    train_as(resolve(settings.task, settings.overrides), settings, RunDirectory.of_launcher(directory))
 
 
 if __name__ == "__main__":

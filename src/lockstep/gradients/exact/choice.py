@@ -16,7 +16,7 @@ from lockstep.gradients.reductions import REDUCTIONS
 _CARRIERS = ("auto", "native", "shared_memory")
 
 
-def exact_reducer(model: nn.Module, reduce: str, group: Group) -> Reducer:
+def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int) -> Reducer:
     """A Reducer that adds along the tree. "auto" goes through shared memory where the ranks have it. Raises UsageError."""
     if reduce not in _CARRIERS:
         if reduce in REDUCTIONS:
@@ -26,7 +26,7 @@ def exact_reducer(model: nn.Module, reduce: str, group: Group) -> Reducer:
         raise UsageError(f"reduce={reduce!r} is unknown: choose one of {', '.join(_CARRIERS)}")
     in_memory = reduce != "native" and group.size > 1 and (reduce == "shared_memory" or group.memory is not None)
     reduction = ExactInMemory(group) if in_memory else ExactOverNetwork(group)
-    return Reducer(model, group, reduction, fold=Tree(reduction))
+    return Reducer(model, group, reduction, fold=Tree(reduction), bucket_bytes=bucket_bytes)
 
 
 def check_window(window: object) -> Window:
