@@ -1,31 +1,39 @@
-"""One training step against torch's DistributedDataParallel, in turns, in one run, on the same ranks.
+"""One training step against torch's DistributedDataParallel, Accelerate's and Fabric's, in turns, in one run, on the same ranks.
 
-    python benchmarks/against_ddp.py --workers 2 --models mlp,transformer,cnn --steps 30
+    python benchmarks/against_ddp.py --workers 2 --models small-mlp,small-mlp128,cnn4,transformer
+    python benchmarks/against_ddp.py --workers 4 --models small-mlp,cnn4 --json four.json --plot four.png
+    python benchmarks/against_ddp.py --device cuda --workers 1
 
-Every rank has its own data. Before each step all ranks meet; a step's time is the slowest rank's. The variants take turns, step by
-step, so that the noise of a shared machine falls on all alike. DDP is given its best setting: gradient_as_bucket_view and the
-bucket size that is fastest here, both with the same fused optimizer and one intra-op thread a core and rank. The results are
-compared as well as timed. Lockstep's variants: native collectives, gradients in shared memory, and a sharded update besides. `--compile`
-compiles every model; `--memory` measures in place of time the peak of each variant's resident memory, in ranks of its own.
+What is measured, and how, is `lockstep bench train`'s (src/lockstep/measure/training_step.py); here are the models, as tasks on made-up
+data, other data on each rank. DDP has gradient_as_bucket_view and buckets of 5, 25 and 100 MB; every way the same fused optimizer. Lockstep's
+ways: its DistributedDataParallel and its Stepper, over native collectives and through shared memory, and with a sharded update. "local"
+does not communicate: on one rank it is the bare loop. `--compile` compiles every model; `--memory` measures peak memory too, of each way in
+ranks of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import statistics
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.errors import UsageError
+from lockstep.measure import report
+from lockstep.measure.files import check_plot, check_writable, write_json
+from lockstep.measure.given import WINDOWS
+from lockstep.measure.training_step import BASELINES, measure
+
+VARIANTS = (*BASELINES, "wrapper:native", "wrapper:shared", "stepper:native", "stepper:shared", "stepper:sharded")
+Samples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 
 class Block(nn.Module):
@@ -55,7 +63,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.blocks(self.embed(x)))
-        return logits.flatten(0, 1)
+        return logits
 
 
 def mlp() -> nn.Module:
@@ -71,30 +79,52 @@ def small_mlp() -> nn.Module:
     )
 
 
-def cnn() -> nn.Module:
+def convolutions(*widths: int) -> list[nn.Module]:
+    """The first at full size, each of the others at half of the one before, until 4 x 4."""
     layers: list[nn.Module] = []
-    for inside, outside in ((3, 16), (16, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(inside, outside, 3, padding=1, stride=2 if inside > 3 else 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    for place, (inside, outside) in enumerate(zip((3, *widths[:-1]), widths, strict=True)):
+        stride = 2 if 0 < place < 4 else 1
+        layers += [nn.Conv2d(inside, outside, 3, padding=1, stride=stride, bias=False), nn.BatchNorm2d(outside), nn.ReLU()]
+    return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(*convolutions(16, 32, 64, 128), nn.Linear(128, 10))
+
+
+def cnn4() -> nn.Module:
+    """4 MiB of gradients."""
+    return nn.Sequential(*convolutions(32, 64, 128, 256, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 @dataclass(frozen=True)
 class Case:
     model: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+    samples: Samples
+    batch: int
+    """Samples of a rank's step."""
 
 
-def rows(count: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    return lambda g: (torch.randn(count, 1024, generator=g), torch.randint(0, 1024, (count,), generator=g))
+def rows(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 1024, generator=g), torch.randint(0, 1024, (count,), generator=g)
+
+
+def texts(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 256, (count, 64), generator=g), torch.randint(0, 256, (count, 64), generator=g)
+
+
+def images(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 3, 32, 32, generator=g), torch.randint(0, 10, (count,), generator=g)
 
 
 CASES = {
-    "mlp": Case(mlp, rows(32)),
-    "mlp128": Case(mlp, rows(128)),
-    "small-mlp": Case(small_mlp, rows(32)),
-    "small-mlp128": Case(small_mlp, rows(128)),
-    "transformer": Case(Transformer, lambda g: (torch.randint(0, 256, (4, 64), generator=g), torch.randint(0, 256, (256,), generator=g))),
-    "cnn": Case(cnn, lambda g: (torch.randn(32, 3, 32, 32, generator=g), torch.randint(0, 10, (32,), generator=g))),
+    "mlp": Case(mlp, rows, 32),
+    "mlp128": Case(mlp, rows, 128),
+    "small-mlp": Case(small_mlp, rows, 32),
+    "small-mlp128": Case(small_mlp, rows, 128),
+    "transformer": Case(Transformer, texts, 4),
+    "cnn": Case(cnn, images, 32),
+    "cnn4": Case(cnn4, images, 32),
 }
 
 
@@ -110,122 +140,73 @@ class Compilable(nn.Module):
         return y
 
 
-# Of Lockstep's variants: reduce, and update.
-_HOW = {"native": ("native", "replicated"), "shared": ("shared_memory", "replicated"), "sharded": ("shared_memory", "sharded")}
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-class Variant:
-    """One way to take a step on the same model and data."""
-
-    def __init__(self, kind: str, case: Case, compiled: bool) -> None:
-        torch.manual_seed(0)
-        self.model = Compilable(case.model())
-        if compiled:
-            self.model.compile()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.stepper: lockstep.Stepper | None = None
-        self.forward: nn.Module = self.model
-        name, _, cap = kind.partition(":")
-        if name == "ddp":
-            self.forward = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=float(cap))
-        elif name == "wrapper":
-            self.forward = lockstep.DistributedDataParallel(self.model, reduce=_HOW[cap][0])
-        elif name == "stepper":
-            self.stepper = lockstep.Stepper(self.model, self.optimizer, reduce=_HOW[cap][0], update=_HOW[cap][1])
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        if self.stepper is not None:
-            for a, b in self.stepper.micro_batches([(x, y)]):
-                self.stepper.backward(F.cross_entropy(self.forward(a), b, reduction="sum"), weight=len(b))
-            self.stepper.step()
-            return
-        self.optimizer.zero_grad()
-        F.cross_entropy(self.forward(x), y).backward()
-        self.optimizer.step()
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Of classes [batch, classes], or of bytes [batch, length, 256]."""
+    return F.cross_entropy(output.flatten(0, -2), batch[1].flatten(), reduction="sum"), batch[1].numel()
 
 
-def measure(name: str, kinds: list[str], steps: int, compiled: bool) -> dict[str, list[float]]:
-    """Seconds of every step of every variant, on this rank; "local" does not communicate."""
-    with lockstep.init() as world:
-        case = CASES[name]
-        generator = torch.Generator().manual_seed(world.rank)
-        variants = {kind: Variant(kind, case, compiled) for kind in kinds}
-        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for step in range(steps + 3):
-            x, y = case.batch(generator)
-            for kind in kinds if step % 2 else reversed(kinds):
-                world.group.all_reduce(torch.zeros(1)).wait()
-                begin = time.perf_counter()
-                variants[kind].step(x, y)
-                if step >= 3:
-                    seconds[kind].append(time.perf_counter() - begin)
-        _compare(variants)
-        slowest = torch.tensor([seconds[kind] for kind in kinds], dtype=torch.float64)
-        world.group.all_reduce(slowest, "max").wait()
-        return dict(zip(kinds, slowest.tolist(), strict=True))
-
-
-def peak(name: str, kind: str, steps: int) -> float:
-    """MiB by which the resident memory of the fullest rank rose, at its peak, over what it was before the model."""
-    with lockstep.init() as world:
-        case = CASES[name]
-        generator = torch.Generator().manual_seed(world.rank)
-        torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True).step()  # what the first optimizer imports is not the model's
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        variant = Variant(kind, case, compiled=False)
-        for _ in range(steps):
-            variant.step(*case.batch(generator))
-        rise = torch.tensor((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
-        world.group.all_reduce(rise, "max").wait()
-        return rise.item()
-
-
-def _compare(variants: dict[str, Variant]) -> None:
-    """All variants that communicate took the same steps."""
-    weights = {
-        kind: torch.cat([parameter.detach().flatten() for parameter in variant.model.parameters()])
-        for kind, variant in variants.items()
-        if kind != "local"
-    }
-    first, *others = weights
-    for other in others:
-        gap = (weights[first] - weights[other]).norm() / weights[first].norm()
-        assert gap < 1e-3, f"{first} and {other} trained differently: relative distance {gap:.1e}"
+def task_of(name: str, workers: int, compiled: bool) -> lockstep.Task:
+    """The case as a task in which every rank has one micro-batch a step."""
+    case = CASES[name]
+    return lockstep.Task(
+        name=name,
+        model=lambda: Compilable(case.model()),
+        train_data=TensorDataset(*case.samples(WINDOWS * workers * case.batch, torch.Generator().manual_seed(0))),
+        loss=loss,
+        optimizer=optimizer,
+        global_batch=workers * case.batch,
+        micro_batch=case.batch,
+        compile=compiled,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--models", default="mlp,transformer,cnn")
-    parser.add_argument(
-        "--variants", default="local,ddp:5,ddp:25,ddp:100,wrapper:native,stepper:native,wrapper:shared,stepper:shared,stepper:sharded"
-    )
+    parser.add_argument("--models", default="small-mlp,small-mlp128,cnn4,transformer", help=f"some of {', '.join(CASES)}")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
     options = parser.parse_args()
-    kinds = options.variants.split(",")
-    report: dict[str, dict[str, Any]] = {}
-    for name in options.models.split(","):
-        if options.memory:
-            peaks = {kind: lockstep.launch(peak, workers=options.workers, args=(name, kind, options.steps))[0] for kind in kinds}
-            print(f"{name}, {options.workers} workers: peak memory of a rank above that before the model")
-            print("\n".join(f"  {kind:<16} {mib:8.1f} MiB" for kind, mib in peaks.items()))
-            report[name] = {"peak_mib": peaks}
-            continue
-        seconds = lockstep.launch(measure, workers=options.workers, args=(name, kinds, options.steps, options.compile))[0]
-        median = {kind: statistics.median(values) for kind, values in seconds.items()}
-        quarter = {kind: statistics.quantiles(values, n=4)[0] for kind, values in seconds.items()}
-        best = min((kind for kind in kinds if kind.startswith("ddp")), key=median.__getitem__)
-        print(f"{name}, {options.workers} workers, {options.steps} steps each; best DDP: {best}")
-        for kind in kinds:
-            print(
-                f"  {kind:<16} median {1e3 * median[kind]:8.1f} ms   p25 {1e3 * quarter[kind]:8.1f} ms   DDP / it {median[best] / median[kind]:5.2f}"
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"--models {','.join(unknown)}: choose some of {', '.join(CASES)}")
+    try:
+        wrong = compare(names, options)
+    except UsageError as error:
+        parser.error(str(error))
+    sys.exit(1 if wrong else 0)
+
+
+def compare(names: list[str], options: argparse.Namespace) -> bool:
+    """Measure, print and write; whether some way trained something else."""
+    check_writable(options.json, "--json")
+    check_plot(options.plot)
+    every = []
+    for name in names:
+        every.append(
+            measure(
+                partial(task_of, name, options.workers, options.compile),
+                workers=options.workers,
+                variants=options.variants.split(","),
+                steps=options.steps,
+                device=options.device,
+                memory=options.memory,
             )
-        report[name] = {"seconds": seconds, "median": median, "p25": quarter, "best": best}
-    if options.json:
-        options.json.write_text(json.dumps({"workers": options.workers, "torch": torch.__version__, "models": report}, indent=1))
+        )
+        print(report.table(every[-1]), end="\n\n", flush=True)
+    write_json(options.json, {"models": [found.as_json() for found in every]})
+    if options.plot is not None:
+        report.plot(every, options.plot)
+    return any(found.wrong for found in every)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ import statistics
 import time
 
 import torch
-from torch.nn import functional as F
 
 import lockstep
-from against_ddp import CASES
+from against_ddp import CASES, loss
 from lockstep.checks.replicas import ReplicaCheck
 
 VARIANTS = ("off", "start", "full", "untagged")
@@ -36,14 +35,14 @@ def measure(name: str, steps: int) -> tuple[dict[str, list[float]], float]:
         seconds: dict[str, list[float]] = {kind: [] for kind in VARIANTS}
         tags = world.group.tags
         for step in range(steps + 3):
-            x, y = case.batch(generator)
+            batch = case.samples(case.batch, generator)
             for kind in VARIANTS if step % 2 else reversed(VARIANTS):
                 world.group.all_reduce(torch.zeros(1)).wait()
                 world.group.tags = None if kind == "untagged" else tags
                 begin = time.perf_counter()
                 stepper = steppers[kind]
-                for a, b in stepper.micro_batches([(x, y)]):
-                    stepper.backward(F.cross_entropy(stepper.model(a), b, reduction="sum"), weight=len(b))
+                for micro in stepper.micro_batches([batch]):
+                    stepper.backward(*loss(stepper.model(micro[0]), micro))
                 stepper.step()
                 if step >= 3:
                     seconds[kind].append(time.perf_counter() - begin)

@@ -58,7 +58,7 @@ def test_torchs_is_measured_up_to_what_was_asked_and_what_fits(monkeypatch: pyte
         return OURS if kind == "ours" else TORCHS
 
     monkeypatch.setattr(sampler, "in_a_process", figure)
-    monkeypatch.setattr(sampler, "_bytes", lambda file, name: 64 * 10**6)
+    monkeypatch.setattr(sampler, "from_proc", lambda file, name: 64 * 10**6)
     found = list(rows(10**7, (10**6, 10**7, 10**9)))
     assert asked == [("ours", 10**6), ("torch", 10**6), ("ours", 10**7), ("ours", 10**9)]
     assert [row.torch for row in found] == [TORCHS, None, None]
@@ -86,10 +86,10 @@ def test_any_number_of_samples_can_be_measured(samples: int) -> None:
 
 def test_memory_that_is_taken_is_seen_and_the_past_forgotten() -> None:
     take_64_mib()
-    before = sampler._fresh_peak()
-    assert sampler._bytes("/proc/self/status", "VmHWM") - before < 32 << 20
+    before = sampler.fresh_peak()
+    assert sampler.from_proc("/proc/self/status", "VmHWM") - before < 32 << 20
     take_64_mib()
-    assert sampler._bytes("/proc/self/status", "VmHWM") - before > 48 << 20
+    assert sampler.from_proc("/proc/self/status", "VmHWM") - before > 48 << 20
 
 
 def take_64_mib() -> None:
@@ -118,7 +118,7 @@ def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, code: in
 
 def test_where_there_is_no_proc_it_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"meminfo cannot be read \(No such file or directory\): memory is measured on Linux only"):
-        sampler._bytes(str(tmp_path / "meminfo"), "MemAvailable")
+        sampler.from_proc(str(tmp_path / "meminfo"), "MemAvailable")
 
 
 def test_a_figure_survives_json() -> None:

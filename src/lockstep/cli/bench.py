@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.errors import UsageError
+from lockstep.cli.over_run import DeviceName, TaskName
+from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.measure.files import check_plot, check_writable, write_json
+
+if TYPE_CHECKING:
+    from lockstep.settings import Settings
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -23,17 +30,24 @@ def sampler(
     """Start-up time, memory and time per index of a shuffled order beside torch's DistributedSampler, each in a fresh process."""
     from lockstep.measure import sampler as measured
 
+    check_writable(json_file, "--json")
     found = list(measured.rows(largest_torch))
     print(measured.table(found))
-    _write(json_file, {"rows": [row.as_json() for row in found]}, "--json")
+    write_json(json_file, {"rows": [row.as_json() for row in found]})
 
 
 @app.command("collectives")
 def collectives(
     workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks on this host.")] = 2,
     sizes: Annotated[str, typer.Option(metavar="FROM..TO", help="Bytes, from line to line four times as many.")] = "4K..64M",
-    collective: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="Such as all_reduce, broadcast, all_gather.")] = "all_reduce",
-    algorithms: Annotated[str, typer.Option(metavar="NAME[,NAME]", help="all, or some of native, auto, central, ring, tree, ...")] = "all",
+    collective: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME]", show_default=False, help="Such as broadcast, all_gather; default: all_reduce."),
+    ] = None,
+    algorithms: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME]", show_default=False, help="Some of native, auto, central, ring, tree, ...; default: all."),
+    ] = None,
     runs: Annotated[
         int | None, typer.Option(show_default=False, help="Timed runs of each; default: what fits in about a quarter of a second.")
     ] = None,
@@ -52,21 +66,111 @@ def collectives(
 
     every = _sizes(sizes)
     if tune is not None:
+        _refuse_with_tune({"--collective": collective, "--algorithms": algorithms, "--runs": runs})
+    check_writable(json_file, "--json")
+    check_writable(tune, "--tune")
+    check_plot(plot)
+    if tune is not None:
         tuning, found = measured.tune(workers, every, str(tune))
-        _write(tune, tuning.as_json(), "--tune")
+        write_json(tune, tuning.as_json(), "--tune")
     else:
         found = []
-        for kind in collective.split(","):
+        for kind in (collective or "all_reduce").split(","):
             every_name = ["native", *algorithms_of(kind)] if kind in measured.KINDS else []
-            names = every_name if algorithms == "all" else algorithms.split(",")
+            names = every_name if algorithms is None or algorithms == "all" else algorithms.split(",")
             measured.check(kind, names)
             found += measured.measure(kind, workers, every, names, runs)  # type: ignore[arg-type]
     print(measured.table(found))
     if tune is not None:
         print(f"\nwritten to {tune}: use it with LOCKSTEP_TUNING={tune}, or lockstep.init(tuning={str(tune)!r})")
-    _write(json_file, {"rows": [row.as_json() for row in found]}, "--json")
+    write_json(json_file, {"rows": [row.as_json() for row in found]})
     if plot is not None:
         measured.plot(found, str(plot))
+
+
+def _refuse_with_tune(given: dict[str, object]) -> None:
+    """A tuning is made of all collectives and algorithms, at runs that fill a quarter of a second each."""
+    for option, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{option} {value}: --tune measures every collective and algorithm, as often as each is worth; leave {option} out"
+            )
+
+
+@app.command("train")
+def train(
+    task: TaskName,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 2.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each variant; 3 more warm up.")] = 30,
+    variants: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME]",
+            show_default=False,
+            help="Some of local, ddp:MB, accelerate:MB, fabric:MB, wrapper:native, "
+            "wrapper:shared, stepper:native, stepper:shared, stepper:sharded; each holds a model and an optimizer of its own.",
+        ),
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Measure peak memory too, of each variant in ranks of its own.")] = False,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
+    ] = None,
+    device: DeviceName = "auto",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file, too.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw the step times, .png or .svg.")] = None,
+) -> None:
+    """Time one training step of TASK as `lockstep train` takes it beside torch's DDP, Accelerate's and Fabric's, in turns on the same ranks.
+
+    All take the same micro-batches; loading is not timed. Exits with 1 where weights were not the same in the end.
+    """
+    from lockstep.measure import report
+    from lockstep.measure import training_step as measured
+    from lockstep.training.resolve import locate, resolve
+
+    check_writable(json_file, "--json")
+    check_plot(plot)
+    settings = _settings(locate(task), workers, steps, override or [], device)
+    names = measured.VARIANTS if variants is None else variants.split(",")
+    source = partial(resolve, settings.task, settings.overrides)
+    try:
+        found = measured.measure(source, workers=settings.workers, variants=names, steps=steps, device=settings.device, memory=memory)
+    except WorkerFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(ExitCode.FAILED) from None
+    print(report.table(found))
+    write_json(json_file, found.as_json())
+    if plot is not None:
+        report.plot([found], plot)
+    if found.wrong:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _settings(place: str, workers: int | None, steps: int, override: list[str], device: str) -> Settings:
+    """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have something to say to each other."""
+    from lockstep.cli.train import _fitted
+    from lockstep.settings import Settings, overrides_of
+
+    settings = Settings(
+        task=place,
+        overrides=overrides_of(override),
+        workers=1 if workers is None else workers,
+        steps=steps,
+        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
+    )
+    fitted = _fitted(settings, count_workers=workers is None)
+    if workers is None and fitted.workers == 1 and not _has_gpu(device):
+        return replace(fitted, workers=2)
+    return fitted
+
+
+def _has_gpu(device: str) -> bool:
+    from lockstep.launcher import agent  # imports torch
+
+    return device != "cpu" and agent.gpus() > 0
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -88,12 +192,3 @@ def _bytes(part: str, text: str) -> int:
     if not number.isdigit() or unit not in _UNITS or int(number) == 0:
         raise UsageError(f"--sizes {text}: {part!r} is no number of bytes; give FROM..TO, such as 4K..64M")
     return int(number) * _UNITS[unit]
-
-
-def _write(file: Path | None, what: object, option: str) -> None:
-    if file is None:
-        return
-    try:
-        file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{option} {file} cannot be written: {error.strerror or error}") from error

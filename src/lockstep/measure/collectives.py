@@ -23,6 +23,7 @@ from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 from lockstep.launcher.spawn import launch
+from lockstep.measure.files import pyplot, save
 from lockstep.world import World, init
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -226,13 +227,7 @@ def table(measured: Sequence[Measured]) -> str:
 
 def plot(measured: Sequence[Measured], file: str) -> None:
     """Time by size, a curve an algorithm, both axes logarithmic. Raises UsageError without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'lockstep-train[plot]'") from None
+    plt = pyplot()
     kinds = list(dict.fromkeys(each.collective for each in measured))
     figure, axes = plt.subplots(1, len(kinds), figsize=(1 + 6 * len(kinds), 5), squeeze=False)
     for axis, kind in zip(axes[0], kinds, strict=True):
@@ -245,8 +240,4 @@ def plot(measured: Sequence[Measured], file: str) -> None:
         axis.grid(alpha=0.3, which="both")
         axis.legend()
     figure.tight_layout()
-    try:
-        figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--plot {file} cannot be written: {error}") from error
-    plt.close(figure)
+    save(figure, file)

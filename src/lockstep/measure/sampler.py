@@ -11,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
+from lockstep.measure.memory import fresh_peak, from_proc
 
 Kind = Literal["ours", "torch"]
 
@@ -68,7 +68,7 @@ def rows(largest_torch: int, sizes: tuple[int, ...] = SIZES) -> Iterator[Row]:
     """Measure one size after the other; torch's up to `largest_torch` samples and what this machine's memory holds. Linux only."""
     for samples in sizes:
         ours = in_a_process("ours", samples)
-        needed, free = samples * _TORCH_BYTES, _bytes("/proc/meminfo", "MemAvailable")
+        needed, free = samples * _TORCH_BYTES, from_proc("/proc/meminfo", "MemAvailable")
         if samples > largest_torch:
             yield Row(samples=samples, ours=ours)
         elif needed > free:
@@ -96,11 +96,11 @@ def measure(kind: Kind, samples: int) -> Figure:
 def _ours(samples: int) -> Figure:
     from lockstep.data.orders import Shuffled
 
-    before, start = _fresh_peak(), perf_counter()
+    before, start = fresh_peak(), perf_counter()
     order = Shuffled(samples, 0)
     order.at(0, np.arange(min(_FIRST, samples), dtype=np.int64))
     seconds = perf_counter() - start
-    mib = (_bytes("/proc/self/status", "VmHWM") - before) / _MIB
+    mib = (from_proc("/proc/self/status", "VmHWM") - before) / _MIB
     batch = min(_BATCH, samples)
     times = []
     for number in range(_BATCHES):
@@ -115,27 +115,10 @@ def _torchs(samples: int) -> Figure:
     from torch.utils.data import DistributedSampler
 
     dataset: Any = range(samples)  # a length is all that it is asked for
-    before, start = _fresh_peak(), perf_counter()
+    before, start = fresh_peak(), perf_counter()
     next(iter(DistributedSampler(dataset, num_replicas=2, rank=0)))
     seconds = perf_counter() - start
-    return Figure(seconds=seconds, mib=(_bytes("/proc/self/status", "VmHWM") - before) / _MIB)
-
-
-def _fresh_peak() -> int:
-    """Forget the peak of the resident set (which the imports reached, or the parent), and return what it is now, in bytes."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        raise UsageError(f"/proc/self/clear_refs cannot be written ({error.strerror}): memory is measured on Linux only") from error
-    return _bytes("/proc/self/status", "VmRSS")
-
-
-def _bytes(file: str, name: str) -> int:
-    try:
-        lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read ({error.strerror}): memory is measured on Linux only") from error
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    return Figure(seconds=seconds, mib=(from_proc("/proc/self/status", "VmHWM") - before) / _MIB)
 
 
 def table(measured: list[Row]) -> str:

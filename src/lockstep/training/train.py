@@ -6,18 +6,13 @@ The loop is the one that a user would write with Loader and Stepper (README); ar
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch.distributed as dist
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep import randomness
 from lockstep.data.loader import Loader, is_iterable
@@ -28,6 +23,7 @@ from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings, Update
 from lockstep.stepper import Stepper, StepResult
 from lockstep.task import Precision, Task
+from lockstep.training.build import Length, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
 from lockstep.training.identity import sha256, weights
 from lockstep.training.journal import Journal
@@ -125,11 +121,11 @@ class Training:
         self.length = Length.of(task, settings, None if is_iterable(task.train_data) else len(self.loader))
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
-        self.model = _model(task).to(world.device)
+        self.model = model_of(task).to(world.device)
         if task.compile if settings.compile is None else settings.compile:
             self.model.compile()  # in place: the weights keep their names
-        self.optimizer = _optimizer(task, self.model)
-        self.scheduler = _scheduler(task, self.optimizer, self.length)
+        self.optimizer = optimizer_of(task, self.model)
+        self.scheduler = scheduler_of(task, self.optimizer, self.length)
         self.stepper = Stepper(
             self.model,
             self.optimizer,
@@ -255,53 +251,6 @@ class Training:
         names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
         name = watched.metric if watched else next(iter(names), "loss")
         return name, self.metrics.get(name, self.last.loss)
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How long a training is meant to be. A stream's epochs have no known length: then one of the two is None."""
-
-    epochs: int | None
-    steps: int | None
-
-    @classmethod
-    def of(cls, task: Task, settings: Settings, steps_per_epoch: int | None) -> Length:
-        """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch that is begun counts as one."""
-        if settings.steps is not None:
-            return cls(None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch), settings.steps)
-        epochs = settings.epochs or task.epochs
-        return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
-
-
-def _model(task: Task) -> nn.Module:
-    model: Any = task.model()
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"Task: model returned a {type(model).__name__}; it must return a torch.nn.Module")
-    return model
-
-
-def _optimizer(task: Task, model: nn.Module) -> Optimizer:
-    optimizer: Any = task.optimizer(model)
-    if not isinstance(optimizer, Optimizer):
-        raise TaskError(f"Task: optimizer returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
-    return optimizer
-
-
-def _scheduler(task: Task, optimizer: Optimizer, length: Length) -> LRScheduler | None:
-    if task.scheduler is None:
-        return None
-    times = length.steps if task.scheduler_per == "step" else length.epochs
-    if times is None:
-        fix = "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
-        raise TaskError(
-            f"Task: scheduler is asked for a schedule over all {task.scheduler_per}s, and nobody knows how many a stream has: {fix}"
-        )
-    scheduler: Any = task.scheduler(optimizer, times)
-    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise TaskError(
-            f"Task: scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler that steps without a metric"
-        )
-    return scheduler
 
 
 @contextmanager

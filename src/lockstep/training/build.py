@@ -1,0 +1,62 @@
+"""What a task's functions build, each answer checked once where it arrives: the model, its optimizer, a scheduler over a known length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lockstep.errors import TaskError
+from lockstep.settings import Settings
+from lockstep.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a training is meant to be. A stream's epochs have no known length: then one of the two is None."""
+
+    epochs: int | None
+    steps: int | None
+
+    @classmethod
+    def of(cls, task: Task, settings: Settings, steps_per_epoch: int | None) -> Length:
+        """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch that is begun counts as one."""
+        if settings.steps is not None:
+            return cls(None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch), settings.steps)
+        epochs = settings.epochs or task.epochs
+        return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
+
+
+def model_of(task: Task) -> nn.Module:
+    model: Any = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Task: model returned a {type(model).__name__}; it must return a torch.nn.Module")
+    return model
+
+
+def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
+    optimizer: Any = task.optimizer(model)
+    if not isinstance(optimizer, Optimizer):
+        raise TaskError(f"Task: optimizer returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+    return optimizer
+
+
+def scheduler_of(task: Task, optimizer: Optimizer, length: Length) -> LRScheduler | None:
+    if task.scheduler is None:
+        return None
+    times = length.steps if task.scheduler_per == "step" else length.epochs
+    if times is None:
+        fix = "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
+        raise TaskError(
+            f"Task: scheduler is asked for a schedule over all {task.scheduler_per}s, and nobody knows how many a stream has: {fix}"
+        )
+    scheduler: Any = task.scheduler(optimizer, times)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise TaskError(
+            f"Task: scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler that steps without a metric"
+        )
+    return scheduler
