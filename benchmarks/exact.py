@@ -1,6 +1,6 @@
 """What exact mode costs: a training step with and without it, in turns, on the same ranks and micro-batches.
 
-    python benchmarks/exact.py --workers 2 --models small-mlp,transformer,cnn --micro-batches 1,4
+    python benchmarks/exact.py --workers 2 --models small-mlp,cnn4,transformer --micro-batches 1,4
 
 `--micro-batches` are those of a rank. The models are those of against_ddp.py. Exact steps run with torch's deterministic algorithms and
 the ordinary ones without, on one intra-op thread a rank both.
@@ -12,30 +12,22 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from against_ddp import CASES
-from lockstep.gradients.exact.determinism import Determinism
+from against_ddp import CASES, loss
+from lockstep.determinism import Determinism
 from lockstep.measure.turns import Way, take_turns
 
 WAYS = {"ordinary": False, "exact": True}
+STEPS = 4  # that are walked again and again
 
 
-class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Every sample is a whole micro-batch."""
-
-    def __init__(self, name: str, count: int) -> None:
-        self._case, self._count = CASES[name], count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._case.batch(torch.Generator().manual_seed(number))
+def samples(name: str, count: int) -> Dataset[Any]:
+    return TensorDataset(*CASES[name].samples(count, torch.Generator().manual_seed(0)))
 
 
 def training(name: str, mine: int, reduce: str, exact: bool, world: lockstep.World) -> Way:
@@ -43,23 +35,17 @@ def training(name: str, mine: int, reduce: str, exact: bool, world: lockstep.Wor
     model = CASES[name].model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     stepper = lockstep.Stepper(model, optimizer, reduce=reduce, exact=exact, world=world)
-    loader = lockstep.Loader(
-        Batches(name, 8 * mine * world.size),
-        global_batch=mine * world.size,
-        micro_batch=1,
-        shuffle=False,
-        collate_fn=lambda items: items[0],
-    )
+    batch = CASES[name].batch
+    total = mine * world.size * batch
+    loader = lockstep.Loader(samples(name, STEPS * total), global_batch=total, micro_batch=batch)
     windows = [window for epoch in loader.epochs(1) for window in epoch]
-    for window in windows:
-        window.drain()
     turn = 0
 
     def step() -> None:
         nonlocal turn
-        determinism = Determinism() if exact else None
-        for x, y in stepper.micro_batches(windows[turn % len(windows)]):
-            stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+        determinism = Determinism(1) if exact else None
+        for x, y in stepper.micro_batches(windows[turn % STEPS]):
+            stepper.backward(*loss(model(x), (x, y)))
         stepper.step()
         turn += 1
         if determinism is not None:
@@ -78,7 +64,7 @@ def measure(name: str, mine: int, reduce: str, steps: int) -> dict[str, list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--models", default="small-mlp,transformer,cnn")
+    parser.add_argument("--models", default="small-mlp,cnn4,transformer", help=f"some of {', '.join(CASES)}")
     parser.add_argument("--micro-batches", default="1,4")
     parser.add_argument("--reduce", default="shared_memory,native")
     parser.add_argument("--steps", type=int, default=30)
@@ -92,9 +78,9 @@ def main() -> None:
                 median = {way: statistics.median(values) for way, values in seconds.items()}
                 quarter = {way: statistics.quantiles(values, n=4)[0] for way, values in seconds.items()}
                 print(
-                    f"{reduce:<14} {name:<14} {mine} micro-batches a rank: ordinary {1e3 * median['ordinary']:7.1f} ms   "
-                    f"exact {1e3 * median['exact']:7.1f} ms   exact / ordinary {median['exact'] / median['ordinary']:5.3f}   "
-                    f"p25 {quarter['exact'] / quarter['ordinary']:5.3f}"
+                    f"{reduce:<14} {name:<12} {mine} a rank: ordinary {1e3 * median['ordinary']:7.1f} ms   exact {1e3 * median['exact']:7.1f} ms   "
+                    f"exact / ordinary {median['exact'] / median['ordinary']:5.3f}   p25 {quarter['exact'] / quarter['ordinary']:5.3f}",
+                    flush=True,
                 )
                 report.append({"reduce": reduce, "model": name, "micro_batches": mine, "seconds": seconds})
     if options.json:

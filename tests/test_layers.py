@@ -13,7 +13,7 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors", "place", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
-    {"collectives", "data", "launcher", "meeting", "joining", "hosts"},
+    {"collectives", "data", "launcher", "meeting", "joining", "hosts", "determinism"},
     {"world", "backend"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},

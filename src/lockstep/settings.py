@@ -46,6 +46,8 @@ class Settings:
     """How gradients are summed. auto: through shared memory where all ranks are on the CPU of one host, else by the backend."""
     update: Update = "replicated"
     """Who applies them: every rank everything, or each its share. The weights are the same."""
+    exact: bool = False
+    """The same bits at any number of workers: sums along one tree, deterministic algorithms, one intra-op thread unless `threads` says another."""
     bucket_mb: float = 25
     """MiB of gradients that travel together; torch's wrapper calls it bucket_cap_mb."""
     threads: int | None = None
@@ -76,6 +78,11 @@ class Settings:
             value = getattr(self, name)
             if value not in known:
                 raise UsageError(f"{name}={value!r} is unknown: choose one of {', '.join(choice for choice in known if choice)}")
+
+        if self.exact and self.reduce in ("central", "hierarchical"):
+            raise UsageError(
+                f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it out, or choose native or shared_memory"
+            )
 
     def write(self, directory: Path) -> None:
         """As settings.json in `directory`."""

@@ -35,7 +35,6 @@ from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.exact.choice import check_window, exact_reducer
-from lockstep.gradients.exact.determinism import Determinism
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
@@ -88,7 +87,8 @@ class Stepper:
     not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory, hierarchical), `update` who applies them:
     "replicated", or "sharded": each rank updates its share of the parameters, with its share of the optimizer's state, and all exchange
     them; the weights are the same, bit for bit. `exact` has the same bits come out on any number of ranks: every sum follows one tree over the
-    window's slots, and the process computes deterministically, on one intra-op thread, until the world closes; it needs a Loader's windows.
+    window's slots, and the process computes deterministically, on one intra-op thread, until the world closes
+    (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
     The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
@@ -145,7 +145,7 @@ class Stepper:
             )
         self.exact = exact
         if exact:
-            self.world.own(Determinism())
+            self.world.compute_deterministically()
         self.steps = 0
         self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)

@@ -28,6 +28,7 @@ from lockstep.collectives.exchanged_tags import ExchangedTags
 from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible, share_memory
 from lockstep.collectives.tags import call_site, share_page
+from lockstep.determinism import Determinism
 from lockstep.errors import LockstepError, UsageError
 from lockstep.hosts import find_hosts
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
@@ -80,6 +81,7 @@ class World:
         self._groups: list[Group] = []
         self._subgroups: dict[str, int] = {}  # made so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
+        self._determinism: Determinism | None = None
         self.group = Group.default()
         self._tags = tags
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
@@ -244,6 +246,19 @@ class World:
             )
         assert twin is not None
         return twin
+
+    def compute_deterministically(self, threads: int | None = None) -> Determinism:
+        """Have this process compute so, until the world closes, that the same micro-batch gives the same gradient on every rank.
+
+        With `threads` intra-op threads, 1 by default. Asked for again it goes on as it is; with another number that is a UsageError.
+        """
+        if self._determinism is None:
+            self._determinism = self.own(Determinism(threads or 1))
+        if threads not in (None, self._determinism.threads):
+            raise UsageError(
+                f"threads={threads}, but this world computes with {self._determinism.threads} already: bits depend on the number"
+            )
+        return self._determinism
 
     # -- lifetime ------------------------------------------------------------------------------------------------------------------
 

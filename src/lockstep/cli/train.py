@@ -41,6 +41,9 @@ def train(
     update: Annotated[
         str, typer.Option(metavar="replicated|sharded", help="Who applies them: every rank all of them, or each its share.")
     ] = "replicated",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The same bits at any number of workers: one order of addition, deterministic algorithms.")
+    ] = False,
     loader_workers: Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")] = 0,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host.
@@ -66,6 +69,7 @@ def train(
         compile=compile,
         reduce=reduce,  # type: ignore[arg-type]
         update=update,  # type: ignore[arg-type]
+        exact=exact,
         loader_workers=loader_workers,
     )
     settings = _fitted(settings, count_workers=workers is None)

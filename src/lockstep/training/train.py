@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -50,6 +50,7 @@ def train(
     compile: bool | None = None,
     reduce: Reduce = "auto",
     update: Update = "replicated",
+    exact: bool = False,
     bucket_mb: float = 25,
     threads: int | None = None,
     loader_workers: int = 0,
@@ -62,6 +63,7 @@ def train(
         run: a folder for settings, metrics, checkpoints and result; None writes nothing.
         device, precision, compile: None or "auto" follows the hardware and the task.
         reduce, update, bucket_mb: how gradients are summed, who applies them, and how many MiB of them travel together.
+        exact: the same bits come out at any number of workers.
         threads: intra-op threads of each rank while it trains; None: the cores of the host shared among its ranks.
         loader_workers: processes of each rank that load data. `lockstep tune` finds out which of these are fastest here.
 
@@ -87,18 +89,26 @@ def train(
             compile=compile,
             reduce=reduce,
             update=update,
+            exact=exact,
             bucket_mb=bucket_mb,
             threads=threads,
             loader_workers=loader_workers,
         )
-        with _run_directory(run, settings, found) as directory, intra_op_threads(threads):
+        with _run_directory(run, settings, found) as directory, _computing(settings, found):
             return Training(task, settings, found, directory).run()
 
 
 def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result:
     """`train` on a rank whose launcher has made the settings and claimed the run directory. It opens the world."""
-    with _world(None, settings.device) as world, intra_op_threads(settings.threads):
+    with _world(None, settings.device) as world, _computing(settings, world):
         return Training(task, settings, world, run).run()
+
+
+def _computing(settings: Settings, world: World) -> AbstractContextManager[object]:
+    """How the process computes while it trains: in exact mode that is the world's affair, until it closes."""
+    if settings.exact:
+        return nullcontext(world.compute_deterministically(settings.threads))
+    return intra_op_threads(settings.threads)
 
 
 class Training:
@@ -135,6 +145,7 @@ class Training:
             seed=task.seed,
             reduce=settings.reduce,
             update=settings.update,
+            exact=settings.exact,
             bucket_mb=settings.bucket_mb,
             world=world,
         )
@@ -165,6 +176,10 @@ class Training:
         with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
             came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
             journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths, **came_from)
+            if self.settings.exact:
+                journal.event(
+                    "exact", f"exact: sums along one tree over the micro-batches of a step; {self.world.compute_deterministically()}"
+                )
             began = time.perf_counter()
             self._epochs(journal)
             seconds = time.perf_counter() - began

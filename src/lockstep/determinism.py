@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_MEMORY: Any = torch.utils.deterministic
 
 
 class Determinism:
-    """From here until `close`: one intra-op thread (or `threads`), and torch's deterministic algorithms; those it has none for raise, by name."""
+    """From here until `close`: that many intra-op threads, and torch's deterministic algorithms; operations without one raise, by name."""
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._threads = torch.get_num_threads()
         self._deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        self._benchmark = torch.backends.cudnn.benchmark
-        self._fills = torch.utils.deterministic.fill_uninitialized_memory
+        self._cudnn = torch.backends.cudnn.benchmark
+        self._fills = _MEMORY.fill_uninitialized_memory
         self._cublas = os.environ.get(_CUBLAS)
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # writes nan to all new memory, for those who read it before they write
         torch.backends.cudnn.benchmark = False
+        _MEMORY.fill_uninitialized_memory = False  # it writes nan to all new memory, for programs that read it before they write
         os.environ.setdefault(_CUBLAS, ":4096:8")
+
+    def __str__(self) -> str:
+        return f"{self.threads} intra-op thread{'s' * (self.threads > 1)} a rank, torch's deterministic algorithms"
 
     def close(self) -> None:
         """As it was before."""
         torch.set_num_threads(self._threads)
         torch.use_deterministic_algorithms(self._deterministic[0], warn_only=self._deterministic[1])
-        torch.utils.deterministic.fill_uninitialized_memory = self._fills
-        torch.backends.cudnn.benchmark = self._benchmark
+        torch.backends.cudnn.benchmark = self._cudnn
+        _MEMORY.fill_uninitialized_memory = self._fills
         if self._cublas is None:
             os.environ.pop(_CUBLAS, None)
