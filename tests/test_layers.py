@@ -17,7 +17,7 @@ LAYERS = [
     {"world", "backend"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},
-    {"data_parallel", "shared_memory_hook", "sharded_optimizer", "stepper", "replicas", "uneven"},
+    {"data_parallel", "shared_memory_hook", "sharded_optimizer", "stepper", "replicas", "uneven", "stepper_state", "checkpointing"},
     {"inference", "training"},
     {"testing", "tasks", "measure"},
     {"cli", "__main__"},

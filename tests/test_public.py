@@ -10,6 +10,7 @@ import pytest
 import lockstep
 
 NAMES = [
+    "Checkpoints",
     "DistributedDataParallel",
     "DistributedSampler",
     "Loader",
@@ -45,7 +46,7 @@ def test_every_public_name_resolves_and_says_what_it_is(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'Steppr'; it has DistributedDataParallel, "):
+    with pytest.raises(AttributeError, match=r"no attribute 'Steppr'; it has Checkpoints, "):
         lockstep.Steppr  # type: ignore[attr-defined]  # noqa: B018
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 _HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
+    "Checkpoints": "lockstep.checkpointing",
     "DistributedDataParallel": "lockstep.data_parallel",
     "DistributedSampler": "lockstep.data.sampler",
     "Loader": "lockstep.data.loader",
@@ -32,6 +33,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
 _MODULES = ("backend", "collectives", "errors", "testing")
 
 __all__ = [
+    "Checkpoints",
     "DistributedDataParallel",
     "DistributedSampler",
     "Loader",
@@ -57,6 +59,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep import backend, collectives, errors, testing
+    from lockstep.checkpointing import Checkpoints
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.data_parallel import DistributedDataParallel

@@ -74,6 +74,14 @@ class CollectiveTimeout(LockstepError):
         self.missing = tuple(missing)
 
 
+class DamagedCheckpoint(LockstepError):
+    """A checkpoint whose `file` is missing, was cut short or has been changed since it was written."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
 class ReplicaDivergence(LockstepError):
     """Replicas that must be equal are not: `parameter` (or buffer, or setting) differs between rank 0 and `ranks`. Raised on every rank."""
 

@@ -147,7 +147,7 @@ class Stepper:
         if exact:
             self.world.compute_deterministically()
         self.steps = 0
-        self._clip, self._scaler, self._scheduler, self._seed = clip, scaler, scheduler, seed
+        self._clip, self.scaler, self.scheduler, self._seed = clip, scaler, scheduler, seed
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
         if scaler is not None and scaler.is_enabled():
@@ -186,9 +186,7 @@ class Stepper:
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
         self.reducer.reset(None if ours is None else ours.cut)
         self._trace.begin()
-        if self.reducer.layouts != self._layouts:
-            self._layouts = self.reducer.layouts
-            self.update.follow()
+        self.follow_layout()
         if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
             self._generation = self.reducer.generation
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
@@ -213,6 +211,12 @@ class Stepper:
                 self._buffers.shut(self._micro.weight, self._micro.row)
                 self._micro = None
 
+    def follow_layout(self) -> None:
+        """Where buckets have been laid anew the update follows. Every rank calls it alike; `micro_batches` does."""
+        if self.reducer.layouts != self._layouts:
+            self._layouts = self.reducer.layouts
+            self.update.follow()
+
     def _compare_data(self, window: object) -> None:
         """Once, with the first window: the same data set, cut alike, from the same seed on all ranks."""
         if self._compares_data:
@@ -221,7 +225,7 @@ class Stepper:
 
     def _scale_for(self, window: object) -> float:
         """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""
-        if self._scaler is None or not self._scaler.is_enabled() or not isinstance(window, Window):
+        if self.scaler is None or not self.scaler.is_enabled() or not isinstance(window, Window):
             return 1.0
         return 2.0 ** -math.ceil(math.log2(window.cut.micro_batch * window.cut.slots))
 
@@ -247,7 +251,7 @@ class Stepper:
         scaled = loss * self._loss_scale if self._loss_scale != 1 else loss
         self.reducer.expecting = True
         try:
-            (self._scaler.scale(scaled) if self._scaler is not None else scaled).backward()
+            (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
         finally:
             self.reducer.expecting = False
 
@@ -327,9 +331,9 @@ class Stepper:
         if facts.weight == 0:
             return Applied(reason="every rank's weight is 0: the window holds nothing to learn from")
         self._unused()
-        if not math.isfinite(facts.loss) and self._scaler is None:
+        if not math.isfinite(facts.loss) and self.scaler is None:
             return Applied(reason=f"the loss is {facts.loss}: this update would make every weight nan")
-        return self.update.apply(divisor, self._clip, self._scaler)
+        return self.update.apply(divisor, self._clip, self.scaler)
 
     def _settle(self) -> None:
         """See how the last step ended: the scheduler follows applied steps only; a skipped one is said on rank 0, once a reason."""
@@ -338,10 +342,10 @@ class Stepper:
         (outcome, facts), self._open_outcome = self._open_outcome, None
         reason = outcome.reason
         if reason is None:
-            if self._scheduler is not None:
-                self._scheduler.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
             return
-        if self._scaler is not None and facts.weight:
+        if self.scaler is not None and facts.weight:
             return  # with a loss scale, overflows belong to the training
         kind = reason.partition(":")[0]
         if facts.weight:

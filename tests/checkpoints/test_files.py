@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.checkpoints import files
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import DamagedCheckpoint, LockstepError
 
 TENSORS = {
     "weight": torch.randn(3, 4),
@@ -77,10 +77,11 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a checkpoint that can be read"):
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.sha256 is missing"):
         files.read(tmp_path)
     folder = files.write(tmp_path, 1, {"x": torch.ones(100)}, {})
     model = folder / files.MODEL
+    size = model.stat().st_size
     model.write_bytes(model.read_bytes()[:-7])
-    with pytest.raises(UsageError, match="step-0000001 is not a checkpoint that can be read"):
+    with pytest.raises(DamagedCheckpoint, match=f"step-0000001: model.safetensors has {size - 7} bytes and should have {size}"):
         files.read(folder)

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from lockstep.checkpoints import files
+from lockstep.checkpoints.identity import sha256
 from lockstep.cli.train import train
 from lockstep.errors import UsageError
 from lockstep.launcher import agent, supervise
-from lockstep.training.identity import sha256
 from lockstep.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]

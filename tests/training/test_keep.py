@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lockstep.checkpoints import files
-from lockstep.training.identity import sha256, weights
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.training.keep import Keeper
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.watch import Watch

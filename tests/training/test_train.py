@@ -16,11 +16,11 @@ from torch.utils.data import IterableDataset
 import lockstep
 from lockstep import World
 from lockstep.checkpoints import files
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.orders import Weighted
 from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
-from lockstep.training.identity import sha256, weights
 from lockstep.training.train import train
 from tests.training import toy
 

@@ -1,10 +1,12 @@
 """A checkpoint on disk: a folder that is there whole or not at all, in formats that run no code when they are read.
 
-    checkpoints/step-0000276/model.safetensors     parameters and buffers
-                             state.json            what was trained, how far, and how well
-    checkpoints/best.json                          which of the folders has the best metric
+    checkpoints/step-0000276/model.safetensors             parameters and buffers by their plain names: loads anywhere
+                             optimizer-00000.safetensors   the optimizer's state; as many files as ranks wrote some of it
+                             state.json                    what was trained, how far, and how well
+                             manifest.json manifest.sha256 what makes it a checkpoint (manifest.py)
+    checkpoints/best.json                                  which of the folders has the best metric
 
-A folder is written under another name beside its place, forced to disk and renamed, so a reader never meets half of one.
+It is written under another name beside its place, forced to disk and renamed, so a reader never meets half of one.
 """
 
 from __future__ import annotations
@@ -13,29 +15,48 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.checkpoints.manifest import Entry, check, force, measured, seal, write_forced
+from lockstep.checkpoints.pieces import Piece, plain, read_whole, write_pieces
+from lockstep.errors import DamagedCheckpoint, LockstepError
 
 MODEL = "model.safetensors"
 STATE = "state.json"
 BEST = "best.json"
+_OPTIMIZER = "optimizer-"
 _NAME = re.compile(r"step-(\d{7,})")
+_UNFINISHED = re.compile(r"\.step-\d{7,}\..*\.unfinished")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What `read` found."""
+    """One whose files are all there and unchanged."""
 
-    tensors: dict[str, Tensor]
+    folder: Path
+    entries: Sequence[Entry]
     state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were taken."""
+        return int(self.state["step"])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's, on the CPU."""
+        return _loaded(self.folder / MODEL)
+
+    def optimizer(self) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's tensors, whole, one after the other: ("exp_avg/conv.weight", ...)."""
+        return read_whole([self.folder / entry.name for entry in self.entries if entry.name.startswith(_OPTIMIZER)])
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -43,48 +64,93 @@ def folder_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:07d}"
 
 
+def unfinished(directory: Path, step: int, run: str) -> Path:
+    """Where it is written to. `run` tells it from what another process writes."""
+    return directory / f".{folder_of(directory, step).name}.{run}.unfinished"
+
+
+def write_part(folder: Path, model: Mapping[str, Tensor] | None, pieces: Sequence[Piece], rank: int) -> list[Entry]:
+    """Write this rank's files of a checkpoint, on disk when this returns. `folder` exists."""
+    entries = []
+    if model is not None:
+        write_pieces(folder / MODEL, [Piece(name, tensor) for name, tensor in model.items()])
+        entries.append(MODEL)
+    if pieces:
+        entries.append(f"{_OPTIMIZER}{rank:05d}.safetensors")
+        write_pieces(folder / entries[-1], pieces)
+    for name in entries:
+        force(folder / name)
+    return [measured(folder / name) for name in entries]
+
+
+def commit(folder: Path, directory: Path, step: int, entries: Sequence[Entry], state: Mapping[str, Any]) -> Path:
+    """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that step that is there is replaced."""
+    write_forced(folder / STATE, (json.dumps({"step": step, **state}, indent=1) + "\n").encode())
+    seal(folder, step, [*entries, measured(folder / STATE)])
+    force(folder)
+    place = folder_of(directory, step)
+    replaced = folder.with_name(folder.name.replace(".unfinished", ".replaced.unfinished"))
+    if place.exists():
+        place.rename(replaced)
+    folder.rename(place)
+    force(directory)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return place
+
+
 def write(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Write a checkpoint after `step` optimizer steps into `directory`, and return its folder. One that is there is replaced.
+    """Write a checkpoint of a model alone, after `step` optimizer steps, and return its folder.
 
     `tensors` may lie on any device, in any strides; tensors that share memory are written once each. `state` is JSON.
     Raises LockstepError, with the system's reason, where the disk does not take it; what was there before is then untouched.
     """
-    folder = folder_of(directory, step)
-    unfinished = directory / f".{folder.name}.{os.getpid()}.unfinished"
+    folder = unfinished(directory, step, str(os.getpid()))
     try:
-        unfinished.mkdir(parents=True)
-        save_file({name: _plain(tensor) for name, tensor in tensors.items()}, unfinished / MODEL)
-        (unfinished / STATE).write_text(json.dumps({"step": step, **state}, indent=1) + "\n", encoding="utf-8")
-        for path in (unfinished / MODEL, unfinished / STATE, unfinished):
-            _force(path)
-        if folder.exists():
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
-        _force(directory)
+        folder.mkdir(parents=True)
+        entries = write_part(folder, {name: plain(tensor) for name, tensor in tensors.items()}, [], 0)
+        return commit(folder, directory, step, entries, state)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise LockstepError(f"checkpoint {folder} could not be written: {error}") from error
-    return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        raise LockstepError(f"checkpoint {folder_of(directory, step)} could not be written: {error}") from error
 
 
 def read(folder: Path) -> Checkpoint:
-    """Read a checkpoint's folder, its tensors on the CPU. Raises UsageError where it is none, or cannot be read."""
+    """A checkpoint, after a look at every byte of it. Raises DamagedCheckpoint, naming the file that is not as it was written."""
+    entries = check(folder)
     try:
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return Checkpoint(load_file(folder / MODEL), state)
+        return Checkpoint(folder, entries, {**state, "step": int(state["step"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder.name}: {STATE} cannot be read: {error}", STATE) from None
+
+
+def _loaded(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(f"{folder} is not a checkpoint that can be read: {error}") from None
+        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
 
 
 def written(directory: Path) -> list[Path]:
-    """All checkpoints in `directory`, oldest step first."""
+    """All checkpoints in `directory`, oldest step first, whole or damaged."""
     found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name)] if directory.exists() else []
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint of the latest step."""
+    """The checkpoint of the latest step, whole or damaged."""
     return next(reversed(written(directory)), None)
+
+
+def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
+    """The latest checkpoint that is whole, and what is wrong with those after it, latest first."""
+    damaged: list[DamagedCheckpoint] = []
+    for folder in reversed(written(directory)):
+        try:
+            return read(folder), damaged
+        except DamagedCheckpoint as error:
+            damaged.append(error)
+    return None, damaged
 
 
 def best(directory: Path) -> Path | None:
@@ -96,11 +162,10 @@ def best(directory: Path) -> Path | None:
 def mark_best(folder: Path, metric: str, value: float) -> None:
     """Note beside `folder` that it is the best, by `metric`."""
     file = folder.parent / BEST
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"checkpoint": folder.name, "metric": metric, "value": value}) + "\n", encoding="utf-8")
-    _force(unfinished)
-    unfinished.replace(file)
-    _force(file.parent)
+    new = file.with_suffix(".unfinished")
+    write_forced(new, (json.dumps({"checkpoint": folder.name, "metric": metric, "value": value}) + "\n").encode())
+    new.replace(file)
+    force(file.parent)
 
 
 def keep_only(directory: Path, kept: Collection[Path]) -> None:
@@ -110,22 +175,15 @@ def keep_only(directory: Path, kept: Collection[Path]) -> None:
             shutil.rmtree(folder)
 
 
-def _step(folder: Path) -> int:
+def sweep(directory: Path) -> None:
+    """Remove what processes that are gone have left unfinished. Only while nobody writes."""
+    for path in directory.glob(".step-*.unfinished") if directory.exists() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
     match = _NAME.fullmatch(folder.name)
     assert match
     return int(match[1])
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, with memory of its own: what the format can hold."""
-    plain = tensor.detach().cpu().contiguous()
-    return plain.clone() if plain.data_ptr() == tensor.data_ptr() else plain
-
-
-def _force(path: Path) -> None:
-    """To disk: a file's bytes, a folder's list of names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -179,6 +179,20 @@ class Reducer:
         if (order := message.tolist()) != list(self.layout.order):
             self._build(order)
 
+    @property
+    def order(self) -> list[str]:
+        """The parameters' names in the order in which their gradients lie in buckets."""
+        return [self.names[number] for number in self.layout.order]
+
+    def lay(self, names: Sequence[str]) -> None:
+        """Lay the buckets in this order, as another process did, and keep it. Every rank calls it alike. Raises UsageError for other names."""
+        if sorted(names) != sorted(self.names):
+            raise UsageError(f"the order of gradients is another model's: {', '.join(sorted(set(names) ^ set(self.names)))}")
+        numbers = {name: number for number, name in enumerate(self.names)}
+        self._arrivals = None
+        if list(names) != self.order:
+            self._build([numbers[name] for name in names])
+
     # -- one backward --------------------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -84,7 +84,7 @@ def _on(job: Job, task: Any, world: Any) -> dict[str, Any]:
 
 def fill(model: Any, checkpoint: Any, of: str, into: str) -> None:
     """Load the checkpoint's weights, all of them or none. Raises TaskError, naming weights, where they are another model's."""
-    from lockstep.training.identity import weights
+    from lockstep.checkpoints.identity import weights
 
     ours, theirs = weights(model), checkpoint.tensors
     wrong = {

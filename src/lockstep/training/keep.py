@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoints import files
-from lockstep.training.identity import sha256, weights
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.watch import Watch
 

@@ -43,7 +43,7 @@ class Result:
     stopped_early: str | None
     """Why training ended before its time, if it did."""
     sha256: str
-    """Over the weights; see training/identity.py."""
+    """Over the weights; see checkpoints/identity.py."""
     run: Path | None
     """The run directory."""
     checkpoint: Path | None

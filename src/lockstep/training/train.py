@@ -15,6 +15,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 
 from lockstep import randomness
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.windows import Window
 from lockstep.errors import PeerFailed, TaskError, UsageError
@@ -25,7 +26,6 @@ from lockstep.stepper import Stepper, StepResult
 from lockstep.task import Precision, Task
 from lockstep.training.build import Length, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
-from lockstep.training.identity import sha256, weights
 from lockstep.training.journal import Journal
 from lockstep.training.keep import Keeper
 from lockstep.training.metrics import finite

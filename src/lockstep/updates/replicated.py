@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.pieces import Piece
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.norm import gradient_norm
 from lockstep.updates.stepping import Stepping
@@ -36,8 +37,24 @@ class Replicated:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state_dict(dict(state))
 
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        return whole_pieces(self._optimizer, [each for members in self.wholes() for each in members], name_of), []
+
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         return self._stepping.apply(divisor, clip, scaler)
+
+
+def whole_pieces(optimizer: Optimizer, parameters: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> list[Piece]:
+    """What the optimizer keeps in tensors for these parameters."""
+    return [
+        Piece(f"{state}/{name_of(parameter)}", value)
+        for parameter in parameters
+        for state, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def sums_of(reducer: Reducer) -> list[Tensor]:

@@ -5,17 +5,18 @@ The optimizer's work and its state are divided by the number of ranks; the weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.pieces import Piece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.norm import block_sums, norm_of
-from lockstep.updates.replicated import sums_of
+from lockstep.updates.replicated import sums_of, whole_pieces
 from lockstep.updates.shards import Shards, check_elementwise
 from lockstep.updates.state_dict import State, pack, unpack
 from lockstep.updates.stepping import Stepping
@@ -84,6 +85,13 @@ class Sharded:
             group.update(option)
         self._optimizer.state.clear()
         self._cut(states)
+
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        return self._wholes
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        wholes = [each for members in self._wholes for each in members]
+        return whole_pieces(self._optimizer, wholes, name_of), list(self._shards.state_pieces(self._optimizer, name_of))
 
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         if scaler is not None and scaler.is_enabled() and self._shards.someone_has_none:

@@ -10,7 +10,7 @@ reads the others' slices where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.pieces import Piece as StatePiece
 from lockstep.collectives.group import Group
 from lockstep.collectives.slices import BLOCK, slice_of
 from lockstep.errors import UsageError
@@ -169,6 +170,17 @@ class Shards:
             if mine is not None:
                 part.copy_(mine[name])
             self._group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
+
+    def state_pieces(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[StatePiece]:
+        """The optimizer's state of this rank's pieces, "state/parameter" by name. What is one number for a whole parameter comes with its first piece."""
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            whole = self.parameters[piece.parameter]
+            for state, value in optimizer.state.get(view, {}).items():
+                name = f"{state}/{name_of(whole)}"
+                if state not in SCALARS and isinstance(value, Tensor):
+                    yield StatePiece(name, value, piece.start, tuple(whole.shape), whole.stride())
+                elif value is not None and piece.start == 0:
+                    yield StatePiece(name, torch.as_tensor(value))
 
     def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
         """Give this rank's pieces of a parameter their part of its state."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.pieces import Piece
 from lockstep.errors import UsageError
 from lockstep.gradients.reading import Reading
 from lockstep.gradients.reducer import Reducer
@@ -85,6 +86,14 @@ class Update(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over such a state. Every rank calls it with the same."""
+        ...
+
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        """The parameters of every group of the optimizer, whole."""
+        ...
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        """The optimizer's state, "state/parameter" by name: what all ranks have, and what only this one has."""
         ...
 
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:

@@ -11,8 +11,8 @@ from safetensors.torch import load_model
 from torch import nn
 
 from lockstep.checkpoints import files
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.errors import TaskError
-from lockstep.training.identity import sha256, weights
 from tests import zoo
 
 

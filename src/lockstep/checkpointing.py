@@ -1,0 +1,166 @@
+"""`lockstep.Checkpoints`: what a training needs to go on where it stopped, at any number of ranks.
+
+checkpoints = lockstep.Checkpoints("checkpoints", stepper, loader, every=100, keep=3)
+checkpoints.resume()                       # the newest that is whole, if there is one
+for epoch in loader.epochs(10):
+    for window in epoch:
+        ...
+        stepper.step()
+        checkpoints.step()                 # saves where one is due, and trains on meanwhile
+checkpoints.close()                        # waits for the last
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.checkpoints import files
+from lockstep.checkpoints.due import FIRST, steps_until_next
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.saver import Saver
+from lockstep.errors import DamagedCheckpoint, LockstepWarning, PeerFailed, UsageError
+from lockstep.stepper import Stepper
+from lockstep.stepper_state import restore, take
+
+
+class Position(Protocol):
+    """A Loader, or anything else whose place in the data is its `state_dict`, equal on all ranks."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpoints:
+    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, step) and its Loader in `directory`, a folder that all ranks see.
+
+    `every`: steps from one to the next; None: as often as costs less than 2 % of the time. `keep`: how many stay, beside the best.
+    They are written in the background by all ranks, hold no pickled objects and no number of ranks, and are there whole or not at all.
+    Every rank makes it and calls its methods alike. What goes wrong with a save is raised by the next call, on all ranks, as LockstepError.
+    """
+
+    def __init__(
+        self, directory: Path | str, stepper: Stepper, loader: Position | None = None, *, every: int | None = None, keep: int = 2
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+        self.directory = Path(directory)
+        self.keep = keep
+        self._stepper, self._loader, self._every = stepper, loader, every
+        world = stepper.world
+        self._world = world
+        self._saver = world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None))
+        self._next = FIRST if every is None else 0
+        self._began: tuple[float, int] = (perf_counter(), stepper.steps)
+
+    # -- going on ----------------------------------------------------------------------------------------------------------------------
+
+    def resume(self, step: int | None = None) -> Checkpoint | None:
+        """Go on from the newest checkpoint that is whole, or from that of `step`; the one that was taken, None if there is none.
+
+        A damaged one is warned of, with its file and the steps lost; where `step` names it that is a DamagedCheckpoint. Raises UsageError
+        where it belongs to another model, optimizer or data.
+        """
+        folder = self._agreed(lambda: self._chosen(step))
+        if folder is None:
+            return None
+        checkpoint = files.read(self.directory / folder)
+        if checkpoint.state.get("training") is None:
+            raise UsageError(f"{checkpoint.folder} holds a model and nothing else: a training cannot go on from it")
+        restore(self._stepper, checkpoint, checkpoint.state["training"])
+        if self._loader is not None:
+            self._loader.load_state_dict(decoded(checkpoint.state["data"]))
+        self._began = perf_counter(), self._stepper.steps
+        if self._every is None:
+            self._next = self._stepper.steps + FIRST
+        return checkpoint
+
+    def _chosen(self, step: int | None) -> str | None:
+        """On rank 0, which looks at every byte: the name of the folder."""
+        files.sweep(self.directory)
+        if step is not None:
+            folder = files.folder_of(self.directory, step)
+            if not folder.exists():
+                raise UsageError(f"there is no checkpoint of step {step} in {self.directory}")
+            return files.read(folder).folder.name
+        found, damaged = files.newest_whole(self.directory)
+        if damaged:
+            lost = files.step_of(files.newest(self.directory) or Path()) - (0 if found is None else found.step)
+            then = "there is no other" if found is None else f"falling back to {found.folder.name} ({lost} steps lost)"
+            warnings.warn(f"rejected {'; '.join(map(str, damaged))}; {then}", LockstepWarning, stacklevel=4)
+        return None if found is None else found.folder.name
+
+    def _agreed(self, choose: Callable[[], str | None]) -> str | None:
+        """What rank 0 has chosen, on all ranks; they all fail where it does."""
+        chosen: str | None = None
+        problem: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                chosen = choose()
+            except (UsageError, DamagedCheckpoint, OSError) as error:
+                problem = error
+        octets = torch.zeros(256, dtype=torch.uint8)
+        text = json.dumps({"folder": chosen, "failed": problem is not None}).encode()
+        octets[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._world.control.broadcast(octets, place="for the choice of a checkpoint").wait()
+        said = json.loads(octets.numpy().tobytes().rstrip(b"\0"))
+        if said["failed"]:
+            raise problem or PeerFailed(f"rank 0 found no checkpoint in {self.directory} that can be used: its own error says why")
+        found: str | None = said["folder"]
+        return found
+
+    # -- saving ------------------------------------------------------------------------------------------------------------------------
+
+    def step(self, extra: Mapping[str, Any] | None = None) -> bool:
+        """After every `stepper.step()`: save where one is due. Whether it was. `extra` is kept with it: JSON, or close to it."""
+        steps = self._stepper.steps
+        due = steps >= self._next if self._every is None else steps % self._every == 0
+        if due:
+            self.save(extra)
+        return due
+
+    def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:
+        """Save now. `best=(metric, value)` marks it as the best so far. Returns when the snapshot is taken."""
+        begin = perf_counter()
+        self._saver.wait()  # also raises what went wrong before
+        steps, taken = self._stepper.steps, take(self._stepper)
+        state = {
+            **(extra or {}),
+            "training": taken.state,
+            "data": None if self._loader is None else encoded(self._loader.state_dict(), "the loader's state"),
+        }
+        self._saver.save(steps, taken.model, taken.pieces, state, lambda folder: self._tidy(folder, best))
+        if self._every is None:
+            self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
+
+    def _tidy(self, folder: Path, best: tuple[str, float] | None) -> None:
+        if best is not None:
+            files.mark_best(folder, *best)
+        kept = files.written(self.directory)[-self.keep :]
+        marked = files.best(self.directory)
+        files.keep_only(self.directory, [folder, *kept, *([marked] if marked else [])])
+
+    def _agreed_interval(self, blocked: float, steps: int) -> int:
+        """From what this save and the last one's background cost, and what a step takes: the slowest rank's."""
+        since, first = self._began
+        step = (perf_counter() - since) / max(1, steps - first)
+        slowest = torch.tensor([blocked + self._saver.seconds, step], dtype=torch.float64)
+        self._world.control.all_reduce(slowest, "max", place="for the time of a checkpoint").wait()
+        return steps_until_next(*slowest.tolist())
+
+    def wait(self) -> None:
+        """Return when the last save is on disk."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Wait for the last save, and end."""
+        self._saver.wait()
+        self._saver.close()

@@ -1,0 +1,106 @@
+"""What makes a folder a checkpoint: a list of its files with their sizes and SHA-256, and the SHA-256 of that list.
+
+A bit that flips in any of them is seen, and so are a file that was cut short and one that is missing. `sha256sum -c manifest.sha256` in the
+folder checks the list without us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import DamagedCheckpoint
+
+MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+FORMAT = 1
+_LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file of a checkpoint."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+def measured(file: Path) -> Entry:
+    """A file as it lies on disk."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    return Entry(file.name, file.stat().st_size, digest.hexdigest())
+
+
+def seal(folder: Path, step: int, entries: Sequence[Entry]) -> None:
+    """Write the manifest and its seal, and force them to disk."""
+    text = json.dumps({"format": FORMAT, "step": step, "files": [asdict(entry) for entry in entries]}, indent=1) + "\n"
+    write_forced(folder / MANIFEST, text.encode())
+    write_forced(folder / SEAL, f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n".encode())
+
+
+def check(folder: Path) -> list[Entry]:
+    """The entries of a checkpoint whose files are all there and unchanged. Raises DamagedCheckpoint, naming the file, for any other."""
+    entries = _entries(folder)
+    for entry in entries:
+        file = folder / entry.name
+        if not file.is_file() or file.is_symlink():
+            raise DamagedCheckpoint(f"{folder.name}: {entry.name} is missing", entry.name)
+        size = file.stat().st_size
+        if size != entry.bytes:
+            raise DamagedCheckpoint(f"{folder.name}: {entry.name} has {size} bytes and should have {entry.bytes}", entry.name)
+        if measured(file).sha256 != entry.sha256:
+            raise DamagedCheckpoint(f"{folder.name}: {entry.name} has been changed (its SHA-256 is not the one in {MANIFEST})", entry.name)
+    return entries
+
+
+def _entries(folder: Path) -> list[Entry]:
+    """As the manifest lists them: nothing of it is believed before its seal was compared."""
+    sealed = _read(folder / SEAL).decode("ascii", "replace").split("  ")
+    text = _read(folder / MANIFEST)
+    if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
+        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} does not agree with {SEAL}", MANIFEST)
+    try:
+        found: Any = json.loads(text)
+        if found["format"] != FORMAT:
+            raise DamagedCheckpoint(f"{folder.name}: its format is {found['format']!r}, and this version reads {FORMAT}", MANIFEST)
+        entries = [Entry(str(each["name"]), int(each["bytes"]), str(each["sha256"])) for each in found["files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is not one of ours ({error})", MANIFEST) from None
+    for entry in entries:
+        if not _PLAIN.fullmatch(entry.name):
+            raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} names a file {entry.name!r} outside its folder", MANIFEST)
+    return entries
+
+
+def _read(file: Path) -> bytes:
+    try:
+        if file.stat().st_size > _LARGEST:
+            raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is larger than any of ours", file.name)
+        return file.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is missing ({error.strerror})", file.name) from None
+
+
+def write_forced(file: Path, octets: bytes) -> None:
+    """Write a file and force it to disk."""
+    with file.open("wb") as stream:
+        stream.write(octets)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def force(path: Path) -> None:
+    """To disk: a file's bytes, a folder's list of names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

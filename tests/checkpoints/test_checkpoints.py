@@ -1,0 +1,404 @@
+"""lockstep.Checkpoints: a training that was stopped goes on to the bits of one that was not, at another number of ranks, from whole checkpoints only."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.checkpoints import files, manifest
+from lockstep.checkpoints.due import steps_until_next
+from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
+from lockstep.testing import run_ranks
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(96, 10)).to(
+        memory_format=torch.channels_last
+    )
+
+
+def images() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(80, 1, 6, 6, generator=generator), torch.randint(0, 10, (80,), generator=generator))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW([{"params": p[:2], "weight_decay": 0.0}, {"params": p[2:]}], lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+}
+
+
+class Run:
+    """A training of 15 steps over three epochs."""
+
+    def __init__(
+        self, world: lockstep.World, folder: str, optimizer: str = "adamw", update: str = "replicated", every: int | None = 4
+    ) -> None:
+        self.model = net()
+        made = OPTIMIZERS[optimizer](list(self.model.parameters()))
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(made, [3, 9], gamma=0.5)
+        self.stepper = lockstep.Stepper(self.model, made, clip=0.5, scheduler=scheduler, exact=True, update=update, world=world)
+        self.loader = lockstep.Loader(images(), global_batch=16, micro_batch=2, seed=3)
+        self.checkpoints = lockstep.Checkpoints(folder, self.stepper, self.loader, every=every, keep=3)
+
+    def train(self, stop: int | None = None) -> list[float]:
+        losses = []
+        for epoch in self.loader.epochs(3):
+            for window in epoch:
+                for x, y in self.stepper.micro_batches(window):
+                    out = self.model(x.to(memory_format=torch.channels_last))
+                    self.stepper.backward(F.cross_entropy(out, y, reduction="sum"), weight=len(y))
+                losses.append(self.stepper.step().loss)
+                self.checkpoints.step({"note": self.stepper.steps})
+                if self.stepper.steps == stop:
+                    self.checkpoints.close()
+                    return losses
+        self.checkpoints.close()
+        return losses
+
+    def weights(self) -> list[Tensor]:
+        return [value.clone() for value in self.model.state_dict().values()]
+
+
+def whole(world: lockstep.World, folder: str, **options: Any) -> tuple[list[float], list[Tensor]]:
+    run = Run(world, folder, **options)
+    return run.train(), run.weights()
+
+
+def stopped(world: lockstep.World, folder: str, stop: int, **options: Any) -> None:
+    Run(world, folder, **options).train(stop)
+
+
+def resumed(world: lockstep.World, folder: str, **options: Any) -> tuple[int, list[float], list[Tensor]]:
+    run = Run(world, folder, **options)
+    found = run.checkpoints.resume()
+    assert found is not None
+    assert found.state["note"] == found.step
+    return found.step, run.train(), run.weights()
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_stopped_training_goes_on_to_the_same_bits_at_any_number_of_ranks(tmp_path: Path, optimizer: str) -> None:
+    losses, weights = run_ranks(whole, 2, args=(str(tmp_path / "whole"),), kwargs={"optimizer": optimizer})[0]
+    update = {1: "replicated", 2: "sharded", 3: "sharded", 4: "replicated"}
+    for first, then in ((2, 1), (3, 2), (1, 4), (4, 3)):
+        folder = str(tmp_path / f"{first}-{then}")
+        run_ranks(stopped, first, args=(folder, 10), kwargs={"optimizer": optimizer, "update": update[first]})
+        for step, rest, found in run_ranks(resumed, then, args=(folder,), kwargs={"optimizer": optimizer, "update": update[then]}):
+            assert step == 8
+            assert rest == losses[8:]
+            assert all(map(torch.equal, found, weights))
+
+
+def test_the_folder_is_plain(tmp_path: Path) -> None:
+    run_ranks(stopped, 2, args=(str(tmp_path), 8))
+    (folder,) = (path for path in tmp_path.iterdir() if path.name == "step-0000008")
+    assert {path.name for path in folder.iterdir()} >= {"model.safetensors", "state.json", "manifest.json", "manifest.sha256"}
+    from safetensors.torch import load_file
+
+    model = net()
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    names = [name for path in folder.glob("optimizer-*") for name in load_file(path)]
+    assert sorted(names) == sorted(f"{state}/{name}" for state in ("exp_avg", "exp_avg_sq", "step") for name, _ in model.named_parameters())
+    assert len(list(folder.glob("optimizer-*"))) == 2, "both ranks write"
+    if shutil.which("sha256sum"):
+        subprocess.run(["sha256sum", "-c", "--quiet", "manifest.sha256"], cwd=folder, check=True)
+
+
+def test_only_so_many_are_kept_and_the_best(tmp_path: Path) -> None:
+    run_ranks(best_and_more, 2, args=(str(tmp_path),))
+    assert [path.name for path in files.written(tmp_path)] == ["step-0000001", "step-0000004", "step-0000005"]
+    assert files.best(tmp_path) == tmp_path / "step-0000001"
+
+
+def best_and_more(world: lockstep.World, folder: str) -> None:
+    run = Run(world, folder)
+    run.checkpoints.keep = 2
+    for epoch in run.loader.epochs(1):
+        for window in epoch:
+            for x, y in run.stepper.micro_batches(window):
+                run.stepper.backward(F.cross_entropy(run.model(x), y, reduction="sum"), weight=len(y))
+            run.stepper.step()
+            run.checkpoints.save(best=("accuracy", 0.5) if run.stepper.steps == 1 else None)
+    run.checkpoints.close()
+
+
+# -- damage ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def alone(folder: Path, stop: int | None = None, resume: bool = False) -> tuple[int, list[Tensor]]:
+    return run_ranks(on_one, 1, args=(str(folder), stop, resume))[0]
+
+
+def on_one(world: lockstep.World, folder: str, stop: int | None, resume: bool) -> tuple[int, list[Tensor]]:
+    run = Run(world, folder)
+    found = run.checkpoints.resume() if resume else None
+    if stop is not None:
+        run.train(stop)
+    return -1 if found is None else found.step, run.weights()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 4 and 8."""
+    folder = tmp_path_factory.mktemp("two")
+    alone(folder, 8)
+    return folder
+
+
+def test_every_flipped_bit_truncation_and_missing_file_is_seen(two: Path, tmp_path: Path) -> None:
+    dice = random.Random(0)
+    source = two / "step-0000008"
+    for trial in range(1000):
+        folder = tmp_path / "step-0000008"
+        shutil.copytree(source, folder)
+        file = dice.choice(sorted(folder.iterdir()))
+        octets = bytearray(file.read_bytes())
+        kind = ("flip", "cut", "remove")[trial % 10 if trial % 10 < 3 else 0]
+        if kind == "flip":
+            octets[dice.randrange(len(octets))] ^= 1 << dice.randrange(8)
+            file.write_bytes(octets)
+        elif kind == "cut":
+            file.write_bytes(octets[: dice.randrange(len(octets))])
+        else:
+            file.unlink()
+        with pytest.raises(DamagedCheckpoint) as caught:
+            files.read(folder)
+        assert caught.value.file in (file.name, "manifest.json")
+        shutil.rmtree(folder)
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(two: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(two, folder)
+    file = folder / "step-0000008" / "model.safetensors"
+    octets = bytearray(file.read_bytes())
+    octets[-5] ^= 8
+    file.write_bytes(octets)
+    assert run_ranks(falls_back, 2, args=(str(folder),)) == [(4, True), (4, False)]
+    assert all(
+        message.startswith("step-0000008: model.safetensors has been changed") for message in run_ranks(names_it, 1, args=(str(folder),))
+    )
+
+
+def falls_back(world: lockstep.World, folder: str) -> tuple[int, bool]:
+    run = Run(world, folder)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run.checkpoints.resume()
+    assert found is not None
+    said = [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)]
+    expected = "rejected step-0000008: model.safetensors has been changed (its SHA-256 is not the one in manifest.json); "
+    return found.step, said == [f"{expected}falling back to step-0000004 (4 steps lost)"]
+
+
+def names_it(world: lockstep.World, folder: str) -> str:
+    with pytest.raises(DamagedCheckpoint) as caught:
+        Run(world, folder).checkpoints.resume(8)
+    return str(caught.value)
+
+
+def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step-0000008"
+    shutil.copytree(two / "step-0000008", folder)
+    for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
+        manifest.seal(folder, 8, [manifest.Entry(name, 1, "0" * 64)])
+        with pytest.raises(DamagedCheckpoint, match="outside its folder"):
+            files.read(folder)
+
+
+# -- a save that does not come to its end ------------------------------------------------------------------------------------------------------
+
+KILLED = """
+import os, pathlib, shutil, sys, traceback
+import tests.checkpoints.test_checkpoints as here
+import torch._dynamo  # which the first optimizer of a process imports, for seconds
+import lockstep
+from lockstep.checkpoints import files, manifest
+
+source, scratch = map(pathlib.Path, sys.argv[1:])
+
+
+def dying(real):
+    def call(*args, **kwargs):
+        global countdown
+        countdown -= 1
+        if countdown == 0:
+            os.kill(os.getpid(), 9)
+        return real(*args, **kwargs)
+    return call
+
+
+def save(folder):
+    with lockstep.init() as world:
+        run = here.Run(world, str(folder), every=15)
+        run.checkpoints.resume()
+        for name in ("fsync", "rename", "replace", "mkdir", "open"):
+            setattr(os, name, dying(getattr(os, name)))
+        files.write_pieces = dying(files.write_pieces)
+        files.write_forced = manifest.write_forced = dying(manifest.write_forced)
+        run.train()
+
+
+for countdown in range(1, 60):
+    folder = scratch / str(countdown)
+    shutil.copytree(source, folder)
+    child = os.fork()  # each has torch already
+    if child == 0:
+        try:
+            save(folder)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found, damaged = files.newest_whole(folder)
+    print(code, found.step, len(damaged), flush=True)
+    if code != -9:
+        break
+"""
+
+
+def test_a_kill_at_every_write_leaves_a_whole_checkpoint(two: Path, tmp_path: Path) -> None:
+    """Step 8 is there, step 15 is being saved: it is found whole or not at all."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(two), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    codes, found, damaged = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+    assert codes == (*[-9] * (len(codes) - 1), 0), done.stderr
+    assert set(damaged) == {0}, "nothing half written is under a checkpoint's name"
+    assert set(found) == {8, 15}
+    assert list(found) == sorted(found)
+    assert len(found) > 10
+
+
+def full(world: lockstep.World, folder: str) -> tuple[str, list[str], float]:
+    """The disk takes nothing more from rank 1."""
+    run = Run(world, folder)
+    run.train(4)
+    run.checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader, every=4)
+    real = files.write_pieces
+    if world.rank == 1:
+        files.write_pieces = lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
+    try:
+        run.checkpoints.save()
+        with pytest.raises(LockstepError) as caught:
+            run.checkpoints.wait()
+    finally:
+        files.write_pieces = real
+    run.checkpoints.save()
+    run.checkpoints.close()
+    return str(caught.value), sorted(path.name for path in Path(folder).iterdir()), run.checkpoints.resume().step  # type: ignore[union-attr]
+
+
+def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    ranks = run_ranks(full, 3, args=(str(tmp_path),))
+    assert len({message for message, *_ in ranks}) == 1
+    assert ranks[0][0].endswith("step-0000004 could not be written on rank 1: [Errno 28] No space left on device")
+    assert ranks[0][1:] == (["step-0000004"], 4)
+
+
+def no_room(world: lockstep.World, folder: str) -> str:
+    run = Run(world, folder)
+    real = shutil.disk_usage
+    shutil.disk_usage = lambda path: real(path)._replace(free=1000)
+    try:
+        run.checkpoints.save()
+        with pytest.raises(LockstepError) as caught:
+            run.checkpoints.wait()
+    finally:
+        shutil.disk_usage = real
+    return str(caught.value)
+
+
+def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    assert "0 MiB are free on the disk: make room, or keep fewer" in run_ranks(no_room, 2, args=(str(tmp_path),))[0]
+
+
+# -- another training ---------------------------------------------------------------------------------------------------------------------------
+
+
+def other(world: lockstep.World, folder: str) -> list[str]:
+    found = []
+    for make in (
+        lambda: Run(world, folder, optimizer="sgd"),
+        lambda: _with(Run(world, folder), loader=lockstep.Loader(images(), global_batch=16, micro_batch=4, seed=3)),
+        lambda: _with(Run(world, folder), model=nn.Sequential(nn.Linear(3, 3))),
+    ):
+        run = make()
+        with pytest.raises(UsageError) as caught:
+            run.checkpoints.resume()
+        found.append(str(caught.value))
+    return found
+
+
+def _with(run: Run, **changed: Any) -> Run:
+    stepper, loader = run.stepper, changed.get("loader", run.loader)
+    if "model" in changed:
+        model = changed["model"]
+        stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters()), exact=True, world=stepper.world)
+    run.checkpoints = lockstep.Checkpoints(run.checkpoints.directory, stepper, loader)
+    return run
+
+
+def test_another_trainings_checkpoint_is_refused_with_the_difference(two: Path) -> None:
+    for found in run_ranks(other, 2, args=(str(two),)):
+        assert "was made with torch.optim.adamw.AdamW, and the optimizer is torch.optim.sgd.SGD" in found[0]
+        assert "micro_batch was 2 and is 4" in found[1]
+        assert "the checkpoint is another model's" in found[2]
+
+
+def test_nothing_there_is_no_error(tmp_path: Path) -> None:
+    assert alone(tmp_path / "nowhere", resume=True)[0] == -1
+
+
+def test_a_checkpoint_of_a_model_alone_is_no_training(tmp_path: Path) -> None:
+    files.write(tmp_path, 3, net().state_dict(), {})
+    with pytest.raises(LockstepError, match="holds a model and nothing else"):
+        alone(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("every", 0), ("keep", 0), ("every", 1.5), ("keep", True)])
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{name}="):
+        lockstep.Checkpoints(tmp_path, None, **{name: value})  # type: ignore[arg-type]
+
+
+def test_what_costs_more_is_saved_less_often() -> None:
+    assert steps_until_next(0.1, 0.5) == 93  # 46.5 s: sqrt(2 * 0.1 * 3 h)
+    assert steps_until_next(100.0, 1.0) == 5000  # 2 % of the time
+    assert steps_until_next(0.0, 1.0) == 1
+
+
+def by_itself(world: lockstep.World, folder: str) -> list[str]:
+    run = Run(world, folder, every=None)
+    run.checkpoints._next = 2
+    run.train()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_without_a_number_all_ranks_save_at_the_same_steps(tmp_path: Path) -> None:
+    ranks = run_ranks(by_itself, 2, args=(str(tmp_path),))
+    assert ranks[0] == ranks[1] == ["step-0000002"]
+    state = json.loads((tmp_path / "step-0000002" / "state.json").read_text())
+    assert state["step"] == 2
