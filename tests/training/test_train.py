@@ -313,7 +313,7 @@ def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str)
 def test_what_is_not_the_default_stands_in_the_first_line(tmp_path: Path) -> None:
     train(toy.task(), run=tmp_path / "one", steps=1, threads=2, loader_workers=1)
     run_ranks(buckets_and_weights, 2, ({"run": str(tmp_path / "two"), "steps": 1, "reduce": "native", "bucket_mb": 0.5},))
-    lines = [records(tmp_path / run, "event")[0]["line"].partition("; ")[2] for run in ("one", "two")]
+    lines = [records(tmp_path / run, "event")[0]["line"].rpartition("; ")[2] for run in ("one", "two")]
     assert lines[0] == "replicated update, 2 threads a rank, 1 loader worker a rank"
     assert lines[1] == "gradients by native in buckets of 0.5 MiB, replicated update"
 
