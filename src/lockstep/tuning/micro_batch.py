@@ -33,7 +33,7 @@ _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """One micro_batch. `ratio` is its step's time over that of the task's own size, in turns; `memory` the bytes of a rank at its peak."""
+    """One micro_batch, in `comparison` with the task's own (None for that itself); `memory`: the bytes of a rank at its peak."""
 
     micro_batch: int
     samples_per_s: float = 0.0
@@ -73,6 +73,7 @@ def advise(settings: Settings, global_batch: int, micro_batch: int, seconds: flo
     ends = monotonic() + seconds
     waiting = sizes(global_batch, micro_batch, settings.workers)
     known: Size | None = None  # the largest that ran
+    rate = 0.0  # of the task's own, from which the others' follow by the ratio: launches differ by more than turns
     for number, size in enumerate(waiting):
         share = (ends - monotonic()) / (len(waiting) - number)
         if number and share <= 0:
@@ -82,6 +83,9 @@ def advise(settings: Settings, global_batch: int, micro_batch: int, seconds: flo
             yield Size(micro_batch=size, note=note)
             continue
         found = _measure(context, settings, size, micro_batch, max(0.0, share))
+        if found.comparison is not None:
+            found = replace(found, samples_per_s=rate / found.comparison.ratio)
+        rate = found.samples_per_s if not number else rate
         if found.ran and (known is None or size > known.micro_batch):
             known = found
         yield found
