@@ -27,7 +27,8 @@ class Trials:
         self._task, self._settings, self._world = task, settings, world
         self._ends = monotonic() + seconds
         self._alive: dict[tuple[Any, ...], Trial] = {}
-        self._building = self._step = 0.0
+        self._step = 0.0  # seconds
+        self._before = 0.0  # seconds that a comparison takes beside its turns: models are built, perhaps compiled
 
     def __enter__(self) -> Trials:
         return self
@@ -37,31 +38,35 @@ class Trials:
 
     def first(self, point: Point) -> Trial:
         """The trial of that point, after its first steps, from which it is known how long steps are."""
+        began = monotonic()
         trial = self._trial(point)
         self._step = max(take_turns({"only": trial.step}, 2, self._world, warm_up=WARM_UP)["only"])
+        self._before = self._beside(began, (2 + WARM_UP) * self._step)
         return trial
 
     def time(self, base: Point, candidate: Point, seconds: float) -> Times:
         """Raises Refused for a candidate that Lockstep refuses, which it does on all ranks alike."""
         self._keep(base, candidate)
         began = monotonic()
+        turns = max(FEWEST, min(_MOST, int((seconds - self._before) / self._turn(base, candidate)) - WARM_UP))
+        timed = steady_turns if _load_differently(base, candidate) else turns_by_step
         ours = self._trial(base)
         try:
-            theirs = self._trial(candidate)
-            seconds -= largest(monotonic() - began, self._world)
-            turns = max(FEWEST, min(_MOST, int(seconds / self._turn(base, candidate)) - WARM_UP))
-            timed = steady_turns if _load_differently(base, candidate) else turns_by_step
-            found = timed(ours, theirs, turns, self._world)
+            found = timed(ours, self._trial(candidate), turns, self._world)
         except UsageError as error:
             raise Refused(str(error)) from error
         self._step = max(map(median, found))
+        self._before = self._beside(began, (turns + WARM_UP) * self._turn(base, candidate))
         return found
 
     def left(self) -> float:
         return -largest(monotonic() - self._ends, self._world)
 
     def least(self, base: Point, candidate: Point) -> float:
-        return self._building + (FEWEST + WARM_UP) * self._turn(base, candidate)
+        return self._before + (FEWEST + WARM_UP) * self._turn(base, candidate)
+
+    def _beside(self, began: float, turns: float) -> float:
+        return max(0.0, largest(monotonic() - began, self._world) - turns)
 
     def _turn(self, base: Point, candidate: Point) -> float:
         """Seconds of one turn of both."""
@@ -70,9 +75,7 @@ class Trials:
     def _trial(self, point: Point) -> Trial:
         found = self._alive.get(_key(point))
         if found is None:
-            began = monotonic()
             found = self._alive[_key(point)] = Trial(self._task, replace(self._settings, **dict(point)), self._world)  # type: ignore[arg-type]
-            self._building = largest(monotonic() - began, self._world)
         return found
 
     def _keep(self, *points: Point) -> None:
