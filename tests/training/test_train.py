@@ -18,10 +18,11 @@ from lockstep import World
 from lockstep.checkpoints import files
 from lockstep.data.orders import Weighted
 from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
+from lockstep.settings import Settings
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
 from lockstep.training.identity import sha256, weights
-from lockstep.training.train import train
+from lockstep.training.train import Training, train
 from tests.training import toy
 
 
@@ -292,6 +293,16 @@ def counted(world: World, asked: int | None) -> tuple[set[int], int, int]:
 @pytest.mark.parametrize(("asked", "seen"), [(None, 1), (3, 3)])
 def test_threads_are_those_asked_for_and_the_old_ones_come_back(asked: int | None, seen: int) -> None:
     assert run_ranks(counted, 2, (asked,)) == [({seen}, 1, 1)] * 2
+
+
+def test_the_knobs_reach_what_they_turn() -> None:
+    settings = Settings(task="toy", bucket_mb=0.0005, update="sharded", loader_workers=2)
+    with lockstep.init(backend="gloo") as world:
+        training = Training(toy.task(), settings, world, None)
+    assert training.stepper.reducer.bucket_bytes == 524
+    assert len(training.stepper.reducer.buckets) > 1
+    assert training.stepper.update.name == "sharded"
+    assert training.loader._loader.num_workers == 2
 
 
 def buckets_and_weights(world: World, options: dict[str, Any]) -> dict[str, Tensor]:
