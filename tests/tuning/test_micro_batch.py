@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from lockstep.settings import Settings
 from lockstep.tuning import micro_batch
 from lockstep.tuning.comparison import Comparison
 from lockstep.tuning.micro_batch import Size, fastest, sizes, why
+from lockstep.tuning.table import advice
 
 
 @pytest.mark.parametrize(
@@ -90,3 +94,57 @@ def test_after_the_own_has_failed_and_without_time_nothing_is_tried(monkeypatch:
     assert [size.note for size in micro_batch.advise(settings, 64, 8, 100.0)] == ["it broke"]
     monkeypatch.setattr(micro_batch, "_measure", lambda *args: Size(micro_batch=8, samples_per_s=1.0))
     assert [size.note for size in micro_batch.advise(settings, 32, 8, 0.0)] == ["", *["not tried: no time left"] * 3]
+
+
+TASK = """
+import os, signal
+from tests.training import toy
+
+def loss(output, batch):
+    if len(batch[1]) == 8:
+        raise MemoryError("8 are too many")
+    if len(batch[1]) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return toy.loss(output, batch)
+
+def task():
+    return toy.task(train_data=toy.data(48, 1), loss=loss, global_batch=24)
+"""
+
+
+def test_sizes_that_fail_say_how_and_the_others_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "my_task.py"
+    file.write_text(TASK)
+    settings = Settings(task=str(file), workers=2, device="cpu")
+    own, eight, two, one = micro_batch.advise(settings, 24, 4, 60.0)
+    assert (own.micro_batch, own.ran, own.samples_per_s > 0) == (4, True, True)
+    assert (eight.micro_batch, two.micro_batch, one.micro_batch) == (8, 2, 1)
+    assert one.note.startswith("rank ")
+    assert "ValueError: Expected more than 1 value per channel" in one.note  # BatchNorm
+    assert re.match(r"out of memory \(rank \d \(.*MemoryError: 8 are too many\)$", eight.note)
+    assert re.match(r"out of memory \(rank \d \(.*was killed by signal 9", two.note)
+    assert fastest([own, eight, two]) is None
+    table = advice([own, eight, two], 4, 24)
+    assert [line.split()[0] for line in table.splitlines()[1:4]] == ["2", "4", "8"]
+    assert table.endswith("no size is faster than the task's own 4 by more than noise; the largest that ran is 4, of a global batch of 24.")
+
+
+def faster(micro: int) -> Size:
+    return Size(micro_batch=micro, samples_per_s=50.0, memory=2**21, comparison=Comparison.of([1.0] * 3, [0.5] * 3))
+
+
+def test_what_is_faster_is_advised_with_what_it_changes() -> None:
+    table = advice([Size(micro_batch=4, samples_per_s=25.0, memory=2**20), faster(8)], 4, 24)
+    assert "micro_batch=8 is fastest; the largest that ran is 8" in table
+    assert "another micro_batch is another training" in table
+    assert "let task() give micro_batch=8" in table
+
+
+def test_sizes_are_measured_beside_the_own_and_memory_on_fresh_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "my_task.py"
+    file.write_text("from tests.training import toy\n\ndef task():\n    return toy.task(global_batch=8)\n")
+    own, two, _ = micro_batch.advise(Settings(task=str(file), workers=2, device="cpu"), 8, 4, 5.0)
+    assert own.comparison is None
+    assert two.comparison is not None
+    assert two.comparison.turns >= 3
+    assert two.samples_per_s == pytest.approx(own.samples_per_s / two.comparison.ratio)
