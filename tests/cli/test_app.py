@@ -17,7 +17,9 @@ def _python(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["show", "--help"], ["show", "data", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["run", "--help"], ["tune", "--help"], ["show", "--help"], ["show", "data", "--help"], ["--version"]]
+)
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     done = _python("-X", "importtime", "-m", "lockstep", *args)
     assert done.returncode == 0
@@ -28,7 +30,7 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
 
 def test_help_names_every_command() -> None:
     done = _python("-m", "lockstep", "--help")
-    assert {"run", "show"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
+    assert {"run", "show", "tune"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
     assert done.stderr == ""
 
 

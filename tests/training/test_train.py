@@ -19,9 +19,10 @@ from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.orders import Weighted
 from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
+from lockstep.settings import Settings
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
-from lockstep.training.train import train
+from lockstep.training.train import Training, train
 from tests.training import toy
 
 
@@ -294,6 +295,16 @@ def test_threads_are_those_asked_for_and_the_old_ones_come_back(asked: int | Non
     assert run_ranks(counted, 2, (asked,)) == [({seen}, 1, 1)] * 2
 
 
+def test_the_knobs_reach_what_they_turn() -> None:
+    settings = Settings(task="toy", bucket_mb=0.0005, update="sharded", loader_workers=2)
+    with lockstep.init(backend="gloo") as world:
+        training = Training(toy.task(), settings, world, None)
+    assert training.stepper.reducer.bucket_bytes == 524
+    assert len(training.stepper.reducer.buckets) > 1
+    assert training.stepper.update.name == "sharded"
+    assert training.loader._loader.num_workers == 2
+
+
 def buckets_and_weights(world: World, options: dict[str, Any]) -> dict[str, Tensor]:
     return weights(train(toy.task(), **options).model)
 
@@ -313,7 +324,7 @@ def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str)
 def test_what_is_not_the_default_stands_in_the_first_line(tmp_path: Path) -> None:
     train(toy.task(), run=tmp_path / "one", steps=1, threads=2, loader_workers=1)
     run_ranks(buckets_and_weights, 2, ({"run": str(tmp_path / "two"), "steps": 1, "reduce": "native", "bucket_mb": 0.5},))
-    lines = [records(tmp_path / run, "event")[0]["line"].partition("; ")[2] for run in ("one", "two")]
+    lines = [records(tmp_path / run, "event")[0]["line"].rpartition("; ")[2] for run in ("one", "two")]
     assert lines[0] == "replicated update, 2 threads a rank, 1 loader worker a rank"
     assert lines[1] == "gradients by native in buckets of 0.5 MiB, replicated update"
 

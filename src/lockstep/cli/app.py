@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, evaluate, lint, look, predict, run, train
+from lockstep.cli import audit, bench, evaluate, lint, look, predict, run, train, tune
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("train")(train.train)
+app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("audit")(audit.audit)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +14,7 @@ from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.settings import Settings
+    from lockstep.training.tuned import Tuned
 
 
 def train(
@@ -33,18 +36,37 @@ def train(
         bool | None, typer.Option("--compile/--no-compile", show_default=False, help="torch.compile the model; default: the task's own.")
     ] = None,
     reduce: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="auto|native|central|shared_memory|hierarchical", help="How gradients are summed; auto: through memory on a CPU host."
+            metavar="auto|native|central|shared_memory|hierarchical",
+            show_default=False,
+            help="How gradients are summed; default: auto, through memory on one CPU host.",
         ),
-    ] = "auto",
+    ] = None,
     update: Annotated[
-        str, typer.Option(metavar="replicated|sharded", help="Who applies them: every rank all of them, or each its share.")
-    ] = "replicated",
+        str | None,
+        typer.Option(
+            metavar="replicated|sharded",
+            show_default=False,
+            help="Who applies them: every rank all of them, the default, or each its share.",
+        ),
+    ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="The same bits at any number of workers: one order of addition, deterministic algorithms.")
     ] = False,
-    loader_workers: Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")] = 0,
+    bucket_mb: Annotated[
+        float | None, typer.Option(metavar="MIB", show_default=False, help="Gradients that travel together; default: 25.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(show_default=False, help="Intra-op threads of each rank; default: the cores shared among the ranks.")
+    ] = None,
+    loader_workers: Annotated[
+        int | None, typer.Option(show_default=False, help="Processes of each rank that load data; default: 0, the rank itself.")
+    ] = None,
+    settings_file: Annotated[
+        Path | None,
+        typer.Option("--settings", metavar="FILE", show_default=False, help="Take these five from a file of `lockstep tune --out`."),
+    ] = None,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host.
 
@@ -56,8 +78,12 @@ def train(
     from lockstep.training import result
     from lockstep.training.resolve import locate, short_name
     from lockstep.training.run_directory import RunDirectory
+    from lockstep.training.tuned import Tuned
 
     place = locate(task)
+    knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
+    given = {name: value for name, value in knobs.items() if value is not None}
+    tuned = None if settings_file is None else Tuned.read(settings_file)
     settings = Settings(
         task=place,
         overrides=overrides_of(override or []),
@@ -67,12 +93,13 @@ def train(
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
         precision=precision,  # type: ignore[arg-type]
         compile=compile,
-        reduce=reduce,  # type: ignore[arg-type]
-        update=update,  # type: ignore[arg-type]
         exact=exact,
-        loader_workers=loader_workers,
+        settings_file=None if settings_file is None else str(settings_file),
+        **{**(tuned.settings if tuned is not None else {}), **given},
     )
     settings = _fitted(settings, count_workers=workers is None)
+    if tuned is not None:
+        _say_tuned(tuned, settings, given)
     with RunDirectory.claim(run, short_name(place)) as directory:
         settings.write(directory.path)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
@@ -82,6 +109,32 @@ def train(
         if not directory.result.exists():
             raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
         print(result.last_line(result.read(directory.result)))
+
+
+def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:
+    """One line on stderr for what came from the file, and a warning where it was made for something else."""
+    from lockstep.training.resolve import short_name
+
+    taken = {name: value for name, value in tuned.settings.items() if name not in given}
+    beaten = {name: value for name, value in tuned.settings.items() if name in given}
+    line = f"settings from {settings.settings_file}: {_listed(taken) or 'none'}"
+    if beaten:
+        line += f"; its {_listed(beaten)} gave way to {_listed({name: given[name] for name in beaten})} of the command line"
+    print(line, file=sys.stderr)
+    import torch  # as it was named there, build included
+
+    device = "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
+    here = {"task": short_name(settings.task), "overrides": dict(settings.overrides), "workers": settings.workers, "device": device}
+    if differences := tuned.measured.differences(**here, torch=torch.__version__):
+        print(
+            f"warning: {settings.settings_file} was measured on something else ({'; '.join(differences)}): what is applied may not be the "
+            "fastest here; run `lockstep tune` again",
+            file=sys.stderr,
+        )
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _fitted(settings: Settings, *, count_workers: bool) -> Settings:

@@ -1,0 +1,142 @@
+"""`lockstep tune`: which settings run a task fastest on this machine, as a table, as a file, and as the command to use."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import lockstep
+from lockstep.cli import over_run
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.settings import Settings
+    from lockstep.tuning.micro_batch import Size
+    from lockstep.tuning.search import Found
+
+_FOR_SEARCH = 0.7  # of the time; the rest is for the advice on micro_batch
+
+
+def tune(
+    task: over_run.TaskName,
+    workers: over_run.Workers = None,
+    seconds: Annotated[float, typer.Option(help="Time for measuring, beside the start of the ranks.")] = 60,
+    device: over_run.DeviceName = "auto",
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the winner, for `lockstep train --settings FILE`.")
+    ] = None,
+) -> None:
+    """Find the fastest reduce, update, threads, loader workers and bucket size for TASK on this machine, and advise on micro_batch.
+
+    One at a time, each in turns with the best so far on the same ranks; in the end the winner against the default, which it must beat.
+    Nothing is applied: the last line is the command to use.
+    """
+    from lockstep.cli.train import _fitted
+    from lockstep.settings import Settings, overrides_of
+    from lockstep.training.resolve import locate
+    from lockstep.training.tuned import check_writable
+    from lockstep.tuning.search import Found
+    from lockstep.tuning.table import table
+
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"seconds={seconds:g}: give the time for measuring, above 0")
+    if out is not None:
+        check_writable(out)
+    settings = Settings(
+        task=locate(task),
+        overrides=overrides_of(override or []),
+        workers=1 if workers is None else workers,
+        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
+    )
+    settings = _fitted(settings, count_workers=workers is None)
+    answer = _search(task, settings, _FOR_SEARCH * seconds)
+    found, here = Found.from_json(answer["found"]), answer["here"]
+    settings = replace(settings, device=here["device"])
+    sizes = _sizes(replace(settings, **found.changes), answer, max(0.0, seconds - answer["seconds"]))
+    print(f"{answer['name']}: {settings.workers} worker{'s' * (settings.workers != 1)} on {_machine(here)}, torch {here['torch']}\n")
+    print(f"{table(found)}\n\n{_advice(sizes, answer)}\n")
+    if out is not None:
+        _write(out, answer, settings, seconds, found)
+    print(_command(task, settings, device, found, out))
+
+
+def _search(task: str, settings: Settings, seconds: float) -> dict[str, Any]:
+    """What rank 0 has to say; the command ends here with the ranks' own exit code where they failed."""
+    from lockstep.launcher.supervise import Target, supervise
+
+    with TemporaryDirectory(prefix="lockstep-") as scratch:
+        settings.write(Path(scratch))
+        target = Target(module="lockstep.tuning.worker", args=[scratch, str(seconds)])
+        outcome = supervise(target, settings.workers, console="first")
+        if outcome.exit_code:
+            raise typer.Exit(outcome.exit_code)
+        file = Path(scratch) / "answer.json"
+        if not file.exists():
+            raise UsageError(f"task {task!r} ended its process before it was over: let task() return, and do not call sys.exit()")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+
+def _sizes(settings: Settings, answer: Mapping[str, Any], seconds: float) -> list[Size]:
+    from lockstep.tuning.micro_batch import advise
+
+    found = []
+    for size in advise(settings, answer["global_batch"], answer["micro_batch"], seconds):
+        print(f"micro_batch={size.micro_batch}: {size.note or f'{size.samples_per_s:,.0f} samples/s'}", file=sys.stderr, flush=True)
+        found.append(size)
+    return found
+
+
+def _advice(sizes: list[Size], answer: Mapping[str, Any]) -> str:
+    from lockstep.tuning.table import advice
+
+    return advice(sizes, answer["micro_batch"], answer["global_batch"])
+
+
+def _machine(here: Mapping[str, Any]) -> str:
+    cores = f"{here['cores']} core{'s' * (here['cores'] != 1)}"
+    kind = "the CPU" if here["device"] == "cpu" else "GPUs"
+    return f"{kind} ({here['cpu']}, {cores}, {here['threads']} intra-op thread{'s' * (here['threads'] != 1)} a rank)"
+
+
+def _write(out: Path, answer: Mapping[str, Any], settings: Settings, seconds: float, found: Found) -> None:
+    from lockstep.training.resolve import short_name
+    from lockstep.training.tuned import Measured, Tuned
+
+    measured = Measured(
+        task=short_name(settings.task),
+        overrides=dict(settings.overrides),
+        workers=settings.workers,
+        seconds=seconds,
+        lockstep=lockstep.__version__,
+        ratio=found.final.ratio if found.changes and found.final else 1.0,
+        **answer["here"],
+    )
+    Tuned(settings=found.changes, measured=measured).write(out)
+
+
+def _command(task: str, settings: Settings, device: str, found: Found, out: Path | None) -> str:
+    """What to type to train with the winner."""
+    from lockstep.tuning.knobs import OPTIONS
+    from lockstep.tuning.table import spelled
+
+    words = ["lockstep", "train", task, "--workers", str(settings.workers)]
+    words += ["--device", device] if device != "auto" else []
+    for name, value in settings.overrides.items():
+        words += ["--set", f"{name}={value}"]
+    if out is not None:
+        return shlex.join([*words, "--settings", str(out)])
+    for name, value in found.changes.items():
+        words += [OPTIONS[name], spelled(value)]
+    return shlex.join(words)
