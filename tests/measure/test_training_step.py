@@ -138,7 +138,7 @@ def test_ways_that_train_something_else_lie_far_above_the_tolerance() -> None:
     assert found == other
     assert found["stepper:native"] < 1e-4
     assert found["local"] > 0.3  # bfloat16's tolerance
-    assert found["ddp:100"] > 0.05
+    assert found["ddp:100"] > 0.1
 
 
 # -- the measurement -----------------------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_json_holds_every_figure() -> None:
         "task", "recipe", "workers", "device", "precision", "steps", "gradient_mib", "rows", "left_out", "notes", "tolerance", "best", "cores",
         "versions",
     }  # fmt: skip
-    assert (found["best"], found["tolerance"]) == ("ddp:25", 0.05)
+    assert (found["best"], found["tolerance"]) == ("ddp:25", 0.1)
     assert found["versions"]["torch"] == torch.__version__
     assert [row["ratio"] for row in found["rows"]] == pytest.approx([2, 2 / 3, 1, 2])
     assert found["rows"][1] == {
@@ -223,7 +223,7 @@ def test_the_table_names_what_trained_something_else() -> None:
     assert lines[7:9] == ["fabric is left out: not there", "a note"]
     assert lines[9] == (
         "stepper:shared trained something else: its weights lie 0.2 of the way that they moved from those of ddp:5, "
-        "and more than 0.05 is no rounding"
+        "and more than 0.1 is no rounding"
     )
     assert len(report.table(comparison(precision="bf16")).splitlines()) == 9  # within what 8 bits round
 
@@ -272,6 +272,7 @@ def weightless(world: World) -> str:
             {"variants": ["stepper:shared"], "workers": 1},
             "stepper:shared is left out: one rank has nobody to share memory with; name other",
         ),
+        ({"workers": 5, "device": "cuda", "variants": ["ddp:5"]}, "workers=5 with device='cuda': torch can use "),
         ({"steps": 0}, "steps=0: give a whole number, 1 or more"),
         ({"workers": 6}, "workers=6: a step of task small (global_batch=22, micro_batch=5) has no micro-batch for some of them"),
     ],
