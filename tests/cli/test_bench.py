@@ -16,7 +16,8 @@ from lockstep.cli.bench import _sizes
 from lockstep.collectives.choose import Tuning
 from lockstep.errors import UsageError
 from lockstep.measure import collectives as measured
-from lockstep.measure import sampler
+from lockstep.measure import sampler, training_step
+from lockstep.measure.files import check_writable
 from lockstep.testing import run_ranks
 from lockstep.world import World, init
 
@@ -29,7 +30,9 @@ def bench(*args: str) -> Result:
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "launch", None)
+    for each in (measured, training_step):
+        monkeypatch.setattr(each, "launch", None)
+    monkeypatch.setattr(sampler, "in_a_process", None)
 
 
 def figures(kind: str, workers: int, sizes: list[int], algorithms: list[str], runs: int | None = None) -> list[measured.Measured]:
@@ -136,6 +139,90 @@ def test_tune_measures_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert Tuning.read(file).world == 2
 
 
+# -- train ---------------------------------------------------------------------------------------------------------------------------------
+
+TASK = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import lockstep
+
+
+def task(lr: float = 0.1, broken: bool = False) -> lockstep.Task:
+    random = torch.Generator().manual_seed(0)
+    return lockstep.Task(
+        model=lambda: nn.Linear(6, 3),
+        train_data=TensorDataset(torch.randn(64, 6, generator=random), torch.randint(0, 3, (64,), generator=random)),
+        loss=lambda output, batch: F.cross_entropy(output, batch[1]) if broken else (F.cross_entropy(output, batch[1], reduction="sum"), 4),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=lr),
+        global_batch=16,
+        micro_batch=4,
+    )
+"""
+
+
+def test_train_times_a_task_of_ones_own(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "mine.py").write_text(TASK)
+    command = [sys.executable, "-m", "lockstep", "bench", "train", "mine.py", "--workers", "2", "--steps", "2", "--set", "lr=0.5"]
+    command += ["--device", "cpu", "--variants", "ddp:5,stepper:native", "--json", "figures.json", "--plot", "steps.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("mine: global batch 16 = 4 micro-batches x 4; 2 ranks x 2; ")
+    assert [line.split()[0] for line in lines[2:]] == ["variant", "ddp:5", "stepper:native"]
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert [(row["variant"], len(row["seconds"])) for row in found["rows"]] == [("ddp:5", 2), ("stepper:native", 2)]
+    assert (found["best"], found["workers"], found["device"]) == ("ddp:5", 2, "cpu")
+    assert found["rows"][1]["apart"] < 1e-4
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def of_rank(source: object, names: list[str], steps: int, device: str) -> training_step._Found:
+    """In place of measuring: the last one has trained something else."""
+    return training_step._Found("as it is", {name: [0.1] * steps for name in names}, {names[-1]: 0.9}, 1.0, [])
+
+
+def test_train_says_what_trained_something_else_and_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_step, "launch", lambda fn, workers, args: [of_rank(*args)])
+    (tmp_path / "mine.py").write_text(TASK)
+    file = tmp_path / "figures.json"
+    done = bench("train", str(tmp_path / "mine.py"), "--device", "cpu", "--variants", "ddp:5,stepper:native", "--json", str(file))
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1].startswith("stepper:native trained something else: its weights lie 0.9 of the way")
+    assert json.loads(file.read_text())["workers"] == 2  # without GPUs
+
+
+def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    done = bench("train", str(tmp_path / "mine.py"), "-n", "1", "--device", "cpu", "--variants", "local", "--set", "broken=true")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "Task: loss returned a Tensor; it must return (sum of the losses, weight)" in done.stderr
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["digist"], "task 'digist' is unknown: the bundled tasks are digits, text (did you mean 'digits'?)"),
+        (["text", "--variants", "ddp:25,stepper"], "variant 'stepper' is unknown: choose some of local, ddp:MB"),
+        (["text", "--variants", ""], "variant '' is unknown: choose some of local, ddp:MB"),
+        (["text", "--set", "widht=3"], "--set widht"),
+        (["text", "--set", "width"], "--set width: write it as --set key=value"),
+        (["text", "--workers", "9"], "workers=9: a step of task text (global_batch=16, micro_batch=2) has no micro-batch for some"),
+        (["text", "--workers", "0"], "workers=0: give a whole number of at least 1"),
+        (["text", "--steps", "0"], "steps=0: give a whole number of at least 1"),
+        (["text", "--device", "gpu"], "device='gpu' is unknown: choose one of auto, cpu, cuda"),
+    ],
+)
+def test_mistakes_in_train_are_sentences_and_start_nothing(args: list[str], message: str) -> None:
+    done = bench("train", *args)
+    assert isinstance(done.exception, UsageError)
+    assert str(done.exception).startswith(message)
+    assert done.stdout == ""
+
+
 # -- refused -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -186,13 +273,51 @@ def test_no_ranks_at_all() -> None:
     assert str(done.exception) == "workers=0: give a whole number of ranks, at least 1"
 
 
-@pytest.mark.parametrize("option", ["--json", "--tune", "--plot"])
-def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["collectives"], "--json"),
+        (["collectives"], "--tune"),
+        (["collectives"], "--plot"),
+        (["sampler"], "--json"),
+        (["train", "digits"], "--json"),
+        (["train", "digits"], "--plot"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, command: list[str], option: str) -> None:
     if option == "--plot":
         pytest.importorskip("matplotlib")
-    monkeypatch.setattr(measured, "measure", figures)
     file = tmp_path / "missing" / "out.png"
-    done = bench("collectives", "--sizes", "64", option, str(file))
+    done = bench(*command, option, str(file))
     assert isinstance(done.exception, UsageError)
-    assert str(done.exception).startswith(f"{option} {file} cannot be written: ")
-    assert "No such file or directory" in str(done.exception)
+    assert str(done.exception) == f"{option} {file} cannot be written: No such file or directory"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("ending", ["", ".txt"])
+def test_a_picture_of_no_kind(tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    done = bench("collectives", "--plot", str(tmp_path / f"times{ending}"))
+    assert str(done.exception).endswith("is no kind of picture; end it in .png or .svg")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.write_text("kept")
+    check_writable(file, "--json")
+    check_writable(tmp_path / "new.json", "--json")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+    assert file.read_text() == "kept"
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("option", [["--runs", "3"], ["--collective", "broadcast"], ["--algorithms", "all"]])
+def test_tune_takes_everything(tmp_path: Path, option: list[str]) -> None:
+    done = bench("collectives", "--tune", str(tmp_path / "tuning.json"), *option)
+    assert isinstance(done.exception, UsageError)
+    name, value = option
+    assert str(done.exception) == (
+        f"{name} {value}: --tune measures every collective and algorithm, as often as each is worth; leave {name} out"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lockstep.measure.files import pyplot, save
-from lockstep.measure.training_step import TOLERANCE, Comparison, Row
+from lockstep.measure.training_step import Comparison, Row
 
 _COLOURS = {"local": "0.75", "ddp": "tab:orange", "accelerate": "tab:pink", "fabric": "tab:purple"}
 _OURS = "tab:blue"
@@ -30,7 +30,7 @@ def table(found: Comparison) -> str:
     for row in found.wrong:
         lines.append(
             f"{row.variant} trained something else: its weights lie {row.apart:.2g} of the way that they moved from those of "
-            f"{_reference(found)}, and more than {TOLERANCE:g} is no rounding"
+            f"{_reference(found)}, and more than {found.tolerance:g} is no rounding"
         )
     return "\n".join(lines)
 
@@ -60,7 +60,7 @@ def plot(every: Sequence[Comparison], file: Path) -> None:
         medians = [1e3 * row.median for row in found.rows]
         bars = axis.barh(names, medians, color=[_COLOURS.get(name.partition(":")[0], _OURS) for name in names])
         axis.plot([1e3 * row.p25 for row in found.rows], names, "|", color="black", markersize=10, label="25th percentile")
-        axis.bar_label(bars, fmt="%.1f", padding=4, fontsize=8)
+        axis.bar_label(bars, fmt="%.1f", padding=4, fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         if found.best is not None:
             axis.axvline(1e3 * found.best.median, color=_COLOURS["ddp"], linewidth=1, linestyle="--", label="best DDP")
         axis.set(xlim=(0, 1.18 * max(medians)), xlabel="ms a step, median of the slowest rank")

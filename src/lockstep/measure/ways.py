@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lockstep import randomness
 from lockstep.collectives.shared_memory.operations import possible
 from lockstep.data_parallel import DistributedDataParallel
 from lockstep.errors import TaskError, UsageError
+from lockstep.measure import others
 from lockstep.measure.given import Given
 from lockstep.stepper import Stepper
 from lockstep.task import Precision, Task
@@ -31,8 +31,6 @@ from lockstep.training.forward import Forward, grad_scaler
 from lockstep.world import World
 
 _MB = 25.0  # torch's own bucket
-_PACKAGES = {"accelerate": ("accelerate",), "fabric": ("lightning_fabric", "lightning")}
-_TO_INSTALL = {"accelerate": "accelerate", "fabric": "lightning-fabric"}
 CHOICES = (
     "local, ddp:MB, accelerate:MB, fabric:MB (the size of a bucket), wrapper:native, wrapper:shared, "
     "stepper:native, stepper:shared, stepper:sharded"
@@ -170,7 +168,7 @@ class ByFabric(TorchDDP):
     """Lightning Fabric's DDPStrategy, with the same DDP inside."""
 
     def wrap(self) -> nn.Module:
-        package = installed("fabric")
+        package = others.installed("fabric")
         assert package is not None
         fabric = importlib.import_module(package)
         strategies = importlib.import_module(f"{package}.strategies")
@@ -246,7 +244,7 @@ def maker(name: str) -> Callable[[Setting], Way]:
     with_bucket = {"ddp": TorchDDP, "accelerate": ByAccelerate, "fabric": ByFabric}
     if kind in with_bucket and (megabytes := _megabytes(rest) if colon else _MB):
         return partial(with_bucket[kind], megabytes=megabytes)
-    others: Mapping[str, Callable[[Setting], Way]] = {
+    without: Mapping[str, Callable[[Setting], Way]] = {
         "local": Loop,
         "wrapper:native": partial(Wrapped, reduce="native"),
         "wrapper:shared": partial(Wrapped, reduce="shared_memory"),
@@ -254,9 +252,9 @@ def maker(name: str) -> Callable[[Setting], Way]:
         "stepper:shared": partial(Stepped, reduce="shared_memory", update="replicated"),
         "stepper:sharded": partial(Stepped, reduce="auto", update="sharded"),
     }
-    if name not in others:
+    if name not in without:
         raise UsageError(f"variant {name!r} is unknown: choose some of {CHOICES}")
-    return others[name]
+    return without[name]
 
 
 def _megabytes(text: str) -> float | None:
@@ -270,9 +268,9 @@ def _megabytes(text: str) -> float | None:
 def why_not(name: str, workers: int, device: str, precision: Precision) -> str | None:
     """Why this way cannot be measured here, in words; None where it can."""
     kind, _, rest = name.partition(":")
-    if kind in _PACKAGES and installed(kind) is None:
-        return f"{_TO_INSTALL[kind]} is not installed: pip install {_TO_INSTALL[kind]}"
-    if kind in _PACKAGES and precision == "fp16":
+    if kind in others.PACKAGES and others.installed(kind) is None:
+        return f"{others.PACKAGES[kind][0]} is not installed: pip install {others.PACKAGES[kind][0]}"
+    if kind in others.PACKAGES and precision == "fp16":
         return "it brings a loss scale of its own, which is not the one that the others have with fp16"
     if rest == "shared" and device == "cuda":
         return "ranks on GPUs do not share the host's memory"
@@ -283,14 +281,9 @@ def why_not(name: str, workers: int, device: str, precision: Precision) -> str |
     return None
 
 
-def installed(kind: str) -> str | None:
-    """The module of another library that is there; None without. Nothing is imported."""
-    return next((name for name in _PACKAGES.get(kind, ()) if find_spec(name) is not None), None)
-
-
 def import_for(name: str) -> None:
     """Import what this way needs, and what a first optimizer imports: the code of a library is not the memory of a step."""
-    package = installed(name.partition(":")[0])
+    package = others.installed(name.partition(":")[0])
     if package is not None:
         importlib.import_module(package)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
