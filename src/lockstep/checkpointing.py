@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lockstep.checkpoints import files
+from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.due import FIRST, steps_until_next
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.plain import decoded, encoded
@@ -85,15 +85,15 @@ class Checkpoints:
 
     def _chosen(self, step: int | None) -> str | None:
         """On rank 0, which looks at every byte: the name of the folder."""
-        files.sweep(self.directory)
+        folders.sweep(self.directory)
         if step is not None:
-            folder = files.folder_of(self.directory, step)
+            folder = folders.folder_of(self.directory, step)
             if not folder.exists():
                 raise UsageError(f"there is no checkpoint of step {step} in {self.directory}")
             return files.read(folder).folder.name
         found, damaged = files.newest_whole(self.directory)
         if damaged:
-            lost = files.step_of(files.newest(self.directory) or Path()) - (0 if found is None else found.step)
+            lost = folders.step_of(folders.newest(self.directory) or Path()) - (0 if found is None else found.step)
             then = "there is no other" if found is None else f"falling back to {found.folder.name} ({lost} steps lost)"
             warnings.warn(f"rejected {'; '.join(map(str, damaged))}; {then}", LockstepWarning, stacklevel=4)
         return None if found is None else found.folder.name
@@ -144,9 +144,9 @@ class Checkpoints:
     def _tidy(self, folder: Path, best: tuple[str, float] | None) -> None:
         if best is not None:
             files.mark_best(folder, *best)
-        kept = files.written(self.directory)[-self.keep :]
+        kept = folders.written(self.directory)[-self.keep :]
         marked = files.best(self.directory)
-        files.keep_only(self.directory, [folder, *kept, *([marked] if marked else [])])
+        folders.keep_only(self.directory, [folder, *kept, *([marked] if marked else [])])
 
     def _agreed_interval(self, blocked: float, steps: int) -> int:
         """From what this save and the last one's background cost, and what a step takes: the slowest rank's."""

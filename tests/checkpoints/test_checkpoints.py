@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoints import files, manifest
+from lockstep.checkpoints import files, folders, manifest
 from lockstep.checkpoints.due import steps_until_next
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
@@ -123,7 +123,7 @@ def test_the_folder_is_plain(tmp_path: Path) -> None:
 
 def test_only_so_many_are_kept_and_the_best(tmp_path: Path) -> None:
     run_ranks(best_and_more, 2, args=(str(tmp_path),))
-    assert [path.name for path in files.written(tmp_path)] == ["step-0000001", "step-0000004", "step-0000005"]
+    assert [path.name for path in folders.written(tmp_path)] == ["step-0000001", "step-0000004", "step-0000005"]
     assert files.best(tmp_path) == tmp_path / "step-0000001"
 
 
@@ -230,7 +230,7 @@ import os, pathlib, shutil, sys, traceback
 import tests.checkpoints.test_checkpoints as here
 import torch._dynamo  # which the first optimizer of a process imports, for seconds
 import lockstep
-from lockstep.checkpoints import files, manifest
+from lockstep.checkpoints import files, folders, manifest
 
 source, scratch = map(pathlib.Path, sys.argv[1:])
 

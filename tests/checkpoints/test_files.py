@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoints import files
+from lockstep.checkpoints import files, folders
 from lockstep.errors import DamagedCheckpoint, LockstepError
 
 TENSORS = {
@@ -42,13 +42,13 @@ def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
 
 
 def test_newest_goes_by_number_and_ignores_what_is_unfinished(tmp_path: Path) -> None:
-    assert files.newest(tmp_path / "nowhere") is None
+    assert folders.newest(tmp_path / "nowhere") is None
     for step in (9, 10_000_000, 200):
         files.write(tmp_path, step, {"x": torch.tensor(step)}, {})
     (tmp_path / ".step-0099999.1.unfinished").mkdir()
     (tmp_path / "step-notes").mkdir()
-    assert [path.name for path in files.written(tmp_path)] == ["step-0000009", "step-0000200", "step-10000000"]
-    assert files.newest(tmp_path) == tmp_path / "step-10000000"
+    assert [path.name for path in folders.written(tmp_path)] == ["step-0000009", "step-0000200", "step-10000000"]
+    assert folders.newest(tmp_path) == tmp_path / "step-10000000"
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +70,9 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     folders = [files.write(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]
     files.mark_best(folders[0], "accuracy", 0.9)
     files.mark_best(folders[1], "accuracy", 0.95)
-    files.keep_only(tmp_path, folders[1:])
+    folders.keep_only(tmp_path, folders[1:])
     assert files.best(tmp_path) == folders[1]
-    assert files.written(tmp_path) == folders[1:]
+    assert folders.written(tmp_path) == folders[1:]
     assert json.loads((tmp_path / "best.json").read_text()) == {"checkpoint": "step-0000002", "metric": "accuracy", "value": 0.95}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.checkpoints import files
+from lockstep.checkpoints import files, folders
 from lockstep.cli.predict import predict
 from lockstep.errors import UsageError
 from lockstep.inference.apply import fill
@@ -27,7 +27,7 @@ def test_the_same_file_from_one_rank_and_from_three(tmp_path: Path) -> None:
     assert rows.shape == (toy.HELD_OUT, 3)
     x, _ = toy.data(toy.HELD_OUT, 2)[:]
     model = resolve(str(tmp_path / "run_task.py")).model()
-    newest = files.newest(run / "checkpoints")
+    newest = folders.newest(run / "checkpoints")
     assert newest is not None
     fill(model, files.read(newest), "", "")
     assert np.allclose(rows, model.eval()(x).detach().numpy(), atol=1e-6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoints import files
+from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.training.keep import Keeper
 from lockstep.training.run_directory import RunDirectory
@@ -26,9 +26,9 @@ def test_newest_and_best(tmp_path: Path) -> None:
             keeper.best(watch, step, {"task": "toy"})
     newest = keeper.newest(12, {"task": "toy"})
     directory = tmp_path / "checkpoints"
-    assert newest == files.newest(directory) == directory / "step-0000012"
+    assert newest == folders.newest(directory) == directory / "step-0000012"
     assert files.best(directory) == directory / "step-0000008"
-    assert len(files.written(directory)) == 2
+    assert len(folders.written(directory)) == 2
     for step in (8, 12):
         found = files.read(directory / f"step-{step:07d}")
         assert found.state == {"step": step, "task": "toy", "sha256": hashes[step]}

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lockstep.checkpoints.folders import folder_of, unfinished, written
 from lockstep.checkpoints.manifest import Entry, check, force, measured, seal, write_forced
 from lockstep.checkpoints.pieces import Piece, plain, read_whole, write_pieces
 from lockstep.errors import DamagedCheckpoint, LockstepError
@@ -32,8 +32,6 @@ MODEL = "model.safetensors"
 STATE = "state.json"
 BEST = "best.json"
 _OPTIMIZER = "optimizer-"
-_NAME = re.compile(r"step-(\d{7,})")
-_UNFINISHED = re.compile(r"\.step-\d{7,}\..*\.unfinished")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +55,6 @@ class Checkpoint:
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's tensors, whole, one after the other: ("exp_avg/conv.weight", ...)."""
         return read_whole([self.folder / entry.name for entry in self.entries if entry.name.startswith(_OPTIMIZER)])
-
-
-def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint after `step` optimizer steps lies."""
-    return directory / f"step-{step:07d}"
-
-
-def unfinished(directory: Path, step: int, run: str) -> Path:
-    """Where it is written to. `run` tells it from what another process writes."""
-    return directory / f".{folder_of(directory, step).name}.{run}.unfinished"
 
 
 def write_part(folder: Path, model: Mapping[str, Tensor] | None, pieces: Sequence[Piece], rank: int) -> list[Entry]:
@@ -131,17 +119,6 @@ def _loaded(file: Path) -> dict[str, Tensor]:
         raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
 
 
-def written(directory: Path) -> list[Path]:
-    """All checkpoints in `directory`, oldest step first, whole or damaged."""
-    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name)] if directory.exists() else []
-    return sorted(found, key=step_of)
-
-
-def newest(directory: Path) -> Path | None:
-    """The checkpoint of the latest step, whole or damaged."""
-    return next(reversed(written(directory)), None)
-
-
 def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
     """The latest checkpoint that is whole, and what is wrong with those after it, latest first."""
     damaged: list[DamagedCheckpoint] = []
@@ -166,24 +143,3 @@ def mark_best(folder: Path, metric: str, value: float) -> None:
     write_forced(new, (json.dumps({"checkpoint": folder.name, "metric": metric, "value": value}) + "\n").encode())
     new.replace(file)
     force(file.parent)
-
-
-def keep_only(directory: Path, kept: Collection[Path]) -> None:
-    """Remove all checkpoints in `directory` but `kept`."""
-    for folder in written(directory):
-        if folder not in kept:
-            shutil.rmtree(folder)
-
-
-def sweep(directory: Path) -> None:
-    """Remove what processes that are gone have left unfinished. Only while nobody writes."""
-    for path in directory.glob(".step-*.unfinished") if directory.exists() else ():
-        if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
-    match = _NAME.fullmatch(folder.name)
-    assert match
-    return int(match[1])

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lockstep.checkpoints import files
+from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import Entry
 from lockstep.checkpoints.pieces import Piece
 from lockstep.collectives.background import Background
@@ -96,7 +96,7 @@ class Saver:
     ) -> float:
         _yield_to_training()
         begin = perf_counter()
-        folder = files.unfinished(self._directory, step, self._everybodys(str(os.getpid()))[0])
+        folder = folders.unfinished(self._directory, step, self._everybodys(str(os.getpid()))[0])
         entries, error = self._part(folder, model, pieces)
         said = self._everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
         failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
@@ -112,7 +112,7 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)
             rank, text = min(failed.items())
             on = "" if self._group is None else f" on rank {rank}"
-            raise LockstepError(f"checkpoint {files.folder_of(self._directory, step)} could not be written{on}: {text}")
+            raise LockstepError(f"checkpoint {folders.folder_of(self._directory, step)} could not be written{on}: {text}")
         return perf_counter() - begin
 
     def _part(self, folder: Path, model: Mapping[str, Tensor] | None, pieces: Sequence[Piece]) -> tuple[list[Entry], str]:

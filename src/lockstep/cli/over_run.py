@@ -104,9 +104,9 @@ def _trained(run: Path) -> Any:
 
 
 def _checkpoint(run: Path, *, best: bool) -> Path:
-    from lockstep.checkpoints import files
+    from lockstep.checkpoints import files, folders
 
-    folder = files.best(run / "checkpoints") if best else files.newest(run / "checkpoints")
+    folder = files.best(run / "checkpoints") if best else folders.newest(run / "checkpoints")
     if folder is None and best:
         raise UsageError(f"--best: run {run} has no best checkpoint, since its task names no metric with best=; leave --best out")
     if folder is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoints import files
+from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.watch import Watch
@@ -31,15 +31,15 @@ class Keeper:
         folder = self._write(step, state)
         if folder is not None:
             files.mark_best(folder, watch.metric, watch.value)
-            files.keep_only(folder.parent, [folder])
+            folders.keep_only(folder.parent, [folder])
 
     def newest(self, step: int, state: Mapping[str, Any]) -> Path | None:
         """Keep this one as the newest, beside the best; its folder, on every rank."""
         folder = self._write(step, state)
         if folder is not None:
             best = files.best(folder.parent)
-            files.keep_only(folder.parent, [folder] if best is None else [folder, best])
-        return None if self._directory is None else files.folder_of(self._directory, step)
+            folders.keep_only(folder.parent, [folder] if best is None else [folder, best])
+        return None if self._directory is None else folders.folder_of(self._directory, step)
 
     def _write(self, step: int, state: Mapping[str, Any]) -> Path | None:
         if not self._writes or self._directory is None:

@@ -34,5 +34,12 @@ class Watch:
         self.waited += 1
         return False
 
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"value": self.value, "step": self.step, "waited": self.waited}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.value, self.step, self.waited = float(state["value"]), int(state["step"]), int(state["waited"])
+
     def as_json(self) -> dict[str, Any]:
         return {"metric": self.metric, "value": self.value, "step": self.step}

@@ -1,0 +1,53 @@
+"""The names under which checkpoints lie in their directory. No torch here: the launcher looks before any rank starts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+_NAME = re.compile(r"step-(\d{7,})")
+_UNFINISHED = re.compile(r"\.step-\d{7,}\..*\.unfinished")
+
+
+def folder_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint after `step` optimizer steps lies."""
+    return directory / f"step-{step:07d}"
+
+
+def unfinished(directory: Path, step: int, run: str) -> Path:
+    """Where it is written to. `run` tells it from what another process writes."""
+    return directory / f".{folder_of(directory, step).name}.{run}.unfinished"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
+    match = _NAME.fullmatch(folder.name)
+    assert match
+    return int(match[1])
+
+
+def written(directory: Path) -> list[Path]:
+    """All checkpoints in `directory`, oldest step first, whole or damaged."""
+    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name)] if directory.exists() else []
+    return sorted(found, key=step_of)
+
+
+def newest(directory: Path) -> Path | None:
+    """The checkpoint of the latest step, whole or damaged."""
+    return next(reversed(written(directory)), None)
+
+
+def keep_only(directory: Path, kept: Collection[Path]) -> None:
+    """Remove all checkpoints in `directory` but `kept`."""
+    for folder in written(directory):
+        if folder not in kept:
+            shutil.rmtree(folder)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what processes that are gone have left unfinished. Only while nobody writes."""
+    for path in directory.glob(".step-*.unfinished") if directory.exists() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)

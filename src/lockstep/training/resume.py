@@ -1,0 +1,87 @@
+"""Going on with a training: is it the same one, and what its records still say of steps that will be taken again."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.checkpoints.plain import encoded
+from lockstep.errors import UsageError
+from lockstep.settings import Settings
+from lockstep.task import Task
+from lockstep.training.metrics import finite
+
+
+def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str, Any]:
+    """What decides the weights beside the data and the model, which are compared where they are loaded. `optimizer` has taken no step."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {
+        "global_batch": task.global_batch,
+        "micro_batch": task.micro_batch,
+        "seed": task.seed,
+        "clip": task.clip,
+        "precision": settings.precision or task.precision,
+        "epochs": settings.epochs or task.epochs,
+        "steps": settings.steps,
+        "exact": settings.exact,
+        "early_stopping": None if task.early_stopping is None else str(task.early_stopping),
+        "optimizer": finite(encoded(groups, "the optimizer's group")),
+    }
+
+
+def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path) -> None:
+    """Raise a UsageError that names every difference."""
+    differing = [name for name in ours if ours[name] != theirs.get(name)]
+    if differing:
+        said = "; ".join(f"{name} was {theirs.get(name)} and is {ours[name]}" for name in differing)
+        raise UsageError(f"{folder} belongs to another training: {said}. Train on as it was, or begin anew with --fresh or another --run")
+
+
+def machine() -> dict[str, str]:
+    """What the bits of exact mode depend on, beside the task."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return {
+        "torch": torch.__version__,
+        "processor": _processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "GPU": gpu,
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def moved(before: Mapping[str, str]) -> str | None:
+    """What is different here from where a run was before, in words."""
+    now = machine()
+    return "; ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in now if before.get(name) != now[name]) or None
+
+
+def forget_after(metrics: Path, step: int, evaluated: int) -> None:
+    """Leave out of metrics.jsonl what is going to happen again: steps after `step`, evaluations after `evaluated`, and half a line."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record: Any = json.loads(line)
+        except ValueError:
+            continue
+        last = {"step": step, "evaluate": evaluated}.get(record.get("kind"))
+        if last is None or record["step"] <= last:
+            kept.append(line + "\n")
+    new = metrics.with_suffix(".unfinished")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(metrics)
