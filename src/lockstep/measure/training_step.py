@@ -27,6 +27,7 @@ from lockstep.measure.turns import take_turns
 from lockstep.settings import Device
 from lockstep.task import Task
 from lockstep.training.forward import matmul_precision
+from lockstep.training.metrics import finite
 from lockstep.world import World, init
 
 BASELINES = ("local", "ddp:5", "ddp:25", "ddp:100", "accelerate", "fabric")
@@ -100,7 +101,8 @@ class Comparison:
         more = [{"median": row.median, "p25": row.p25, "ratio": self.ratio(row)} for row in self.rows]
         found = asdict(self) | {"rows": [asdict(row) | each for row, each in zip(self.rows, more, strict=True)]}
         best = self.best.variant if self.best else None
-        return found | {"tolerance": self.tolerance, "best": best, "cores": os.cpu_count(), "versions": others.versions()}
+        found = found | {"tolerance": self.tolerance, "best": best, "cores": os.cpu_count(), "versions": others.versions()}
+        return dict(finite(found))
 
 
 def measure(
