@@ -63,11 +63,11 @@ class Checkpoints:
 
     # -- going on ----------------------------------------------------------------------------------------------------------------------
 
-    def resume(self, step: int | None = None) -> Checkpoint | None:
+    def resume(self, step: int | None = None, *, check: Callable[[Checkpoint], None] = lambda checkpoint: None) -> Checkpoint | None:
         """Go on from the newest checkpoint that is whole, or from that of `step`; the one that was taken, None if there is none.
 
         A damaged one is warned of, with its file and the steps lost; where `step` names it that is a DamagedCheckpoint. Raises UsageError
-        where it belongs to another model, optimizer or data.
+        where it belongs to another model, optimizer or data. `check` may raise for another reason, before anything is changed.
         """
         folder = self._agreed(lambda: self._chosen(step))
         if folder is None:
@@ -75,6 +75,7 @@ class Checkpoints:
         checkpoint = files.read(self.directory / folder)
         if checkpoint.state.get("training") is None:
             raise UsageError(f"{checkpoint.folder} holds a model and nothing else: a training cannot go on from it")
+        check(checkpoint)
         restore(self._stepper, checkpoint, checkpoint.state["training"])
         if self._loader is not None:
             self._loader.load_state_dict(decoded(checkpoint.state["data"]))
@@ -119,12 +120,12 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
-    def step(self, extra: Mapping[str, Any] | None = None) -> bool:
-        """After every `stepper.step()`: save where one is due. Whether it was. `extra` is kept with it: JSON, or close to it."""
+    def step(self, extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> bool:
+        """After every `stepper.step()`: save where one is due. Whether it was. `extra` (or what it returns) is kept with it: JSON."""
         steps = self._stepper.steps
         due = steps >= self._next if self._every is None else steps % self._every == 0
         if due:
-            self.save(extra)
+            self.save(extra() if callable(extra) else extra)
         return due
 
     def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:

@@ -28,6 +28,8 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    NO_CHECKPOINT = 77
+    """--resume, and there is none that is whole."""
 
 
 class LockstepError(RuntimeError):

@@ -48,6 +48,8 @@ class Settings:
     """Who applies them: every rank everything, or each its share. The weights are the same."""
     exact: bool = False
     """The same bits at any number of workers: sums along one tree, deterministic algorithms, one intra-op thread unless `threads` says another."""
+    checkpoint_every: int | None = None
+    """Steps from one checkpoint to the next. None: as often as costs less than 2 % of the time."""
     bucket_mb: float = 25
     """MiB of gradients that travel together; torch's wrapper calls it bucket_cap_mb."""
     threads: int | None = None
@@ -58,7 +60,7 @@ class Settings:
     """The file of `lockstep tune` that some of these were taken from; they are as good as given by hand."""
 
     def __post_init__(self) -> None:
-        for name in ("workers", "epochs", "steps", "threads"):
+        for name in ("workers", "epochs", "steps", "threads", "checkpoint_every"):
             value = getattr(self, name)
             if (value is not None or name == "workers") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
@@ -84,9 +86,18 @@ class Settings:
                 f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it out, or choose native or shared_memory"
             )
 
+    def differences(self, before: Settings) -> list[str]:
+        """In what a run with these settings would be another training than one with those of `before`, in words."""
+        decides = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
+        decides += ["threads", "bucket_mb"] if self.exact else []  # in float32 the order of a sum, and so its last bits
+        pairs = [(name, getattr(before, name), getattr(self, name)) for name in decides]
+        return [f"{name} was {_shown(theirs)} and is {_shown(ours)}" for name, theirs, ours in pairs if theirs != ours]
+
     def write(self, directory: Path) -> None:
         """As settings.json in `directory`."""
-        (directory / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        new = directory / f"{FILE}.unfinished"
+        new.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        new.replace(directory / FILE)
 
     @classmethod
     def read(cls, directory: Path) -> Settings:
@@ -103,6 +114,10 @@ class Settings:
             wrong = f"{', '.join(unknown)} unknown to this version" if unknown else "no task named"
             raise UsageError(f"{file}: {wrong}; it was written by another version of Lockstep, or by hand")
         return cls(**found)
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
 
 
 def overrides_of(pairs: list[str]) -> dict[str, str]:

@@ -83,6 +83,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
             raise UsageError(f"the checkpoint was made {'without' if state[what] is None else 'with'} a {what}: use the same")
         if target is not None:
             target.load_state_dict(decoded(state[what]))
+    stepper.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: a scheduler that steps now is not too early
     stepper.steps = int(state["steps"])
 
 

@@ -96,7 +96,12 @@ def test_the_main_job_from_another_folder(folder: Path) -> None:
     assert (settings["workers"], settings["overrides"]) == (2, {"lr": "0.05"})
     again = lockstep(str(folder / "my_task.py"), "--run", str(run), cwd=folder)
     assert (again.returncode, again.stdout) == (2, "")
-    assert re.fullmatch(r"error: run directory .* already holds a run: choose another --run, or remove it\n", again.stderr)
+    assert re.fullmatch(r"error: run directory .* already holds a finished run: choose another --run, or --fresh .*\n", again.stderr)
+    shown = lockstep(str(folder / "my_task.py"), "--run", str(run), "--resume", cwd=folder)
+    assert (shown.returncode, shown.stdout) == (0, done.stdout)
+    anew = lockstep(str(folder / "my_task.py"), "--run", str(run), "--fresh", "--steps", "1", cwd=folder)
+    assert anew.returncode == 0, anew.stderr
+    assert (run / "before-1" / "result.json").exists()
 
 
 def test_an_exception_in_the_model_on_one_rank(folder: Path) -> None:
@@ -219,3 +224,13 @@ def test_the_default_is_a_worker_for_each_gpu(
     with pytest.raises(UsageError, match="enough"):
         train("digits", **options)  # type: ignore[arg-type]
     assert asked == [workers]
+
+
+def test_resume_where_nothing_can_be_gone_on_from(folder: Path) -> None:
+    missing = lockstep("my_task.py", "--run", "run", "--resume", cwd=folder)
+    assert (missing.returncode, missing.stdout) == (77, "")
+    assert missing.stderr == "lockstep: --resume: no checkpoint in run can be gone on from: it has none\n"
+    for options, message in ((("--resume",), "give --run DIR"), (("--run", "run", "--resume", "--fresh"), "no --fresh")):
+        refused = lockstep("my_task.py", *options, cwd=folder)
+        assert refused.returncode == 2
+        assert message in refused.stderr

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.training.run_directory import RunDirectory
+from lockstep.settings import Settings
+from lockstep.training.run_directory import RunDirectory, take_over
 
 
 def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,13 +45,34 @@ def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
     RunDirectory.claim(tmp_path, "x").release()
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "result.json"])
-def test_a_folder_that_holds_a_run_is_refused_and_kept(tmp_path: Path, file: str) -> None:
-    for name in ("lock", file):
+def test_a_folder_that_holds_a_finished_run_is_refused_and_kept(tmp_path: Path) -> None:
+    for name in ("lock", "metrics.jsonl", "result.json"):
         (tmp_path / name).touch()
-    with pytest.raises(UsageError, match="already holds a run: choose another --run, or remove it"):
+    with pytest.raises(UsageError, match="already holds a finished run: choose another --run, or --fresh to train anew beside it"):
         RunDirectory.claim(tmp_path, "x")
-    assert (tmp_path / file).exists()
+    assert (tmp_path / "result.json").exists()
+
+
+def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path, "x") as run:
+        take_over(run, Settings(task="x", epochs=3, workers=2))
+        run.metrics.touch()
+    with RunDirectory.claim(tmp_path, "x") as run:
+        assert run.begun
+        take_over(run, Settings(task="x", epochs=3, workers=4))
+        with pytest.raises(UsageError, match=r"did not come to its end: epochs was 3 and is 5\. Train on as it was, or give --fresh"):
+            take_over(run, Settings(task="x", epochs=5, workers=4))
+    assert Settings.read(tmp_path).workers == 4
+
+
+def test_fresh_sets_aside_what_is_there(tmp_path: Path) -> None:
+    for number in (1, 2):
+        for name in ("lock", "metrics.jsonl", "result.json"):
+            (tmp_path / name).touch()
+        (tmp_path / "checkpoints").mkdir()
+        RunDirectory.claim(tmp_path, "x", fresh=True).release()
+        assert sorted(path.name for path in (tmp_path / f"before-{number}").iterdir()) == ["checkpoints", "metrics.jsonl", "result.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before-1", "before-2", "lock"]
 
 
 def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_what_a_run_directory_holds(tmp_path: Path) -> None:
     assert result.best == {"metric": "accuracy", "value": best["metrics"]["accuracy"], "step": best["step"]}
     assert files.best(run / "checkpoints") == run / "checkpoints" / f"step-{best['step']:07d}"
     assert json.loads((run / "settings.json").read_text())["epochs"] == 3
-    with pytest.raises(UsageError, match="already holds a run"):
+    with pytest.raises(UsageError, match="already holds a finished run"):
         train(toy.task(), run=run)
 
 
@@ -253,10 +253,10 @@ def in_use(world: World, run: str) -> str:
 
 
 def test_all_ranks_hear_that_the_run_directory_is_refused(tmp_path: Path) -> None:
-    for file in ("lock", "metrics.jsonl"):
+    for file in ("lock", "result.json"):
         (tmp_path / file).touch()
     first, second = run_ranks(in_use, 2, [str(tmp_path)])
-    assert "already holds a run" in first
+    assert "already holds a finished run" in first
     assert second == f"rank 0 could not use the run directory {tmp_path}"
 
 

@@ -75,7 +75,7 @@ class Saver:
             self.seconds = under_way.result()
 
     def close(self) -> None:
-        """End the thread, after what it is doing; nobody waits for it."""
+        """End the thread, after what it is doing."""
         self._thread.close()
 
     def _copied(self, key: str, tensor: Tensor) -> Tensor:

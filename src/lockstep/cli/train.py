@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.errors import UsageError
+from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
 
 if TYPE_CHECKING:
     from lockstep.settings import Settings
+    from lockstep.training.run_directory import RunDirectory
     from lockstep.training.tuned import Tuned
 
 
@@ -25,6 +26,13 @@ def train(
     epochs: Annotated[int | None, typer.Option(show_default=False, help="Default: the task's own.")] = None,
     steps: Annotated[int | None, typer.Option(show_default=False, help="Optimizer steps, in place of --epochs.")] = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", show_default=False, help="Default: runs/TASK-DATE-TIME.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Insist on going on with the run in --run DIR; without, it is gone on with if it can be.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train anew in --run DIR; what is there is moved into before-1.")] = False,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", show_default=False, help="Default: as often as costs less than 2 % of the time.")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
     ] = None,
@@ -73,11 +81,13 @@ def train(
     The number of ranks does not change the samples of a step. Progress goes to stderr; the one line on stdout is the last:
     what was trained, the metric, and a SHA-256 of the weights. Metrics, logs and checkpoints are in the run directory.
     """
+    if resume and (fresh or run is None):
+        raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
     from lockstep.launcher.supervise import Target, supervise
     from lockstep.settings import Settings, overrides_of
     from lockstep.training import result
     from lockstep.training.resolve import locate, short_name
-    from lockstep.training.run_directory import RunDirectory
+    from lockstep.training.run_directory import RESULT, RunDirectory, take_over
     from lockstep.training.tuned import Tuned
 
     place = locate(task)
@@ -94,14 +104,20 @@ def train(
         precision=precision,  # type: ignore[arg-type]
         compile=compile,
         exact=exact,
+        checkpoint_every=checkpoint_every,
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )
     settings = _fitted(settings, count_workers=workers is None)
     if tuned is not None:
         _say_tuned(tuned, settings, given)
-    with RunDirectory.claim(run, short_name(place)) as directory:
-        settings.write(directory.path)
+    if resume and run is not None and (run / RESULT).exists():
+        print(result.last_line(result.read(run / RESULT)))
+        return
+    with RunDirectory.claim(run, short_name(place), fresh=fresh) as directory:
+        if resume:
+            _insist(directory)
+        take_over(directory, settings)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         outcome = supervise(target, settings.workers, logs=directory.path, console="first")
         if outcome.exit_code:
@@ -135,6 +151,22 @@ def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> No
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _insist(directory: RunDirectory) -> None:
+    """--resume: end the command where there is no checkpoint to go on from."""
+    from lockstep.checkpoints.folders import written
+    from lockstep.checkpoints.manifest import check
+
+    why = "it has none"
+    for folder in reversed(written(directory.checkpoints)):
+        try:
+            check(folder)
+            return
+        except DamagedCheckpoint as error:
+            why = str(error)
+    print(f"lockstep: --resume: no checkpoint in {directory.path} can be gone on from: {why}", file=sys.stderr)
+    raise typer.Exit(ExitCode.NO_CHECKPOINT)
 
 
 def _fitted(settings: Settings, *, count_workers: bool) -> Settings:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Thread
+from threading import Thread, current_thread
 from typing import Any, TypeVar
+
+_MOMENT = 1.0  # seconds
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], Any], Future[Any]]
@@ -30,14 +32,24 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread after what is submitted; nobody waits for it."""
+        """End the thread after what is submitted. It is waited for for a moment: one that is idle has ended then, one that hangs goes with the process.
+
+        A thread that is still at it when the interpreter ends may take the whole process with it.
+        """
         if self._thread is not None:
             self._jobs.put(None)
+            if self._thread is not current_thread():
+                self._thread.join(_MOMENT)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             run, future = job
+            del job
             try:
-                future.set_result(run())
+                result = run()
             except BaseException as error:  # it belongs to whoever waits
+                del run
                 future.set_exception(error)
+                continue
+            del run  # and what it holds, before anybody hears that it is done
+            future.set_result(result)

@@ -63,9 +63,8 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def moved(before: Mapping[str, str]) -> str | None:
+def moved(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """What is different here from where a run was before, in words."""
-    now = machine()
     return "; ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in now if before.get(name) != now[name]) or None
 
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.errors import UsageError
+from lockstep.settings import Settings
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 _LOCK = "lock"
 _CHECKPOINTS = "checkpoints"
+_BEFORE = "before-"
 
 
 class RunDirectory:
@@ -45,12 +47,17 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / _CHECKPOINTS
 
-    @classmethod
-    def claim(cls, path: Path | str | None, name: str) -> RunDirectory:
-        """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder.
+    @property
+    def begun(self) -> bool:
+        """Whether a training has begun here, and not come to its end."""
+        return self.metrics.exists() and not self.result.exists()
 
-        Raises UsageError where it cannot be written, is used by another run (naming its pid and host), or holds a run
-        already or anything else.
+    @classmethod
+    def claim(cls, path: Path | str | None, name: str, *, fresh: bool = False) -> RunDirectory:
+        """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder. A run that is there is gone on with; `fresh`: set aside.
+
+        Raises UsageError where it cannot be written, is used by another run (naming its pid and host), or holds a finished
+        run or anything else.
         """
         chosen = Path(path) if path is not None else _unused(name)
         with _sentences(chosen):
@@ -61,8 +68,13 @@ class RunDirectory:
             lock = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _take(lock, chosen)
-            if (chosen / METRICS).exists() or (chosen / RESULT).exists():
-                raise UsageError(f"run directory {chosen} already holds a run: choose another --run, or remove it")
+            if fresh:
+                _set_aside(chosen)
+            elif (chosen / RESULT).exists():
+                raise UsageError(
+                    f"run directory {chosen} already holds a finished run: choose another --run, or --fresh to train anew beside it "
+                    "(--resume shows its result)"
+                )
         except BaseException:
             os.close(lock)
             raise
@@ -87,6 +99,32 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
+
+
+def take_over(directory: RunDirectory, settings: Settings) -> None:
+    """Write the settings of a run that begins or goes on here. Raises UsageError where it was begun as another training."""
+    if directory.begun:
+        different = settings.differences(Settings.read(directory.path))
+        if different:
+            raise UsageError(
+                f"run directory {directory.path} holds another training that did not come to its end: {'; '.join(different)}. "
+                "Train on as it was, or give --fresh, or another --run"
+            )
+    settings.write(directory.path)
+
+
+def _set_aside(path: Path) -> None:
+    """Move what a run has left into before-1, before-2, ... in its folder."""
+    left = [each for each in path.iterdir() if each.name != _LOCK and not each.name.startswith(_BEFORE)]
+    if not left:
+        return
+    number = 1
+    while (path / f"{_BEFORE}{number}").exists():
+        number += 1
+    aside = path / f"{_BEFORE}{number}"
+    aside.mkdir()
+    for each in left:
+        each.rename(aside / each.name)
 
 
 def _says_nothing(file: Path) -> bool:

@@ -6,6 +6,7 @@ The loop is the one that a user would write with Loader and Stepper (README); ar
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,6 +16,9 @@ from typing import Any, get_args
 import torch.distributed as dist
 
 from lockstep import randomness
+from lockstep.checkpointing import Checkpoints
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.windows import Window
@@ -27,10 +31,10 @@ from lockstep.task import Precision, Task
 from lockstep.training.build import Length, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
 from lockstep.training.journal import Journal
-from lockstep.training.keep import Keeper
 from lockstep.training.metrics import finite
 from lockstep.training.result import Result
-from lockstep.training.run_directory import RunDirectory
+from lockstep.training.resume import check_same, forget_after, machine, moved, recipe_of
+from lockstep.training.run_directory import RunDirectory, take_over
 from lockstep.training.threads import intra_op_threads
 from lockstep.training.watch import Watch
 from lockstep.world import World, init
@@ -53,6 +57,7 @@ def train(
     exact: bool = False,
     bucket_mb: float = 25,
     threads: int | None = None,
+    checkpoint_every: int | None = None,
     loader_workers: int = 0,
     world: World | None = None,
 ) -> Result:
@@ -65,8 +70,10 @@ def train(
         reduce, update, bucket_mb: how gradients are summed, who applies them, and how many MiB of them travel together.
         exact: the same bits come out at any number of workers.
         threads: intra-op threads of each rank while it trains; None: the cores of the host shared among its ranks.
+        checkpoint_every: steps from one checkpoint to the next; None: as often as costs less than 2 % of the time.
         loader_workers: processes of each rank that load data. `lockstep tune` finds out which of these are fastest here.
 
+    A run directory with a run that did not come to its end is gone on with, from its newest whole checkpoint.
     It evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on stderr.
 
     Returns:
@@ -92,6 +99,7 @@ def train(
             exact=exact,
             bucket_mb=bucket_mb,
             threads=threads,
+            checkpoint_every=checkpoint_every,
             loader_workers=loader_workers,
         )
         with _run_directory(run, settings, found) as directory, _computing(settings, found):
@@ -135,6 +143,7 @@ class Training:
         if task.compile if settings.compile is None else settings.compile:
             self.model.compile()  # in place: the weights keep their names
         self.optimizer = optimizer_of(task, self.model)
+        recipe = recipe_of(task, settings, self.optimizer)  # before a scheduler touches it
         self.scheduler = scheduler_of(task, self.optimizer, self.length)
         self.stepper = Stepper(
             self.model,
@@ -153,12 +162,17 @@ class Training:
         self.evaluation: Evaluation | None = None
         if task.eval_data is not None:
             self.evaluation = Evaluation(task, self.forward, world, loader_workers=settings.loader_workers)
-        self.keeper = Keeper(self.model, run, writes=world.rank == 0)
+        weights(self.model)  # what cannot be stored is found before the training, not after it
+        self.recipe, self.machine = recipe, machine()
+        self.checkpoints: Checkpoints | None = None
+        if run is not None:
+            self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=settings.checkpoint_every)
         self.best = Watch(task.best, task.best_mode) if task.best and task.best_mode else None
         self.patience = Watch(task.early_stopping.metric, task.early_stopping.mode) if task.early_stopping else None
         self.epochs_done = 0
+        self.evaluated = 0  # the step of the last evaluation
         self.metrics: dict[str, float] = {}
-        self.last: StepResult | None = None
+        self.loss = math.nan  # of the last step
         self.stopped_early: str | None = None
 
     def _how(self) -> str:
@@ -173,6 +187,7 @@ class Training:
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
         skips = self.precision == "fp16"  # without a loss scale the Stepper warns
+        resumed = self._resume()
         with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
             came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
             journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths, **came_from)
@@ -181,6 +196,8 @@ class Training:
                     "exact", f"exact: sums along one tree over the micro-batches of a step; {self.world.compute_deterministically()}"
                 )
             began = time.perf_counter()
+            if resumed is not None:
+                self._say_resumed(journal, resumed)
             self._epochs(journal)
             seconds = time.perf_counter() - began
             if self.stopped_early:
@@ -188,7 +205,39 @@ class Training:
             journal.event("end", step=self.stepper.steps, seconds=seconds)
         return self._result(seconds)
 
+    def _resume(self) -> Checkpoint | None:
+        """Go on from the newest whole checkpoint of the run directory, if it has one."""
+        if self.checkpoints is None or self.directory is None:
+            return None
+        found = self.checkpoints.resume(
+            check=lambda checkpoint: check_same(self.recipe, checkpoint.state.get("recipe", {}), checkpoint.folder)
+        )
+        if found is not None:
+            state = found.state
+            self.epochs_done, self.evaluated, self.loss = int(state["epochs"]), int(state["evaluated"]), float(state["loss"])
+            self.metrics = {name: float(value) for name, value in state["metrics"].items()}
+            for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
+                if watch is not None:
+                    watch.load(saved)
+            self.stopped_early = state["stopped_early"]
+        if self.world.rank == 0:
+            forget_after(self.directory.metrics, self.stepper.steps, self.evaluated)
+        return found
+
+    def _say_resumed(self, journal: Journal, found: Checkpoint) -> None:
+        of = "" if self.length.steps is None else f" of {self.length.steps}"
+        journal.event("resumed", f"resumed from step {found.step}{of}", step=found.step, workers=self.world.size)
+        if self.settings.exact and (difference := moved(found.state["machine"], self.machine)):
+            journal.event("moved", f"the bits may differ from those of a run that stayed where it was: {difference}", step=found.step)
+
     def _epochs(self, journal: Journal) -> None:
+        at = self.loader.state_dict()
+        if at["epoch"] > self.epochs_done:  # resumed from a checkpoint that was taken before its epoch's end was seen to
+            self._end_of_epoch(journal, at["epoch"], whole=True)
+        elif self._over() and self.evaluated != self.stepper.steps:
+            self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
+        if self._over():
+            return
         for epoch in self.loader.epochs(self.length.epochs or _WITHOUT_END):
             whole = True
             for window in epoch:
@@ -196,17 +245,26 @@ class Training:
                 if self.stepper.steps == self.length.steps:
                     whole = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
                     break
-            self.epochs_done += whole
-            if self.task.scheduler_per == "epoch" and self.scheduler is not None:
-                self.scheduler.step()
-            self._evaluate(journal, epoch.number + 1)
-            if self.stopped_early or self.stepper.steps == self.length.steps:
+            self._end_of_epoch(journal, epoch.number + 1, whole=whole)
+            if self._over():
                 break
+
+    def _over(self) -> bool:
+        return self.stopped_early is not None or self.stepper.steps == self.length.steps
+
+    def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
+        self.epochs_done += whole
+        if self.task.scheduler_per == "epoch" and self.scheduler is not None:
+            self.scheduler.step()
+        self._evaluate(journal, epoch)
 
     def _step(self, window: Window, journal: Journal) -> None:
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self.last = self.step(window)
-        journal.step(window, lr, self.last)
+        result = self.step(window)
+        self.loss = result.loss
+        journal.step(window, lr, result)
+        if self.checkpoints is not None:
+            self.checkpoints.step(self._state)
 
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""
@@ -220,29 +278,55 @@ class Training:
             return
         began = time.perf_counter()
         self.metrics = self.evaluation()
-        steps = self.stepper.steps
-        if self.best is not None and self.best.better(self.metrics, steps):
-            self.keeper.best(self.best, steps, self._state())
+        steps = self.evaluated = self.stepper.steps
+        improved = self.best is not None and self.best.better(self.metrics, steps)
+        self._lose_patience()
+        if improved and self.best is not None and self.checkpoints is not None:
+            self.checkpoints.save(self._state(), best=(self.best.metric, self.best.value))
         journal.evaluated(steps, epoch, self.metrics, time.perf_counter() - began)
+
+    def _lose_patience(self) -> None:
         stopping = self.task.early_stopping
         if self.patience is not None and stopping is not None:
-            better = self.patience.better(self.metrics, steps)
+            better = self.patience.better(self.metrics, self.stepper.steps)
             if not better and self.patience.waited >= stopping.patience:
                 value = f"{stopping.metric} has not been better than {self.patience.value:.4f} (step {self.patience.step})"
                 self.stopped_early = f"{value} for {stopping.patience} evaluations"
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint says beside the weights."""
-        return {"task": self.task.name, "seed": self.task.seed, "epochs": self.epochs_done, "metrics": finite(self.metrics)}
+        """What a checkpoint says beside the Stepper's and the Loader's state."""
+        state = {
+            "task": self.task.name,
+            "seed": self.task.seed,
+            "epochs": self.epochs_done,
+            "evaluated": self.evaluated,
+            "metrics": self.metrics,
+            "loss": self.loss,
+            "best": self.best.state() if self.best else None,
+            "patience": self.patience.state() if self.patience else None,
+            "stopped_early": self.stopped_early,
+            "recipe": self.recipe,
+            "machine": self.machine,
+        }
+        found: dict[str, Any] = finite(state)
+        return found
+
+    def _save_last(self, digest: str) -> Path | None:
+        """The checkpoint of the training's end, on disk."""
+        if self.checkpoints is None:
+            return None
+        self.checkpoints.save({**self._state(), "sha256": digest})
+        self.checkpoints.close()
+        return folder_of(self.checkpoints.directory, self.stepper.steps)
 
     def _result(self, seconds: float) -> Result:
-        assert self.last is not None, "there is at least one step"
+        digest = sha256(weights(self.model))
         result = Result(
             task=self.task.name or "task",
             model=self.model,
             metrics=self.metrics,
             best=self.best.as_json() if self.best else None,
-            loss=self.last.loss,
+            loss=self.loss,
             headline=self._headline(),
             epochs=self.epochs_done,
             steps=self.stepper.steps,
@@ -251,9 +335,9 @@ class Training:
             reduce=self.stepper.reducer.reduction.name,
             seconds=seconds,
             stopped_early=self.stopped_early,
-            sha256=sha256(weights(self.model)),
+            sha256=digest,
             run=self.directory.path if self.directory else None,
-            checkpoint=self.keeper.newest(self.stepper.steps, self._state()),
+            checkpoint=self._save_last(digest),
         )
         if self.directory is not None and self.world.rank == 0:
             self.directory.result.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
@@ -261,11 +345,10 @@ class Training:
 
     def _headline(self) -> tuple[str, float]:
         """The metric that decides, else the task's first, else the loss."""
-        assert self.last is not None
         watched = self.best or self.patience
         names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
         name = watched.metric if watched else next(iter(names), "loss")
-        return name, self.metrics.get(name, self.last.loss)
+        return name, self.metrics.get(name, self.loss)
 
 
 @contextmanager
@@ -295,7 +378,7 @@ def _run_directory(run: Path | str | RunDirectory | None, settings: Settings, wo
     if world.rank == 0:
         try:
             claimed = RunDirectory.claim(run, settings.task)
-            settings.write(claimed.path)
+            take_over(claimed, settings)
         except (UsageError, OSError) as error:
             failure = error
     if world.agree(failure is not None):
