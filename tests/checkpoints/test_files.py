@@ -67,12 +67,12 @@ def test_writing_again_replaces(tmp_path: Path) -> None:
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert files.best(tmp_path) is None
-    folders = [files.write(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]
-    files.mark_best(folders[0], "accuracy", 0.9)
-    files.mark_best(folders[1], "accuracy", 0.95)
-    folders.keep_only(tmp_path, folders[1:])
-    assert files.best(tmp_path) == folders[1]
-    assert folders.written(tmp_path) == folders[1:]
+    made = [files.write(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]
+    files.mark_best(made[0], "accuracy", 0.9)
+    files.mark_best(made[1], "accuracy", 0.95)
+    folders.keep_only(tmp_path, made[1:])
+    assert files.best(tmp_path) == made[1]
+    assert folders.written(tmp_path) == made[1:]
     assert json.loads((tmp_path / "best.json").read_text()) == {"checkpoint": "step-0000002", "metric": "accuracy", "value": 0.95}
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.training.tuned import KNOBS, Measured, Tuned, check_writable
+from lockstep.measure.files import check_writable
+from lockstep.training.tuned import KNOBS, Measured, Tuned
 from lockstep.tuning.knobs import OPTIONS
 
 MEASURED = Measured(
@@ -117,15 +118,15 @@ def test_differences_are_named() -> None:
 
 
 def test_whether_a_file_can_be_written_is_known_before(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new.json")
+    check_writable(tmp_path / "new.json", "--out")
     assert list(tmp_path.iterdir()) == []
     old = tmp_path / "old.json"
     old.write_text("kept")
-    check_writable(old)
+    check_writable(old, "--out")
     assert old.read_text() == "kept"
     for wrong in (tmp_path, tmp_path / "nowhere" / "x.json", old / "x.json"):
-        with pytest.raises(UsageError, match=rf"--out {wrong} cannot be written .*: choose another file"):
-            check_writable(wrong)
+        with pytest.raises(UsageError, match=rf"--out {wrong} cannot be written: "):
+            check_writable(wrong, "--out")
         with pytest.raises(UsageError, match="cannot be written"):
             Tuned(settings={}, measured=MEASURED).write(wrong)
     assert os.listdir(tmp_path) == ["old.json"]

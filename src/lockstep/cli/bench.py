@@ -152,7 +152,7 @@ def train(
 
 def _settings(place: str, workers: int | None, steps: int, override: list[str], device: str) -> Settings:
     """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have something to say to each other."""
-    from lockstep.cli.train import _fitted
+    from lockstep.cli.hardware import fitted
     from lockstep.settings import Settings, overrides_of
 
     settings = Settings(
@@ -162,10 +162,10 @@ def _settings(place: str, workers: int | None, steps: int, override: list[str], 
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
     )
-    fitted = _fitted(settings, count_workers=workers is None)
-    if workers is None and fitted.workers == 1 and not _has_gpu(device):
-        return replace(fitted, workers=2)
-    return fitted
+    found = fitted(settings, count_workers=workers is None)
+    if workers is None and found.workers == 1 and not _has_gpu(device):
+        return replace(found, workers=2)
+    return found
 
 
 def _has_gpu(device: str) -> bool:

@@ -36,7 +36,7 @@ def answer(
     out: Path | None,
 ) -> dict[str, Any]:
     """What rank 0 has to say; the command ends here with the ranks' own exit code where they failed."""
-    from lockstep.cli.train import _fitted
+    from lockstep.cli.hardware import fitted
     from lockstep.inference.apply import Job
     from lockstep.launcher.supervise import Target, supervise
     from lockstep.settings import Settings, overrides_of
@@ -52,7 +52,7 @@ def answer(
         loader_workers=loader_workers,
     )
     folder = _checkpoint(run, best=best)
-    settings = _fitted(settings, count_workers=workers is None)
+    settings = fitted(settings, count_workers=workers is None)
     with TemporaryDirectory(prefix="lockstep-") as scratch:
         file = Path(scratch) / "answer.json"
         job = Job(

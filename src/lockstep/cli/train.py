@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli.hardware import fitted
 from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def train(
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )
-    settings = _fitted(settings, count_workers=workers is None)
+    settings = fitted(settings, count_workers=workers is None)
     if tuned is not None:
         _say_tuned(tuned, settings, given)
     if resume and run is not None and (run / RESULT).exists():
@@ -167,18 +167,3 @@ def _insist(directory: RunDirectory) -> None:
             why = str(error)
     print(f"lockstep: --resume: no checkpoint in {directory.path} can be gone on from: {why}", file=sys.stderr)
     raise typer.Exit(ExitCode.NO_CHECKPOINT)
-
-
-def _fitted(settings: Settings, *, count_workers: bool) -> Settings:
-    """The settings with this host's GPUs counted. On a host with GPUs no two ranks share one, and none falls back to the CPU unasked."""
-    if settings.device == "cpu":
-        return settings
-    from lockstep.launcher import agent  # imports torch
-
-    gpus = agent.gpus()
-    if settings.device == "cuda" and not gpus:
-        raise UsageError("--device cuda: this host has no GPU that torch can use; leave it out, or give --device cpu")
-    workers = gpus or 1 if count_workers else settings.workers
-    if gpus and workers > gpus:
-        raise UsageError(f"--workers {workers}: this host has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or --device cpu")
-    return replace(settings, workers=workers)

@@ -42,24 +42,24 @@ def tune(
     One at a time, each in turns with the best so far on the same ranks; in the end the winner against the default, which it must beat.
     Nothing is applied: the last line is the command to use.
     """
-    from lockstep.cli.train import _fitted
+    from lockstep.cli.hardware import fitted
+    from lockstep.measure.files import check_writable
     from lockstep.settings import Settings, overrides_of
     from lockstep.training.resolve import locate
-    from lockstep.training.tuned import check_writable
     from lockstep.tuning.search import Found
     from lockstep.tuning.table import table
 
     if not 0 < seconds < float("inf"):
         raise UsageError(f"seconds={seconds:g}: give the time for measuring, above 0")
     if out is not None:
-        check_writable(out)
+        check_writable(out, "--out")
     settings = Settings(
         task=locate(task),
         overrides=overrides_of(override or []),
         workers=1 if workers is None else workers,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
     )
-    settings = _fitted(settings, count_workers=workers is None)
+    settings = fitted(settings, count_workers=workers is None)
     answer = _search(task, settings, _FOR_SEARCH * seconds)
     found, here = Found.from_json(answer["found"]), answer["here"]
     settings = replace(settings, device=here["device"])

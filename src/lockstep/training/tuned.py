@@ -127,15 +127,3 @@ def _check_names(file: Path, what: str, found: object, known: Any) -> None:
         )
     if unknown := sorted(set(found) - set(known)):
         raise UsageError(f"--settings {file}: {', '.join(map(repr, unknown))} unknown among its {what}; they can be {', '.join(known)}")
-
-
-def check_writable(file: Path) -> None:
-    """Raises UsageError where the file could not be written later: before anything is measured. What is in it stays; a new one is not left."""
-    new = not file.exists()
-    try:
-        with file.open("ab"):
-            pass
-        if new:
-            file.unlink()
-    except OSError as error:
-        raise UsageError(f"--out {file} cannot be written ({error.strerror}): choose another file") from None

@@ -127,9 +127,9 @@ def why(failure: str) -> str:
 
 def on_rank(settings: Settings, size: int, own: int, seconds: float, began: float) -> Size:
     """One rank's part: the same Size on all. A usage error is told as any other, since a size that cannot work is no mistake of the user's."""
+    from lockstep.measure.memory import Peak
     from lockstep.measure.turns import take_turns
     from lockstep.training.resolve import resolve
-    from lockstep.tuning.memory import Peak
     from lockstep.tuning.paired import FEWEST, WARM_UP, largest
     from lockstep.tuning.trial import Trial
     from lockstep.world import init
@@ -139,7 +139,7 @@ def on_rank(settings: Settings, size: int, own: int, seconds: float, began: floa
         peak = Peak(world.device)
         trial = Trial(replace(task, micro_batch=size), settings, world)
         samples = [trial.step() for _ in range(_FOR_MEMORY)]
-        memory = largest(peak.bytes(), world)
+        memory = largest(int(peak.mib() * 2**20), world)
         ways = {"candidate": lambda: samples.append(trial.step())}
         if size != own:
             ways["base"] = Trial(replace(task, micro_batch=own), settings, world).step  # type: ignore[assignment]

@@ -1,0 +1,26 @@
+"""What a command asks for, and what this host has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.settings import Settings
+
+
+def fitted(settings: Settings, *, count_workers: bool) -> Settings:
+    """The settings with this host's GPUs counted. On a host with GPUs no two ranks share one, and none falls back to the CPU unasked."""
+    if settings.device == "cpu":
+        return settings
+    from lockstep.launcher import agent  # imports torch
+
+    gpus = agent.gpus()
+    if settings.device == "cuda" and not gpus:
+        raise UsageError("--device cuda: this host has no GPU that torch can use; leave it out, or give --device cpu")
+    workers = gpus or 1 if count_workers else settings.workers
+    if gpus and workers > gpus:
+        raise UsageError(f"--workers {workers}: this host has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus}, or --device cpu")
+    return replace(settings, workers=workers)
