@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, evaluate, lint, look, predict, run, train, tune
+from lockstep.cli import audit, bench, checkpoints, evaluate, lint, look, predict, run, train, tune
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("audit")(audit.audit)
 app.command("lint")(lint.lint)
 app.add_typer(look.app, name="show")
 app.add_typer(bench.app, name="bench")
+app.add_typer(checkpoints.app, name="checkpoints")
 
 
 def _version(asked: bool) -> None:

@@ -1,0 +1,159 @@
+"""`lockstep checkpoints`: what lies in a run directory, whether it is whole, how two of them differ, and the model alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
+
+app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")]
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", show_default=False, help="The checkpoint of that step; default: the newest.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON.")]
+
+
+@app.command("ls")
+def ls(run: Run, json_file: JsonFile = None) -> None:
+    """Each checkpoint: its step, size, age, metrics, and which is the best. Nothing is checked; `verify` does."""
+    from lockstep.cli.over_run import write_json
+
+    directory = _directory(run)
+    rows = [_row(folder, best=folder.name == _best(directory)) for folder in _every(directory)]
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        metrics = ", ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items())
+        marks = "  best" if row["best"] else ""
+        print(f"{row['name']:<{width}}  {row['bytes'] / 2**20:9.2f} MiB  {row['written']}  {metrics}{marks}".rstrip())
+    write_json(json_file, rows)
+
+
+@app.command("verify")
+def verify(run: Run) -> None:
+    """Compare every byte of every checkpoint with its manifest. Exit code 1 where one is damaged."""
+    from lockstep.checkpoints import manifest
+
+    damaged = 0
+    for folder in _every(_directory(run)):
+        try:
+            entries = manifest.check(folder)
+        except DamagedCheckpoint as error:
+            damaged += 1
+            print(f"damaged: {error}")
+        else:
+            print(f"whole: {folder.name} ({len(entries)} files, {sum(entry.bytes for entry in entries) / 2**20:.2f} MiB)")
+    raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
+
+
+@app.command("diff")
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's folder, or a run directory: its newest.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+) -> None:
+    """Compare two checkpoints' models, tensor by tensor, to the bit. Exit code 1 where they differ."""
+    import torch
+
+    from lockstep.checkpoints import files
+
+    a, b = (files.read(_checkpoint(path)) for path in (first, second))
+    ours, theirs = a.tensors, b.tensors
+    differing = sorted(ours.keys() ^ theirs.keys())
+    for name in differing:
+        print(f"{name}: only in {'A' if name in ours else 'B'}")
+    for name in sorted(ours.keys() & theirs.keys()):
+        x, y = ours[name], theirs[name]
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            differing.append(name)
+            print(f"{name}: {list(x.shape)} {x.dtype} in A, {list(y.shape)} {y.dtype} in B")
+        elif not torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
+            differing.append(name)
+            gap = (x.double() - y.double()).abs()
+            print(f"{name}: {int((x != y).sum())} of {x.numel()} elements differ, by {gap.max():.3g} at most")
+    same = f"{len(ours)} tensors are equal to the bit" if not differing else f"{len(differing)} of {len(ours | theirs)} tensors differ"
+    print(f"step {a.step} and step {b.step}: {same}")
+    raise typer.Exit(ExitCode.FAILED if differing else ExitCode.OK)
+
+
+@app.command("export")
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the model goes: a .safetensors file.")],
+    step: Step = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric.")] = False,
+) -> None:
+    """Copy a whole checkpoint's model to a file of its own, with plain names, for any program that reads safetensors."""
+    from lockstep.checkpoints import files
+
+    if best and step is not None:
+        raise UsageError(f"--best and --step {step} exclude each other: give one")
+    directory = _directory(run)
+    folder = _checkpoint(directory, step=step, best=best)
+    found = files.read(folder)
+    try:
+        shutil.copyfile(folder / files.MODEL, out)
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written ({error.strerror}): choose another file") from None
+    print(f"{out}: the model of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")
+
+
+def _directory(run: Path) -> Path:
+    inner = run / "checkpoints"
+    if not run.is_dir():
+        raise UsageError(f"{run} does not exist (looked from {Path.cwd()}): give the run directory that `lockstep train` made")
+    return inner if inner.is_dir() else run
+
+
+def _every(directory: Path) -> list[Path]:
+    from lockstep.checkpoints.folders import written
+
+    found = written(directory)
+    if not found:
+        raise UsageError(f"{directory} holds no checkpoints")
+    return found
+
+
+def _best(directory: Path) -> str | None:
+    try:
+        found: Any = json.loads((directory / "best.json").read_text(encoding="utf-8"))["checkpoint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)
+
+
+def _checkpoint(path: Path, *, step: int | None = None, best: bool = False) -> Path:
+    from lockstep.checkpoints.folders import folder_of
+
+    if (path / "manifest.json").exists():
+        return path
+    directory = _directory(path)
+    every = _every(directory)
+    if best:
+        named = _best(directory)
+        if named is None:
+            raise UsageError(f"--best: {directory} has no best checkpoint, since its task names no metric with best=; leave --best out")
+        return directory / named
+    if step is None:
+        return every[-1]
+    folder = folder_of(directory, step)
+    if folder not in every:
+        raise UsageError(f"--step {step}: {directory} has checkpoints of {', '.join(each.name for each in every)}")
+    return folder
+
+
+def _row(folder: Path, *, best: bool) -> dict[str, Any]:
+    try:
+        state: Any = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        metrics = dict(state.get("metrics") or {})
+    except (OSError, ValueError, AttributeError, TypeError):
+        metrics = {}
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
+    return {"name": folder.name, "bytes": size, "written": written, "metrics": metrics, "best": best}

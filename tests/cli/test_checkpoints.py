@@ -1,0 +1,97 @@
+"""`lockstep checkpoints`: listing, verifying, comparing and exporting, and a sentence for what is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from lockstep.checkpoints import files
+from lockstep.cli.checkpoints import app
+from lockstep.errors import UsageError
+
+TENSORS = {"a.weight": torch.arange(6.0), "b": torch.tensor([1.0, float("nan")]), "n": torch.tensor(3)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    directory = tmp_path / "run" / "checkpoints"
+    for step in (4, 8):
+        folder = files.write(directory, step, {**TENSORS, "n": torch.tensor(step)}, {"metrics": {"accuracy": step / 10}})
+        if step == 4:
+            files.mark_best(folder, "accuracy", 0.4)
+    return tmp_path / "run"
+
+
+def called(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=True)
+
+
+def test_ls(run: Path, tmp_path: Path) -> None:
+    found = called("ls", run, "--json", tmp_path / "rows.json")
+    first, second = found.stdout.splitlines()
+    assert first.startswith("step-0000004")
+    assert first.endswith("accuracy 0.4000  best")
+    assert second.endswith("accuracy 0.8000")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["name"], row["best"]) for row in rows] == [("step-0000004", True), ("step-0000008", False)]
+
+
+def test_verify_names_what_is_damaged(run: Path) -> None:
+    assert called("verify", run).exit_code == 0
+    file = run / "checkpoints" / "step-0000004" / "model.safetensors"
+    octets = bytearray(file.read_bytes())
+    octets[-1] ^= 1
+    file.write_bytes(octets)
+    found = called("verify", run / "checkpoints")
+    assert found.exit_code == 1
+    damaged, whole = found.stdout.splitlines()
+    assert damaged.startswith("damaged: step-0000004: model.safetensors has been changed")
+    assert whole.startswith("whole: step-0000008 (2 files, ")
+
+
+def test_diff_goes_by_bits(run: Path) -> None:
+    one, two = (run / "checkpoints" / name for name in ("step-0000004", "step-0000008"))
+    same = called("diff", one, one)
+    assert (same.exit_code, same.stdout) == (0, "step 4 and step 4: 3 tensors are equal to the bit\n")
+    found = called("diff", one, run)
+    assert found.exit_code == 1
+    assert found.stdout.splitlines() == ["n: 1 of 1 elements differ, by 4 at most", "step 4 and step 8: 1 of 3 tensors differ"]
+    files.write(two.parent, 9, {"a.weight": torch.zeros(2), "c": torch.zeros(1), "n": torch.tensor(4)}, {})
+    other = called("diff", one, run)
+    assert other.exit_code == 1
+    assert other.stdout.splitlines() == [
+        "b: only in A",
+        "c: only in B",
+        "a.weight: [6] torch.float32 in A, [2] torch.float32 in B",
+        "step 4 and step 9: 3 of 4 tensors differ",
+    ]
+
+
+def test_export(run: Path, tmp_path: Path) -> None:
+    for options, step in (((), 8), (("--step", 4), 4), (("--best",), 4)):
+        out = tmp_path / "model.safetensors"
+        found = called("export", run, "--out", out, *options)
+        assert found.stdout.startswith(f"{out}: the model of step {step}, ")
+        assert load_file(out)["n"].item() == step
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("ls", "{}/nowhere"), "does not exist"),
+        (("ls", "{}"), "holds no checkpoints"),
+        (("export", "{}/run", "--out", "{}/x", "--step", "5"), "--step 5: .* has checkpoints of step-0000004, step-0000008"),
+        (("export", "{}/run", "--out", "{}/x", "--step", "4", "--best"), "exclude each other"),
+        (("export", "{}/run", "--out", "{}"), "cannot be written"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence(run: Path, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    found = called(*(word.format(tmp_path) for word in words))
+    assert isinstance(found.exception, UsageError)
+    with pytest.raises(UsageError, match=message):
+        raise found.exception
