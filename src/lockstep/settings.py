@@ -48,6 +48,8 @@ class Settings:
     """Who applies them: every rank everything, or each its share. The weights are the same."""
     exact: bool = False
     """The same bits at any number of workers: sums along one tree, deterministic algorithms, one intra-op thread unless `threads` says another."""
+    grow: bool = False
+    """End at the next checkpoint, so that the launcher can go on with more workers."""
     checkpoint_every: int | None = None
     """Steps from one checkpoint to the next. None: as often as costs less than 2 % of the time."""
     bucket_mb: float = 25

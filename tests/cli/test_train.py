@@ -51,7 +51,7 @@ def task(lr: float = LR, fail: str = "", at: int = 3, micro_batch: int = 4):
 
 def lockstep(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lockstep", "train", *args]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=150, check=False)
 
 
 def environment() -> dict[str, str]:
@@ -234,3 +234,47 @@ def test_resume_where_nothing_can_be_gone_on_from(folder: Path) -> None:
         refused = lockstep("my_task.py", *options, cwd=folder)
         assert refused.returncode == 2
         assert message in refused.stderr
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from tests.training import toy
+
+def on_step(record):
+    rank, mark = os.environ["RANK"], Path(f"killed-{record['step']}")
+    if rank == "1" and record["step"] == 10 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def task():
+    return toy.task(name="toy", epochs=5, on_step=on_step, callbacks_on="all")
+"""
+
+
+def test_a_run_goes_on_with_fewer_workers_and_grows_back(folder: Path) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    (folder / "whole.py").write_text(KILLED.replace("== 10", "== 0"))
+    options = ("--exact", "--checkpoint-every", "4")
+    whole = lockstep("whole.py", *options, cwd=folder)
+    done = lockstep("killed.py", "--workers", "1:3", "--run", "run", *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("sha256 ")[1] == whole.stdout.split("sha256 ")[1]
+    said = [line for line in done.stderr.splitlines() if line.startswith(("going on", "resumed"))]
+    assert [line.partition(" from the newest")[0] for line in said if line.startswith("going on")] == [
+        "going on with 2 workers",
+        "going on with 3 workers again",
+    ]
+    assert len([line for line in said if line.startswith("resumed from step ")]) == 2
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 21))
+
+
+def test_without_a_range_a_killed_worker_ends_the_run(folder: Path) -> None:
+    (folder / "killed.py").write_text(KILLED)
+    done = lockstep("killed.py", "--workers", "2", "--run", "run", cwd=folder)
+    assert (done.returncode, done.stdout) == (137, "")
+    assert "going on" not in done.stderr
+    again = lockstep("killed.py", "--workers", "2", "--run", "run", "--max-restarts", "1", cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert "going on with 2 workers from the newest checkpoint (restart 1 of 1)" in again.stderr

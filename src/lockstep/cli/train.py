@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 def train(
     task: Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task.")],
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks over all hosts; default: the GPUs, else 1.")
+        str | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N|N:M",
+            show_default=False,
+            help="Ranks over all hosts; default: the GPUs, else 1. N:M: at most M, and no fewer than N where some are killed.",
+        ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(show_default=False, help="Default: the task's own.")] = None,
     steps: Annotated[int | None, typer.Option(show_default=False, help="Optimizer steps, in place of --epochs.")] = None,
@@ -32,6 +40,10 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Train anew in --run DIR; what is there is moved into before-1.")] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", show_default=False, help="Default: as often as costs less than 2 % of the time.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, show_default=False, help="How often a killed worker may begin the ranks anew; default: 3 with N:M, else 0."),
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
@@ -83,7 +95,8 @@ def train(
     """
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
-    from lockstep.launcher.supervise import Target, supervise
+    from lockstep.launcher.generations import RESTARTS, Workers, run_generations
+    from lockstep.launcher.supervise import Outcome, Target, supervise
     from lockstep.settings import Settings, overrides_of
     from lockstep.training import result
     from lockstep.training.resolve import locate, short_name
@@ -97,7 +110,7 @@ def train(
     settings = Settings(
         task=place,
         overrides=overrides_of(override or []),
-        workers=1 if workers is None else workers,
+        workers=1 if workers is None else Workers.read(workers).most,
         epochs=epochs,
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
@@ -119,7 +132,15 @@ def train(
             _insist(directory)
         take_over(directory, settings)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
-        outcome = supervise(target, settings.workers, logs=directory.path, console="first")
+        allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
+
+        def generation(count: int) -> Outcome:
+            directory.grow.unlink(missing_ok=True)
+            replace(settings, workers=count, grow=count < allowed.most).write(directory.path)
+            return supervise(target, count, logs=directory.path, console="first")
+
+        restarts = (RESTARTS if allowed.elastic else 0) if max_restarts is None else max_restarts
+        outcome = run_generations(generation, allowed, restarts, directory.grow.exists)
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         if not directory.result.exists():

@@ -44,6 +44,11 @@ class RunDirectory:
         return self.path / RESULT
 
     @property
+    def grow(self) -> Path:
+        """There where the ranks have ended at a checkpoint to go on with more workers."""
+        return self.path / "grow"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / _CHECKPOINTS
 

@@ -106,10 +106,22 @@ def train(
             return Training(task, settings, found, directory).run()
 
 
-def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result:
-    """`train` on a rank whose launcher has made the settings and claimed the run directory. It opens the world."""
+def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result | None:
+    """`train` on a rank whose launcher has made the settings and claimed the run directory. It opens the world.
+
+    None where it ended at a checkpoint, to be gone on with by more workers.
+    """
     with _world(None, settings.device) as world, _computing(settings, world):
-        return Training(task, settings, world, run).run()
+        try:
+            return Training(task, settings, world, run).run()
+        except _Grow:
+            if world.rank == 0:
+                run.grow.touch()
+            return None
+
+
+class _Grow(Exception):
+    """Raised on all ranks in the same step, after a checkpoint."""
 
 
 def _computing(settings: Settings, world: World) -> AbstractContextManager[object]:
@@ -263,8 +275,14 @@ class Training:
         result = self.step(window)
         self.loss = result.loss
         journal.step(window, lr, result)
-        if self.checkpoints is not None:
-            self.checkpoints.step(self._state)
+        if (
+            self.checkpoints is not None
+            and self.checkpoints.step(self._state)
+            and self.settings.grow
+            and self.stepper.steps != self.length.steps
+        ):
+            self.checkpoints.close()
+            raise _Grow
 
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""

@@ -1,0 +1,66 @@
+"""A run that outlives its workers: a row of generations, each with a fixed number of them, from checkpoint to checkpoint.
+
+A worker that is killed ends its generation. The next has one fewer, not below the least that was asked for; it ends by itself at its next
+checkpoint, and the one after that has them all again. An exception in Python begins no generation: in a deterministic run it would come back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+from lockstep.launcher.supervise import Outcome
+
+RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many there may be."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def read(cls, text: str) -> Workers:
+        """`4`, or `1:4`. Raises UsageError for anything else."""
+        first, colon, last = text.partition(":")
+        if not first.isdigit() or (colon and not last.isdigit()):
+            raise UsageError(f"--workers {text}: give a number, or the least and the most as in 1:4")
+        least, most = int(first), int(last or first)
+        if not 1 <= least <= most:
+            raise UsageError(f"--workers {text}: give at least 1, and the least before the most as in 1:4")
+        return cls(least, most)
+
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most
+
+
+def run_generations(start: Callable[[int], Outcome], workers: Workers, restarts: int, stopped_to_grow: Callable[[], bool]) -> Outcome:
+    """Call `start(count)` for one generation after the other, and return how the last one ended.
+
+    `stopped_to_grow()` says whether a generation that ended well did so at a checkpoint, for more workers.
+    """
+    count, left = workers.most, restarts
+    while True:
+        outcome = start(count)
+        if outcome.exit_code == 0 and stopped_to_grow():
+            count = workers.most
+            _say(f"going on with {_counted(count)} again")
+            continue
+        if outcome.failure is None or outcome.failure.kind != "signal" or left == 0:
+            return outcome
+        left -= 1
+        count = max(workers.least, count - 1)
+        _say(f"going on with {_counted(count)} from the newest checkpoint (restart {restarts - left} of {restarts})")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _counted(count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}"
