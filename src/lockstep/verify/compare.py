@@ -43,6 +43,8 @@ class Difference:
     ranks: tuple[int, int] | None = None
     """That ran the micro-batch."""
     values: tuple[float, float] | None = None
+    epoch: int = 0
+    """Counts from 0."""
     indices: tuple[int, ...] | None = None
     """The samples of the micro-batch."""
     reseeded: tuple[str, ...] = ()
@@ -62,6 +64,11 @@ def first_difference(one: Trace, other: Trace, *, exact: bool) -> Difference | N
     return next(_again(one, workers), None) or next(_again(other, workers), None)
 
 
+def alike(kind: Kind, one: Slot, other: Slot, tolerance: float) -> bool:
+    """Whether two runs of a micro-batch agree in what a difference of this kind is about: the loss, or the gradients."""
+    return _close(one.loss, other.loss, tolerance) if kind == "loss" else _first_gradient(one, other, tolerance) is None
+
+
 def tolerance_at(step: int, *, exact: bool) -> float:
     """Relative, at step `step` counted from 1. 0 where bits count."""
     return 0.0 if exact else min(_MOST, TOLERANCE * _GROWTH ** (step - 1))
@@ -75,7 +82,8 @@ def _in_step(ours: Step, theirs: Step, step: int, workers: tuple[int, int], tole
         moved = tuple(lib for lib in one.random if one.random[lib] != other.random.get(lib))
         ranks = (one.rank, other.rank)
         return Difference(
-            kind=kind, step=step, workers=workers, slot=slot, name=name, ranks=ranks, values=values, indices=one.indices, reseeded=moved
+            kind=kind, step=step, workers=workers, slot=slot, name=name, ranks=ranks, values=values, indices=one.indices, reseeded=moved,
+            epoch=ours.epoch,
         )
 
     for slot, one, other in pairs:
@@ -105,7 +113,7 @@ def _after(ours: Step, theirs: Step, step: int, workers: tuple[int, int], tolera
 
 
 def _first_gradient(one: Slot, other: Slot, tolerance: float) -> str | None:
-    """The last to arrive is the first in the model: by the model's own order, the one nearest to the output is blamed last."""
+    """By the order in which they arrived: the nearest to the output, which the others are computed from."""
     whole = math.hypot(*(found.norm for found in one.gradients.values()), 0.0)
     for name in dict.fromkeys([*one.gradients, *other.gradients]):
         ours, theirs = one.gradients.get(name), other.gradients.get(name)

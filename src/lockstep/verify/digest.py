@@ -6,6 +6,7 @@ differ by d differs by about the norm of d, whatever their length, so that two s
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -91,3 +92,5 @@ def _add(found: Any, value: Any) -> None:
         found.update(f"{type(value).__name__} {value!r}".encode())
     else:
         found.update(f"a {type(value).__qualname__}".encode())
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            _add(found, [getattr(value, each.name) for each in dataclasses.fields(value)])

@@ -67,7 +67,7 @@ class Traced(Training):
             self.stepper.backward(loss, weight)
             self._open = None
         result = self.stepper.step()
-        self.trace.steps.append(Step(slots=slots, loss=result.loss, weights=self._weights()))
+        self.trace.steps.append(Step(epoch=window.epoch, slots=slots, loss=result.loss, weights=self._weights()))
         return result
 
     def _landed(self, name: str, gradient: Tensor) -> None:

@@ -32,6 +32,8 @@ class Slot:
 class Step:
     """One optimizer step."""
 
+    epoch: int
+    """Counts from 0."""
     slots: dict[int, Slot]
     loss: float
     weights: Mapping[str, Sketch]
@@ -58,6 +60,6 @@ def merge(ranks: Sequence[Trace]) -> Trace:
     steps = []
     for number, step in enumerate(first.steps):
         slots = {slot: found for rank in ranks for slot, found in rank.steps[number].slots.items()}
-        steps.append(Step(slots=dict(sorted(slots.items())), loss=step.loss, weights=step.weights))
+        steps.append(Step(epoch=step.epoch, slots=dict(sorted(slots.items())), loss=step.loss, weights=step.weights))
     again = {slot: digest for rank in ranks for slot, digest in rank.again.items()}
     return Trace(workers=first.workers, start=first.start, steps=steps, again=dict(sorted(again.items())), sha256=first.sha256)
