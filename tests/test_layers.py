@@ -19,7 +19,7 @@ LAYERS = [
     {"updates"},
     {"data_parallel", "shared_memory_hook", "sharded_optimizer", "stepper", "replicas", "uneven"},
     {"inference", "training"},
-    {"testing", "tasks", "measure"},
+    {"testing", "tasks", "measure", "verify"},
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

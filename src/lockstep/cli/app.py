@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, evaluate, lint, look, predict, run, train
+from lockstep.cli import audit, bench, evaluate, lint, look, predict, run, train, verify
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("verify")(verify.verify)
 app.command("audit")(audit.audit)
 app.command("lint")(lint.lint)
 app.add_typer(look.app, name="show")

@@ -53,7 +53,9 @@ def why(found: Difference, evidence: Evidence | None, *, exact: bool, by_hash: b
     if not evidence.repeats:
         return _restless(found, evidence.seen, f"{_what(found)} twice in one process, from the same random streams, gives two results")
     if not evidence.reloads:
-        return _restless(found, evidence.loading, f"loading the task twice and {_what(found)}, from the same random streams, gives two results")
+        return _restless(
+            found, evidence.loading, f"loading the task twice and {_what(found)}, from the same random streams, gives two results"
+        )
     if evidence.rank:
         return _by_rank(found, evidence)
     if evidence.size:
@@ -117,7 +119,9 @@ def _unexplained(found: Difference, evidence: Evidence) -> str:
     if process:
         return f"something that differs from process to process: {_lines(process)}; {again}"
     states = f"; the states of {' and '.join(found.reseeded)} differ after the loss" if found.reseeded else ""
-    return f"not found: {again}{states}. What is left is something that steps before it, or other micro-batches of its rank, have left behind"
+    return (
+        f"not found: {again}{states}. What is left is something that steps before it, or other micro-batches of its rank, have left behind"
+    )
 
 
 def _without(found: Difference, *, exact: bool) -> str:

@@ -82,7 +82,15 @@ def _in_step(ours: Step, theirs: Step, step: int, workers: tuple[int, int], tole
         moved = tuple(lib for lib in one.random if one.random[lib] != other.random.get(lib))
         ranks = (one.rank, other.rank)
         return Difference(
-            kind=kind, step=step, workers=workers, slot=slot, name=name, ranks=ranks, values=values, indices=one.indices, reseeded=moved,
+            kind=kind,
+            step=step,
+            workers=workers,
+            slot=slot,
+            name=name,
+            ranks=ranks,
+            values=values,
+            indices=one.indices,
+            reseeded=moved,
             epoch=ours.epoch,
         )
 

@@ -76,10 +76,9 @@ def experiment(settings: Settings, difference: Difference, *, exact: bool) -> Ev
 def _on_rank(settings: Settings, difference: Difference, here: Place, other: Place, exact: bool) -> Evidence | None:
     """The ranks train together up to the step; then one of them experiments, and the others wait for it at the world's end."""
     task = resolve(settings.task, settings.overrides)
-    with _world(None, settings.device) as world, _computing(settings, world):
-        with matmul_precision(settings.precision or task.precision):
-            make = prepared(task, settings, difference, world, exact=exact)
-            return _evidence(make, settings, world, other) if make is not None and world.rank == here.rank else None
+    with _world(None, settings.device) as world, _computing(settings, world), matmul_precision(settings.precision or task.precision):
+        make = prepared(task, settings, difference, world, exact=exact)
+        return _evidence(make, settings, world, other) if make is not None and world.rank == here.rank else None
 
 
 def _evidence(make: Callable[[Task, World], Repeated], settings: Settings, world: World, other: Place) -> Evidence:

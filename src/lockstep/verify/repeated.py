@@ -55,7 +55,7 @@ def prepared(
         if window.step + 1 == difference.step:
             break
         training.step(window)
-    if difference.slot not in window.slots:
+    if difference.slot is None or difference.slot not in window.slots:
         return None
     batch = window[window.slots.index(difference.slot)]
     state = {name: value.clone() for name, value in training.model.state_dict().items()}

@@ -117,7 +117,7 @@ def _noting(seen: Seen) -> Callable[[FrameType, str, Any], None]:
 
 def _builtin(function: Any) -> tuple[str, str] | None:
     owner = getattr(function, "__self__", None)
-    if isinstance(owner, random.Random) and owner is not random._inst:  # type: ignore[attr-defined]
+    if isinstance(owner, random.Random) and owner is not random._inst:
         return OWN, f"random.{type(owner).__name__}.{function.__name__}()"
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         return (CLOCK, f"{owner.__name__}.{function.__name__}()") if function.__name__ in ("now", "utcnow", "today") else None
@@ -130,7 +130,7 @@ def _builtin(function: Any) -> tuple[str, str] | None:
 def _function(frame: FrameType) -> tuple[str, str] | None:
     code = frame.f_code
     if code is random.Random.seed.__code__:
-        return (SEED, "random.seed()") if frame.f_locals.get("self") is random._inst else None  # type: ignore[attr-defined]
+        return (SEED, "random.seed()") if frame.f_locals.get("self") is random._inst else None
     if code is os._Environ.__getitem__.__code__:
         name = frame.f_locals.get("key")
         return (_VARIABLES[name], f'os.environ["{name}"]') if name in _VARIABLES else None
@@ -176,7 +176,7 @@ def _generators() -> list[Any]:
     """All that are alive, but those that are keyed."""
     kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
     tracked = gc.get_objects()
-    keyed = {id(each) for each in (random._inst, torch.default_generator, np.random.mtrand._rand)}  # type: ignore[attr-defined]
+    keyed = {id(each) for each in (random._inst, torch.default_generator, np.random.mtrand._rand)}
     found = {id(each): each for each in [*tracked, *gc.get_referents(*tracked)] if issubclass(type(each), kinds)}
     return [each for number, each in found.items() if number not in keyed and not isinstance(each, random.SystemRandom)]
 

@@ -72,9 +72,11 @@ def verify(settings: Settings, counts: Sequence[int], say: Callable[[str], None]
 
 
 def _cause(settings: Settings, difference: Difference, *, exact: bool) -> str:
-    repeatable = difference.kind in ("start", "loss", "gradient") or difference.indices is not None and difference.kind != "order"
+    repeatable = difference.kind in ("start", "loss", "gradient") or (difference.indices is not None and difference.kind != "order")
     evidence = experiment(settings, difference, exact=exact) if repeatable else None
-    by_hash = (evidence is None or evidence.silent) and not hash_seed_is_fixed() and _ends_with_one_hash_seed(settings, difference, exact=exact)
+    by_hash = (
+        (evidence is None or evidence.silent) and not hash_seed_is_fixed() and _ends_with_one_hash_seed(settings, difference, exact=exact)
+    )
     return why(difference, evidence, exact=exact, by_hash=by_hash)
 
 
