@@ -30,7 +30,11 @@ def where(found: Difference, *, exact: bool) -> str:
     if found.kind == "samples":
         return f"{place}: its samples{_numbers(found)} are not the same on {_workers(one)} and on {_workers(other)}"
     if found.kind == "weights":
-        return f"{place}: {found.name} differs after the update between {_workers(one)} and {_workers(other)}, though the gradients of all micro-batches {'are equal' if exact else 'agree'}"
+        agree = "are equal" if exact else "agree"
+        return (
+            f"{place}: {found.name} differs after the update between {_workers(one)} and {_workers(other)}, though the gradients of all "
+            f"micro-batches {agree}"
+        )
     values = _values(found)
     if found.kind == "loss":
         first = f"; the first gradient that differs is that of {found.name}" if found.name else ""

@@ -14,7 +14,6 @@ is gone through in the order of causes, over all of its micro-batches:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,7 +60,19 @@ def first_difference(one: Trace, other: Trace, *, exact: bool) -> Difference | N
         found = _in_step(ours, theirs, number, workers, tolerance_at(number, exact=exact))
         if found is not None:
             return found
-    return next(_again(one, workers), None) or next(_again(other, workers), None)
+    return None
+
+
+def read_again(trace: Trace) -> Difference | None:
+    """The first micro-batch of the first step whose samples were others after the training. No second training is needed to see it."""
+    for slot, digest in trace.again.items():
+        first = trace.steps[0].slots[slot]
+        if digest != first.samples:
+            ranks, workers = (first.rank, first.rank), (trace.workers, trace.workers)
+            return Difference(
+                kind="again", step=1, workers=workers, slot=slot, ranks=ranks, epoch=trace.steps[0].epoch, indices=first.indices
+            )
+    return None
 
 
 def alike(kind: Kind, one: Slot, other: Slot, tolerance: float) -> bool:
@@ -154,11 +165,3 @@ def _close(one: float, other: float, tolerance: float) -> bool:
 
 def _norms(one: Sketch | None, other: Sketch | None) -> tuple[float, float] | None:
     return None if one is None or other is None else (one.norm, other.norm)
-
-
-def _again(trace: Trace, workers: tuple[int, int]) -> Iterator[Difference]:
-    for slot, digest in trace.again.items():
-        first = trace.steps[0].slots[slot]
-        if digest != first.samples:
-            ranks, pair = (first.rank, first.rank), (trace.workers, trace.workers)
-            yield Difference(kind="again", step=1, workers=pair, slot=slot, ranks=ranks, indices=first.indices)

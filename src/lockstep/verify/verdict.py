@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.settings import Settings
 from lockstep.verify.causes import where, why
-from lockstep.verify.compare import Difference, first_difference
+from lockstep.verify.compare import Difference, first_difference, read_again
 from lockstep.verify.experiments import experiment
 from lockstep.verify.trace import Trace
 from lockstep.verify.trainings import hash_seed_is_fixed, one_hash_seed, train
@@ -56,16 +56,19 @@ def verify(settings: Settings, counts: Sequence[int], say: Callable[[str], None]
     exact = settings.exact
     rows: list[Row] = []
     first: Trace | None = None
-    difference: Difference | None = None
+    differences: list[Difference] = []
+    edited: list[Difference] = []
     for count in counts:
         trace = train(replace(settings, workers=count))
-        found = first_difference(first or trace, trace, exact=exact)
-        same = found is None or found.kind == "again"
-        rows.append(Row(workers=count, steps=len(trace.steps), loss=trace.steps[-1].loss, sha256=trace.sha256, same=same))
-        first, difference = first or trace, difference or found
+        first = first or trace
+        found = first_difference(first, trace, exact=exact)
+        differences += [found] if found else []
+        edited += [found_again] if (found_again := read_again(trace)) else []
+        rows.append(Row(workers=count, steps=len(trace.steps), loss=trace.steps[-1].loss, sha256=trace.sha256, same=found is None))
+    difference = next(iter([*differences, *edited]), None)
     if difference is None:
         return Verdict(exact=exact, rows=rows)
-    say("the trainings differ: the micro-batch is run again, to see why")
+    say("a difference: what came before it is run again, to see why")
     return Verdict(
         exact=exact, rows=rows, difference=difference, where=where(difference, exact=exact), why=_cause(settings, difference, exact=exact)
     )
