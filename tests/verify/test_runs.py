@@ -102,5 +102,5 @@ def test_runs_that_cannot_be_compared(tmp_path: Path, broken: Any, message: str)
 
 
 def test_runs_of_two_tasks(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="trained 'digits' and .* 'text': compare two runs of one task"):
+    with pytest.raises(UsageError, match=r"trained 'digits' and .* 'text': compare two runs of one task"):
         differences(run(tmp_path / "a"), run(tmp_path / "b", task="text"))

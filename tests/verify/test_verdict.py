@@ -153,13 +153,3 @@ def test_weights_that_differ_before_the_first_step(tmp_path: Path) -> None:
         f"building the model twice in one process, from the same random streams, gives two results, and it reads the clock: time.time_ns() {line('start')}"
         in found.why
     )
-
-
-def test_the_order_of_a_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are started, not forked: each hashes text in its own way, unless PYTHONHASHSEED says how."""
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    found = look(tmp_path, "set", exact=True, counts=(1, 2))
-    assert found.difference is not None
-    assert found.why is not None
-    assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 0)
-    assert found.why.startswith("the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all processes")
