@@ -106,8 +106,13 @@ def _by_rank(found: Difference, evidence: Evidence) -> str:
     else:
         what = "the result depends on the rank: as another rank this process gets another one"
     asked = _lines(_asked(evidence, RANK) + seeds)
-    fix = "Which rank runs a micro-batch must not matter" if found.kind not in ("samples", "again") else "The Loader deals the samples out"
-    return f"{what}{f': {asked}' if asked else ''}. {fix}: leave the rank out"
+    if found.kind in ("samples", "again"):
+        fix = "The Loader deals the samples out, so that each is read once: leave the rank out"
+    elif seeds:
+        fix = "Leave that out: the random streams of every micro-batch are seeded already"
+    else:
+        fix = "Which rank runs a micro-batch must not matter: leave the rank out"
+    return f"{what}{f': {asked}' if asked else ''}. {fix}"
 
 
 def _by_hash(found: Difference) -> str:
