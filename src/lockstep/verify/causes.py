@@ -123,7 +123,7 @@ def _by_hash(found: Difference) -> str:
 
 
 def _unexplained(found: Difference, evidence: Evidence) -> str:
-    again = f"{_what(found)} again gives the same, also as another rank, among another number of workers, and with other threads"
+    again = f"{_what(found)} again gives the same, also as another rank and among another number of workers"
     process = _asked(evidence, PROCESS)
     if process:
         return f"something that differs from process to process: {_lines(process)}; {again}"
