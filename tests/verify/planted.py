@@ -67,7 +67,7 @@ class Net(nn.Module):
             x = x * self.calls
         if self.fault == "set":
             for number, name in enumerate(NAMES):
-                x = x + 0.001 * number * (31 * ord(name[0]) + ord(name[-1]))
+                x = x + 1e-5 * number * (31 * ord(name[0]) + ord(name[-1]))
         return self.last(x)
 
 
