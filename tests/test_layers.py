@@ -19,7 +19,7 @@ LAYERS = [
     {"updates"},
     {"data_parallel", "shared_memory_hook", "sharded_optimizer", "stepper", "replicas", "uneven", "stepper_state", "checkpointing"},
     {"inference", "training"},
-    {"testing", "tasks", "measure", "tuning"},
+    {"testing", "tasks", "measure", "tuning", "verify"},
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

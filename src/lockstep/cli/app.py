@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, checkpoints, evaluate, lint, look, predict, run, train, tune
+from lockstep.cli import audit, bench, checkpoints, evaluate, lint, look, predict, run, train, tune, verify
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command("train")(train.train)
 app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("verify")(verify.verify)
 app.command("audit")(audit.audit)
 app.command("lint")(lint.lint)
 app.add_typer(look.app, name="show")

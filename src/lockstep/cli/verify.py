@@ -1,0 +1,151 @@
+"""`lockstep verify`: the same bits at any number of workers, or the first difference and why; and two finished runs, compared."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli import over_run
+from lockstep.errors import ExitCode, UsageError, WorkerFailed
+
+if TYPE_CHECKING:
+    from lockstep.settings import Settings
+    from lockstep.verify.verdict import Verdict
+
+_COUNTS = "1,2,3"
+_STEPS = 5
+
+
+def verify(
+    what: Annotated[
+        list[str], typer.Argument(metavar="TASK | RUN_A RUN_B", help="A task, as for `lockstep train`; or two run directories of it.")
+    ],
+    workers: Annotated[
+        str | None, typer.Option("--workers", "-n", metavar="N,N...", show_default=False, help=f"Numbers of ranks; default: {_COUNTS}.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(show_default=False, help=f"Optimizer steps of each training; default: {_STEPS}.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Train with --exact, and have every bit count; else values within rounding.")
+    ] = False,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="auto|cpu|cuda", show_default=False, help="Default: GPUs where there are any.")
+    ] = None,
+    reduce: Annotated[
+        str | None,
+        typer.Option(metavar="auto|native|central|shared_memory|hierarchical", show_default=False, help="How gradients are summed."),
+    ] = None,
+    update: Annotated[
+        str | None, typer.Option(metavar="replicated|sharded", show_default=False, help="Who applies them; default: replicated.")
+    ] = None,
+    json: over_run.JsonFile = None,
+) -> None:
+    """Train TASK at several numbers of workers and tell whether they agree, step by step; or compare two finished runs.
+
+    Where trainings differ: the first step, micro-batch and parameter, and the likely cause. Writes no run directory, and does not
+    evaluate. RUN_A RUN_B: metrics and weights, bit for bit. Exits with 1 where something differs.
+    """
+    if len(what) == 2:
+        given = {"--workers": workers, "--steps": steps, "--exact": exact or None, "--set": override or None}
+        _refuse_with_runs({**given, "--device": device, "--reduce": reduce, "--update": update})
+        _runs(Path(what[0]), Path(what[1]), json)
+        return
+    if len(what) != 1:
+        raise UsageError(f"{len(what)} arguments were given: give one task, or two run directories")
+    settings, counts = _settings(what[0], workers, steps, exact, override, device, reduce, update)
+    from lockstep.training.resolve import resolve
+    from lockstep.verify.verdict import verify as look
+
+    name = resolve(settings.task, settings.overrides).name or "task"  # its mistakes are sentences here, before any rank starts
+    try:
+        verdict = look(settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True))
+    except WorkerFailed as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(ExitCode.FAILED) from None
+    over_run.write_json(json, {"task": name, **verdict.as_json()})
+    print(_table(verdict))
+    print(_last_line(name, verdict, counts, settings.steps or _STEPS))
+    if verdict.difference is not None:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _settings(
+    task: str,
+    workers: str | None,
+    steps: int | None,
+    exact: bool,
+    override: list[str] | None,
+    device: str | None,
+    reduce: str | None,
+    update: str | None,
+) -> tuple[Settings, list[int]]:
+    """For the largest of the counts, and all of them."""
+    from lockstep.cli.hardware import fitted
+    from lockstep.settings import Settings, overrides_of
+    from lockstep.training.resolve import locate
+
+    if Path(task).is_dir():
+        raise UsageError(f"{task} is a folder: give two run directories to compare them, or a task to train it")
+    counts = _counts(_COUNTS if workers is None else workers)
+    asked: Any = {"device": device, "reduce": reduce, "update": update}
+    settings = Settings(
+        task=locate(task),
+        overrides=overrides_of(override or []),
+        workers=max(counts),
+        steps=_STEPS if steps is None else steps,
+        exact=exact,
+        **{name: value for name, value in asked.items() if value is not None},
+    )
+    return fitted(settings, count_workers=False), counts
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if len(counts) < 2 or min(counts) < 1:
+        raise UsageError(f'--workers {text}: give at least two whole numbers of at least 1, such as "1,2,4" ("2,2" trains twice alike)')
+    return counts
+
+
+def _refuse_with_runs(given: dict[str, object]) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise UsageError(f"{', '.join(named)}: two runs are compared as they are, nothing is trained; leave it out, or give one task")
+
+
+def _runs(one: Path, other: Path, json: Path | None) -> None:
+    from lockstep.verify.runs import differences, summary
+
+    found = differences(one, other)
+    over_run.write_json(json, {"runs": [str(one), str(other)], "same": not found, "differences": found})
+    if not found:
+        print(f"verify: {one} and {other} are equal, bit for bit: {summary(one)}")
+        return
+    print(f"verify: {one} and {other} differ")
+    for sentence in found:
+        print(f"  {sentence}")
+    raise typer.Exit(ExitCode.FAILED)
+
+
+def _table(verdict: Verdict) -> str:
+    rows = [("workers", "steps", "loss at the end", "weights sha256", "")]
+    for number, row in enumerate(verdict.rows):
+        said = "" if number == 0 else ("same" if row.same else "differs") if verdict.exact else ("agrees" if row.same else "differs")
+        rows.append((str(row.workers), str(row.steps), f"{row.loss:.9g}", row.sha256[:16], said))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _last_line(name: str, verdict: Verdict, counts: list[int], steps: int) -> str:
+    if verdict.difference is not None:
+        return f"verify: {name} differs. First difference: {verdict.where}\nlikely cause: {verdict.why}"
+    what = "gives the same bits" if verdict.exact else "gives the same values within rounding"
+    among = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
+    return f"verify: {name} {what} on {among} workers ({steps} step{'s' * (steps != 1)})"
