@@ -114,6 +114,7 @@ def killed_again_and_again(directory: Path, kind: str, kills: int) -> dict[int, 
     return as_last_run(directory, kills + 1)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(("kind", "kills"), [("shuffled", 20), ("sampler", 4), ("batches", 4)])
 def test_what_is_trained_on_is_as_if_nothing_had_happened(tmp_path: Path, kind: str, kills: int) -> None:
     undisturbed = {step: {slot: (epoch, batch) for slot, batch in batches.items()} for step, epoch, batches in steps(loader(kind, 0, 1, 0))}
