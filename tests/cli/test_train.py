@@ -164,8 +164,8 @@ def test_a_task_that_ends_its_process_is_noticed(folder: Path, monkeypatch: pyte
     [
         ({"task": "digit"}, r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean 'digits'\?\)"),
         ({"task": "nowhere.py"}, "task file 'nowhere.py' does not exist"),
-        ({"workers": 0}, "workers=0: give a whole number of at least 1"),
-        ({"workers": -2}, "workers=-2"),
+        ({"workers": "0"}, "--workers 0: give at least 1"),
+        ({"workers": "-2"}, "--workers -2: give a number, or the least and the most"),
         ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
         ({"device": "tpu"}, "device='tpu' is unknown"),
         ({"precision": "fp8"}, "precision='fp8' is unknown"),
@@ -194,8 +194,8 @@ def test_a_run_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("gpus", "options", "message"),
     [
-        (2, {"workers": 3}, "--workers 3: this host has 2 GPUs; give at most 2, or --device cpu"),
-        (1, {"workers": 2, "device": "cuda"}, "--workers 2: this host has 1 GPU; give at most 1"),
+        (2, {"workers": "3"}, "--workers 3: this host has 2 GPUs; give at most 2, or --device cpu"),
+        (1, {"workers": "2", "device": "cuda"}, "--workers 2: this host has 1 GPU; give at most 1"),
         (0, {"device": "cuda"}, "--device cuda: this host has no GPU that torch can use"),
     ],
 )
@@ -208,7 +208,7 @@ def test_more_gpus_than_there_are(
         train("digits", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("gpus", "options", "workers"), [(4, {}, 4), (0, {}, 1), (4, {"device": "cpu"}, 1), (4, {"workers": 2}, 2)])
+@pytest.mark.parametrize(("gpus", "options", "workers"), [(4, {}, 4), (0, {}, 1), (4, {"device": "cpu"}, 1), (4, {"workers": "2"}, 2)])
 def test_the_default_is_a_worker_for_each_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], workers: int
 ) -> None:
@@ -275,6 +275,7 @@ def test_without_a_range_a_killed_worker_ends_the_run(folder: Path) -> None:
     done = lockstep("killed.py", "--workers", "2", "--run", "run", cwd=folder)
     assert (done.returncode, done.stdout) == (137, "")
     assert "going on" not in done.stderr
+    (folder / "killed-10").unlink()
     again = lockstep("killed.py", "--workers", "2", "--run", "run", "--max-restarts", "1", cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "going on with 2 workers from the newest checkpoint (restart 1 of 1)" in again.stderr
