@@ -26,20 +26,16 @@ from lockstep import randomness
 from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
-from lockstep.checks.start import compare_start, model_fields, optimizer_fields
+from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
-from lockstep.collectives.group import Group
 from lockstep.data.windows import Window
-from lockstep.data_parallel import Checks, DistributedDataParallel, check_checks
+from lockstep.data_parallel import Checks, check_checks
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
-from lockstep.gradients.exact.choice import check_window, exact_reducer
+from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
-from lockstep.gradients.layout import BUCKET
-from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import reduction as choose_reduction
-from lockstep.gradients.replicate import replicate
+from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.update import Applied
 from lockstep.world import World
@@ -128,8 +124,8 @@ class Stepper:
         check_checks(checks)
         self.world = world or World.current()
         if checks != "off":
-            compare_start(*_set_up(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
-        self.reducer, self.model = _reducer(model, reduce, exact, bucket_mb, self.world)
+            compare_start(*set_up_of(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
+        self.reducer, self.model = reducer_of(model, reduce, exact, bucket_mb, self.world)
         self.group = self.reducer.group
         self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
@@ -364,35 +360,6 @@ class _MicroBatch:
     """Among what is kept by slot: the slot in exact mode, else 0."""
     done: bool = False
     weight: float | Tensor = 0.0
-
-
-def _set_up(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
-    """The ranks that must be set up alike, and what of this model they compare."""
-    if isinstance(model, DistributedDataParallel):
-        return model.group, {**model_fields(model.module, model.ignored), **fields}
-    return world.group, {**model_fields(model), **fields}
-
-
-def _reducer(model: nn.Module, reduce: str, exact: bool, bucket_mb: float | None, world: World) -> tuple[Reducer, nn.Module]:
-    if bucket_mb is not None and not bucket_mb > 0:
-        raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
-    if isinstance(model, DistributedDataParallel):
-        if exact:
-            raise UsageError("exact=True needs the bare module: the wrapped model's reducer adds micro-batches in another order")
-        if bucket_mb is not None:
-            raise UsageError(
-                f"bucket_mb={bucket_mb}: the wrapped model has its own buckets; give bucket_cap_mb= to DistributedDataParallel"
-            )
-        if reduce != "auto":
-            raise UsageError(
-                f"reduce={reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
-            )
-        return model.give_up_reducer(), model.module
-    replicate(model, world.group)
-    bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
-    if exact:
-        return exact_reducer(model, reduce, world.group, bucket_bytes), model
-    return Reducer(model, world.group, choose_reduction(reduce, world.group), bucket_bytes=bucket_bytes), model
 
 
 def _with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:

@@ -8,12 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, get_args
-
-import torch.distributed as dist
+from typing import Any
 
 from lockstep import randomness
 from lockstep.checkpointing import Checkpoints
@@ -22,7 +18,7 @@ from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import Loader, is_iterable
 from lockstep.data.windows import Window
-from lockstep.errors import PeerFailed, TaskError, UsageError
+from lockstep.errors import TaskError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings, Update
@@ -32,15 +28,14 @@ from lockstep.training.build import Length, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
 from lockstep.training.journal import Journal
 from lockstep.training.metrics import finite
+from lockstep.training.opening import computing, run_directory_for, world_for
 from lockstep.training.result import Result
 from lockstep.training.resume import check_same, forget_after, machine, moved, recipe_of
-from lockstep.training.run_directory import RunDirectory, take_over
-from lockstep.training.threads import intra_op_threads
+from lockstep.training.run_directory import RunDirectory
 from lockstep.training.watch import Watch
-from lockstep.world import World, init
+from lockstep.world import World
 
 _WITHOUT_END = 2**62  # epochs
-_BACKEND: dict[Device, str | None] = {"auto": None, "cpu": "gloo", "cuda": "nccl"}
 
 
 def train(
@@ -85,7 +80,7 @@ def train(
     """
     if not isinstance(task, Task):
         raise TaskError(f"train() was given a {type(task).__name__}; it takes a lockstep.Task")
-    with _world(world, device) as found:
+    with world_for(world, device) as found:
         settings = Settings(
             task=task.name or "task",
             workers=found.size,
@@ -102,7 +97,7 @@ def train(
             checkpoint_every=checkpoint_every,
             loader_workers=loader_workers,
         )
-        with _run_directory(run, settings, found) as directory, _computing(settings, found):
+        with run_directory_for(run, settings, found) as directory, computing(settings, found):
             return Training(task, settings, found, directory).run()
 
 
@@ -111,7 +106,7 @@ def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result | None
 
     None where it ended at a checkpoint, to be gone on with by more workers.
     """
-    with _world(None, settings.device) as world, _computing(settings, world):
+    with world_for(None, settings.device) as world, computing(settings, world):
         try:
             return Training(task, settings, world, run).run()
         except _Grow:
@@ -122,13 +117,6 @@ def train_as(task: Task, settings: Settings, run: RunDirectory) -> Result | None
 
 class _Grow(Exception):
     """Raised on all ranks in the same step, after a checkpoint."""
-
-
-def _computing(settings: Settings, world: World) -> AbstractContextManager[object]:
-    """How the process computes while it trains: in exact mode that is the world's affair, until it closes."""
-    if settings.exact:
-        return nullcontext(world.compute_deterministically(settings.threads))
-    return intra_op_threads(settings.threads)
 
 
 class Training:
@@ -358,7 +346,9 @@ class Training:
             checkpoint=self._save_last(digest),
         )
         if self.directory is not None and self.world.rank == 0:
-            self.directory.result.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
+            new = self.directory.result.with_suffix(".unfinished")
+            new.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
+            new.replace(self.directory.result)  # whether it is there says whether the run has ended
         return result
 
     def _headline(self) -> tuple[str, float]:
@@ -367,39 +357,3 @@ class Training:
         names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
         name = watched.metric if watched else next(iter(names), "loss")
         return name, self.metrics.get(name, self.loss)
-
-
-@contextmanager
-def _world(world: World | None, device: Device) -> Iterator[World]:
-    """The one that is given, else the open one, else one for this training."""
-    if device not in get_args(Device):
-        raise UsageError(f"device={device!r} is unknown: choose one of {', '.join(get_args(Device))}")
-    if world is None and not dist.is_initialized():
-        with init(backend=_BACKEND[device]) as own:
-            yield own
-        return
-    world = world or World.current()
-    if device not in ("auto", world.device.type):
-        raise UsageError(
-            f"device={device!r}, but the open world's is {world.device.type!r}: leave device out, or open it with another backend"
-        )
-    yield world
-
-
-@contextmanager
-def _run_directory(run: Path | str | RunDirectory | None, settings: Settings, world: World) -> Iterator[RunDirectory | None]:
-    """The run's folder on all ranks. A path is claimed by rank 0, whose failure all ranks must hear of."""
-    if run is None or isinstance(run, RunDirectory):
-        yield run
-        return
-    claimed, failure = None, None
-    if world.rank == 0:
-        try:
-            claimed = RunDirectory.claim(run, settings.task)
-            take_over(claimed, settings)
-        except (UsageError, OSError) as error:
-            failure = error
-    if world.agree(failure is not None):
-        raise failure or PeerFailed(f"rank 0 could not use the run directory {run}")
-    with claimed or RunDirectory.of_launcher(Path(run)) as directory:
-        yield directory

@@ -16,9 +16,9 @@ from lockstep.launcher.spawn import launch
 from lockstep.settings import Settings
 from lockstep.task import Task
 from lockstep.training.forward import matmul_precision
+from lockstep.training.opening import computing, world_for
 from lockstep.training.resolve import resolve
 from lockstep.training.threads import intra_op_threads
-from lockstep.training.train import _computing, _world
 from lockstep.verify.compare import Difference
 from lockstep.verify.identity import pretending
 from lockstep.verify.repeated import Repeated, prepared
@@ -76,7 +76,7 @@ def experiment(settings: Settings, difference: Difference, *, exact: bool) -> Ev
 def _on_rank(settings: Settings, difference: Difference, here: Place, other: Place, exact: bool) -> Evidence | None:
     """The ranks train together up to the step; then one of them experiments, and the others wait for it at the world's end."""
     task = resolve(settings.task, settings.overrides)
-    with _world(None, settings.device) as world, _computing(settings, world), matmul_precision(settings.precision or task.precision):
+    with world_for(None, settings.device) as world, computing(settings, world), matmul_precision(settings.precision or task.precision):
         make = prepared(task, settings, difference, world, exact=exact)
         return _evidence(make, settings, world, other, exact=exact) if make is not None and world.rank == here.rank else None
 

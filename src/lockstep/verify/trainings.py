@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from lockstep.launcher.spawn import launch
 from lockstep.settings import Settings
+from lockstep.training.opening import computing, world_for
 from lockstep.training.resolve import resolve
-from lockstep.training.train import _computing, _world
 from lockstep.verify.recording import Traced
 from lockstep.verify.trace import Trace, merge
 
@@ -23,7 +23,7 @@ def train(settings: Settings) -> Trace:
 
 def _on_rank(settings: Settings) -> Trace:
     task = resolve(settings.task, settings.overrides)
-    with _world(None, settings.device) as world, _computing(settings, world):
+    with world_for(None, settings.device) as world, computing(settings, world):
         return Traced(task, settings, world).walk()
 
 

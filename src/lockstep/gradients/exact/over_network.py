@@ -15,52 +15,37 @@ from torch import Tensor
 from lockstep.collectives.group import Group, Work
 from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tree import Term, add_up
-from lockstep.data.windows import Cut
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.exact.reduction import Blocks
+from lockstep.gradients.exact.reduction import ExactReduction
 from lockstep.gradients.layout import Layout
 
 
-class ExactOverNetwork:
+class ExactOverNetwork(ExactReduction):
     """All-to-all, add, all-gather; on one rank, add."""
 
     name = "native, exact"
 
     def __init__(self, group: Group) -> None:
+        super().__init__(group)
         self._group = group
-        self._blocks = Blocks(group.rank, group.size)
-        self._scattered = False
-        self.divisor: float | None = 1.0
-        self.levels: Sequence[Sequence[Tensor]] = ()
-
-    carries_all = False  # what lies behind the gradients is no part of the tree
-
-    @property
-    def mine(self) -> range:
-        return self._blocks.mine
-
-    def scatter(self) -> None:
-        self._scattered = True
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self.levels = ()
         self.levels = [
-            [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets] for _ in range(self._blocks.height)
+            [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets] for _ in range(self.height)
         ]
         return list(self.levels[0])
-
-    def begin(self, cut: Cut) -> bool:
-        return self._blocks.begin(cut)
 
     def start(self, bucket: Bucket) -> Work:
         flats = [level[bucket.index].data for level in self.levels]
         if self._group.size == 1:
-            return _Sum(self, bucket, flats[0], [], [flats[: len(self._blocks.by_rank[0])]], self._blocks.term)
+            return _Sum(self, bucket, flats[0], [], [flats[: len(self.brought[0])]], self.term)
         works: list[Work] = []
+        most = max(map(len, self.brought))
         brought: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         lengths = [len(slice_of(flats[0].numel(), rank, self._group.size)) for rank in range(self._group.size)]
-        for level in range(self._blocks.most):
-            brings = [len(each) > level for each in self._blocks.by_rank]
+        for level in range(most):
+            brings = [len(each) > level for each in self.brought]
             arriving = [lengths[self._group.rank] if each else 0 for each in brings]
             here = flats[0].new_empty(sum(arriving))
             leaving = lengths if brings[self._group.rank] else [0] * self._group.size
@@ -69,7 +54,7 @@ class ExactOverNetwork:
             for rank, piece in enumerate(here.split(arriving)):
                 if brings[rank]:
                     brought[rank].append(piece)
-        return _Sum(self, bucket, flats[0], works, brought, self._blocks.term)
+        return _Sum(self, bucket, flats[0], works, brought, self.term)
 
     def finish(self, pieces: Sequence[Tensor], term: Term, flat: Tensor, place: str) -> None:
         """Add up this rank's slice, divide it, and exchange the slices."""
@@ -79,7 +64,7 @@ class ExactOverNetwork:
         add_up(term, pieces, out)
         if self.divisor not in (None, 1.0):
             out.div_(self.divisor)
-        if group.size == 1 or self._scattered:
+        if group.size == 1 or self.scattered:
             return
         longest = max(len(slice_of(flat.numel(), rank, group.size)) for rank in range(group.size))
         padded = flat.new_zeros(longest)

@@ -2,69 +2,54 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Work
+from lockstep.collectives.group import Group, Work
 from lockstep.collectives.tree import Block, Term, blocks, levels, tree
 from lockstep.data.windows import Cut
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import Layout
 
 
-class ExactReduction(Protocol):
-    """A Reduction (gradients/reductions.py) whose sums are along the tree."""
+class ExactReduction(ABC):
+    """A Reduction (gradients/reductions.py) whose sums are along the tree, and divided."""
 
-    levels: Sequence[Sequence[Tensor]]
-    """By place on the stack of blocks, then by bucket: this rank's flat tensors. The lowest become the sums."""
     name: str
-    divisor: float | None
+    carries_all = False  # what lies behind the gradients is no part of the tree
 
-    @property
-    def mine(self) -> range:
-        """The slots of this step that are this rank's and hold samples."""
-        ...
-
-    @property
-    def carries_all(self) -> bool: ...
-    def scatter(self) -> None: ...
-    def memory(self, layout: Layout) -> list[Tensor]: ...
-    def start(self, bucket: Bucket) -> Work: ...
-
-    def begin(self, cut: Cut) -> bool:
-        """A step begins. True where `memory` must be asked for again: its stacks are higher than those that there are."""
-        ...
-
-
-class Blocks:
-    """Who brings which blocks in a step, and how they add up."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank, self._size = rank, size
+    def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.divisor: float | None = 1.0
+        self.scattered = False
+        self.levels: Sequence[Sequence[Tensor]] = ()
+        """By place on the stack of blocks, then by bucket: this rank's flat tensors. The lowest become the sums."""
         self.height = 1
         """Places on the stack that the fullest rank needs."""
         self.mine = range(0)
-        self.by_rank: tuple[tuple[Block, ...], ...] = ()
+        """The slots of this step that are this rank's and hold samples."""
+        self.brought: tuple[tuple[Block, ...], ...] = ()
+        """The blocks that each rank brings in this step."""
         self.term: Term = 0
+        """How they add up."""
 
     def begin(self, cut: Cut) -> bool:
-        """Follow a step's cut. True where the stacks became higher."""
-        shares = [cut.filled(rank, self._size) for rank in range(self._size)]
-        self.mine = shares[self._rank]
-        self.by_rank = tuple(blocks(share) for share in shares)
-        self.term = tree(tuple(block for brought in self.by_rank for block in brought))
-        height = max(levels(cut.share(rank, self._size)) for rank in range(self._size))
+        """A step begins. True where `memory` must be asked for again: its stacks are higher than those that there are."""
+        shares = [cut.filled(rank, self.size) for rank in range(self.size)]
+        self.mine = shares[self.rank]
+        self.brought = tuple(blocks(share) for share in shares)
+        self.term = tree(tuple(block for each in self.brought for block in each))
+        height = max(levels(cut.share(rank, self.size)) for rank in range(self.size))
         higher, self.height = height > self.height, max(height, self.height)
         return higher
 
-    @property
-    def most(self) -> int:
-        """Blocks that the rank with the most brings."""
-        return max(map(len, self.by_rank))
+    def scatter(self) -> None:
+        self.scattered = True
 
+    @abstractmethod
+    def memory(self, layout: Layout) -> list[Tensor]: ...
 
-def sizes_of(layout: Layout) -> tuple[list[int], list[torch.dtype]]:
-    return [plan.numel for plan in layout.buckets], [plan.dtype for plan in layout.buckets]
+    @abstractmethod
+    def start(self, bucket: Bucket) -> Work: ...

@@ -1,0 +1,47 @@
+"""Which Reducer a Stepper works with: one for a bare module, or that of a wrapped one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lockstep.checks.start import model_fields
+from lockstep.collectives.group import Group
+from lockstep.data_parallel import DistributedDataParallel
+from lockstep.errors import UsageError
+from lockstep.gradients.exact.choice import exact_reducer
+from lockstep.gradients.layout import BUCKET
+from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.reductions import reduction
+from lockstep.gradients.replicate import replicate
+from lockstep.world import World
+
+
+def set_up_of(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
+    """The ranks that must be set up alike, and what of this model they compare."""
+    if isinstance(model, DistributedDataParallel):
+        return model.group, {**model_fields(model.module, model.ignored), **fields}
+    return world.group, {**model_fields(model), **fields}
+
+
+def reducer_of(model: nn.Module, reduce: str, exact: bool, bucket_mb: float | None, world: World) -> tuple[Reducer, nn.Module]:
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
+    if isinstance(model, DistributedDataParallel):
+        if exact:
+            raise UsageError("exact=True needs the bare module: the wrapped model's reducer adds micro-batches in another order")
+        if bucket_mb is not None:
+            raise UsageError(
+                f"bucket_mb={bucket_mb}: the wrapped model has its own buckets; give bucket_cap_mb= to DistributedDataParallel"
+            )
+        if reduce != "auto":
+            raise UsageError(
+                f"reduce={reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
+            )
+        return model.give_up_reducer(), model.module
+    replicate(model, world.group)
+    bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
+    if exact:
+        return exact_reducer(model, reduce, world.group, bucket_bytes), model
+    return Reducer(model, world.group, reduction(reduce, world.group), bucket_bytes=bucket_bytes), model
