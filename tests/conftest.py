@@ -9,6 +9,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,14 @@ import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets
 
 _PATIENCE_SECONDS = 5.0  # for what is ending on its own
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_as_in_a_terminal() -> None:
+    """Under nohup and in a shell's background some are ignored, and every process that a test starts would ignore them too."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
