@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from lockstep import randomness
-from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.task import Precision, Task
-from lockstep.training.build import model_of
+from lockstep.training.build import loader_of, model_of
 from lockstep.training.forward import Forward
 from lockstep.world import World
 
@@ -56,17 +55,7 @@ def feed(task: Task, precision: Precision, world: World, *, weighed: bool = True
 
     Raises UsageError, on all ranks alike, where some rank has no micro-batch: torch's DDP would wait for it for ever.
     """
-    loader = Loader(
-        task.train_data,
-        order=task.order(task.train_data) if task.order is not None else None,
-        global_batch=task.global_batch,
-        micro_batch=task.micro_batch,
-        seed=task.seed,
-        collate_fn=task.collate,
-        device=world.device,
-        rank=world.rank,
-        size=world.size,
-    )
+    loader = loader_of(task, world)
     windows = list(_like_the_first(loader, world))
     if not windows:
         raise UsageError(too_few(task, world.size))

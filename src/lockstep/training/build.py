@@ -10,9 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.data.loader import Loader
 from lockstep.errors import TaskError
 from lockstep.settings import Settings
 from lockstep.task import Task
+from lockstep.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,22 @@ class Length:
             return cls(None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch), settings.steps)
         epochs = settings.epochs or task.epochs
         return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
+
+
+def loader_of(task: Task, world: World, loader_workers: int = 0) -> Loader:
+    """This rank's, over the training data."""
+    return Loader(
+        task.train_data,
+        order=task.order(task.train_data) if task.order is not None else None,
+        global_batch=task.global_batch,
+        micro_batch=task.micro_batch,
+        seed=task.seed,
+        num_workers=loader_workers,
+        collate_fn=task.collate,
+        device=world.device,
+        rank=world.rank,
+        size=world.size,
+    )
 
 
 def model_of(task: Task) -> nn.Module:

@@ -16,7 +16,7 @@ from lockstep.checkpointing import Checkpoints
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
-from lockstep.data.loader import Loader, is_iterable
+from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
 from lockstep.errors import TaskError
 from lockstep.gradients.layout import BUCKET
@@ -24,7 +24,7 @@ from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings, Update
 from lockstep.stepper import Stepper, StepResult
 from lockstep.task import Precision, Task
-from lockstep.training.build import Length, model_of, optimizer_of, scheduler_of
+from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
 from lockstep.training.journal import Journal
 from lockstep.training.metrics import finite
@@ -124,18 +124,7 @@ class Training:
 
     def __init__(self, task: Task, settings: Settings, world: World, run: RunDirectory | None) -> None:
         self.task, self.settings, self.world, self.directory = task, settings, world, run
-        self.loader = Loader(
-            task.train_data,
-            order=task.order(task.train_data) if task.order is not None else None,
-            global_batch=task.global_batch,
-            micro_batch=task.micro_batch,
-            seed=task.seed,
-            num_workers=settings.loader_workers,
-            collate_fn=task.collate,
-            device=world.device,
-            rank=world.rank,
-            size=world.size,
-        )
+        self.loader = loader_of(task, world, settings.loader_workers)
         self.length = Length.of(task, settings, None if is_iterable(task.train_data) else len(self.loader))
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
