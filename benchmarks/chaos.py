@@ -1,0 +1,356 @@
+"""Does a training that is killed again and again end with the weights of one that never was?
+
+    python benchmarks/chaos.py --seed 0 --faults 200
+    python benchmarks/chaos.py --seed 0 --faults 10
+
+One exact training of this file's task. A SIGKILL from outside hits a rank, the launcher, or a rank's loader worker, while it starts, takes
+steps, saves a checkpoint or evaluates; then the same command is given again with another number of workers, 1 to 4, all drawn from the
+seed. When the faults are used up the training is left to end. It must have the SHA-256 of a run without faults, every restart must go
+on from a checkpoint, and 5 s after a fault no process of the run may live. Ends with 1 where any of it does not hold.
+
+goodput   the undisturbed run's seconds as a share of this one's; "ideal" is what it would be if a fault cost a start-up and nothing else
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import lockstep
+
+VICTIMS = ("rank", "launcher", "loader worker")
+PHASES = ("start-up", "step", "save", "evaluation")
+STEPS_PER_FAULT = 9  # so many are taken between two faults, or a few less: the training must not be over before the faults are
+EVALUATING = "LOCKSTEP_CHAOS_EVALUATING"
+START, STEP = b'"event": "start"', b'"kind": "step"'  # in metrics.jsonl
+PATIENCE = 120.0  # seconds for a phase to be reached
+
+
+# -- what is trained: small, with everything whose bits could depend on who computes what -----------------------------------------------
+
+
+class Noisy(Dataset[Any]):
+    """Samples that are augmented with Python's and torch's random numbers."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 16, generator=generator)
+        self.y = (self.x[:, :4].sum(1) > 0).long()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index] * random.uniform(0.9, 1.1) + 0.1 * torch.randn(16), self.y[index]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+    def train(self, mode: bool = True) -> Net:
+        """Says from outside whether it evaluates."""
+        if EVALUATING in os.environ:
+            marker = Path(os.environ[EVALUATING])
+            if mode:
+                marker.unlink(missing_ok=True)
+            else:
+                marker.touch()
+        return super().train(mode)
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def task() -> lockstep.Task:
+    """12 steps an epoch, of 5 micro-batches."""
+    return lockstep.Task(
+        model=Net,
+        train_data=Noisy(480, 1),
+        eval_data=Noisy(320, 2),
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+        clip=1.0,
+        global_batch=40,
+        micro_batch=8,
+    )
+
+
+# -- the run, from outside --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What shall be killed, and when."""
+
+    victim: str
+    phase: str
+    workers: int
+    steps: int
+    """That are taken after the start, before a step is hit."""
+    delay: float
+    """Seconds after the phase was seen; in a start-up, after the command was given."""
+    which: float
+    """In [0, 1): which of several."""
+
+
+def faults(count: int, seed: int) -> Iterator[Fault]:
+    draw = random.Random(seed)
+    for _ in range(count):
+        phase = draw.choice(PHASES)
+        yield Fault(
+            victim=draw.choice(VICTIMS),
+            phase=phase,
+            workers=draw.randint(1, 4),
+            steps=draw.randint(1, STEPS_PER_FAULT),
+            delay=draw.uniform(0, 4) if phase == "start-up" else draw.uniform(0, 0.01),
+            which=draw.random(),
+        )
+
+
+@dataclass
+class Run:
+    """One run directory, and the processes of its present generation."""
+
+    directory: Path
+    steps: int
+    started: float = 0.0
+    process: subprocess.Popen[str] | None = None
+    generations_before: int = 0
+
+    @property
+    def metrics(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    @property
+    def marker(self) -> Path:
+        return self.directory.with_name("evaluating")
+
+    def start(self, workers: int) -> None:
+        """Give the command, as a person would."""
+        self.marker.unlink(missing_ok=True)
+        self.generations_before = self._written().count(START)
+        command = [sys.executable, "-m", "lockstep", "train", __file__, "--exact", "--run", str(self.directory)]
+        command += ["--workers", str(workers), "--steps", str(self.steps), "--checkpoint-every", "5", "--loader-workers", "1"]
+        self.started = time.monotonic()
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, EVALUATING: str(self.marker)},
+        )
+
+    def ended(self) -> str:
+        """What it said."""
+        assert self.process is not None
+        said, _ = self.process.communicate(timeout=PATIENCE)
+        return said
+
+    def _written(self) -> bytes:
+        return self.metrics.read_bytes() if self.metrics.exists() else b""
+
+    def last_step(self) -> int:
+        steps = re.findall(rb'"kind": "step", "step": (\d+)', self._written())
+        return int(steps[-1]) if steps else 0
+
+    def taken(self) -> int:
+        """Steps that this generation has taken."""
+        _, *generations = self._written().split(START)
+        return generations[-1].count(STEP) if len(generations) > self.generations_before else 0
+
+    def computing(self) -> bool:
+        return self.taken() > 0
+
+    def saving(self) -> bool:
+        return any((self.directory / "checkpoints").glob(".step-*.unfinished"))
+
+    def processes(self) -> dict[str, list[psutil.Process]]:
+        """That are alive, by what they are."""
+        assert self.process is not None
+        found: dict[str, list[psutil.Process]] = {victim: [] for victim in VICTIMS}
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.process.pid)
+            found["launcher"] = [launcher]
+            for rank in launcher.children():
+                found["rank"].append(rank)
+                with suppress(psutil.NoSuchProcess):
+                    found["loader worker"] += rank.children()
+        return found
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    lost: list[int] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    workers: Counter[int] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def unrecoverable(self, fault: Fault, run: Run) -> None:
+        """It ended before the fault could strike."""
+        self.problems.append(f"a start on {fault.workers} workers ended by itself:\n{run.ended()}")
+
+
+def wait_for(what: Callable[[], bool], run: Run) -> bool:
+    """Until it is so; False where the run ended before."""
+    assert run.process is not None
+    end = time.monotonic() + PATIENCE
+    while not what():
+        if run.process.poll() is not None:
+            return False
+        if time.monotonic() > end:
+            raise SystemExit(f"chaos: {PATIENCE:.0f} s have passed and {what.__name__} was not seen; {run.directory} shows how far it came")
+        time.sleep(0.001)
+    return True
+
+
+def strike(fault: Fault, run: Run, report: Report) -> None:
+    """Start a generation, and kill what the fault says when it says it."""
+    run.start(fault.workers)
+    report.workers[fault.workers] += 1
+    if fault.phase != "start-up":
+        if not wait_for(run.computing, run):
+            return report.unrecoverable(fault, run)
+        report.starts.append(time.monotonic() - run.started)
+        reached: dict[str, Callable[[], bool]] = {
+            "step": lambda: run.taken() >= fault.steps,
+            "save": run.saving,
+            "evaluation": run.marker.exists,
+        }
+        if not wait_for(reached[fault.phase], run):
+            return report.unrecoverable(fault, run)
+    time.sleep(fault.delay)
+    alive = run.processes()
+    victim = fault.victim if alive[fault.victim] else "launcher"  # while it starts there is nobody else yet
+    if not alive[victim]:
+        return report.unrecoverable(fault, run)
+    chosen = alive[victim][int(fault.which * len(alive[victim]))]
+    everyone = [process for group in alive.values() for process in group]
+    phase = fault.phase if fault.phase != "start-up" or not run.computing() else "step"
+    with suppress(psutil.NoSuchProcess):
+        chosen.send_signal(signal.SIGKILL)
+        report.hits[victim, phase] += 1
+    said = run.ended()
+    _, left = psutil.wait_procs(everyone, timeout=5)
+    if left:
+        report.problems.append(f"5 s after {victim} was killed ({phase}) there still lived {[process.pid for process in left]}")
+    if run.process is not None and run.process.returncode == 0 and victim != "launcher" and not (run.directory / "result.json").exists():
+        report.problems.append(f"{victim} was killed ({phase}) and the command ended with 0:\n{said}")
+    return None
+
+
+def resumed_at(said: str) -> int | None:
+    found = re.search(r"resumed from step (\d+)", said)
+    return int(found[1]) if found else None
+
+
+def undisturbed(directory: Path, steps: int, workers: int) -> tuple[str, float]:
+    """The hash, and the seconds of the training itself."""
+    run = Run(directory, steps)
+    run.start(workers)
+    said = run.ended()
+    if run.process is None or run.process.returncode:
+        raise SystemExit(f"chaos: the run without faults failed:\n{said}")
+    result = json.loads((directory / "result.json").read_text(encoding="utf-8"))
+    return result["sha256"], result["seconds"]
+
+
+def disturbed(run: Run, count: int, seed: int) -> Report:
+    """Until all faults have struck, and then to the end."""
+    report = Report()
+    began = time.monotonic()
+    before = 0
+    for number, fault in enumerate(faults(count, seed), 1):
+        strike(fault, run, report)
+        if (run.directory / "result.json").exists():
+            raise SystemExit(f"chaos: the training was over after {number} of {count} faults: raise STEPS_PER_FAULT")
+        reached = run.last_step()
+        newest = max((int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").glob("step-*")), default=0)
+        if newest < before:
+            report.problems.append(f"fault {number}: the newest checkpoint is of step {newest}, and there was one of {before}")
+        before = newest
+        report.lost.append(max(0, reached - newest))
+        print(
+            f"{number}/{count}: {fault.victim}, {fault.phase}, {fault.workers} workers: at step {reached}, back to {newest}",
+            file=sys.stderr,
+        )
+    run.start(4)
+    said = run.ended()
+    if run.process is None or run.process.returncode:
+        report.problems.append(f"the last start did not come to its end:\n{said}")
+    elif before and resumed_at(said) != before:
+        report.problems.append(f"the last start did not go on from step {before}:\n{said}")
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def show(report: Report, plain: float) -> None:
+    print(f"{'':<14}{''.join(f'{phase:>12}' for phase in PHASES)}")
+    for victim in VICTIMS:
+        print(f"{victim:<14}{''.join(f'{report.hits[victim, phase]:>12}' for phase in PHASES)}")
+    start = median(report.starts) if report.starts else 0.0
+    struck = sum(report.hits.values())
+    print(f"faults {struck}, restarts {len(report.lost)}, on 1 to 4 workers {[report.workers[count] for count in (1, 2, 3, 4)]}")
+    print(f"steps lost {sum(report.lost)}, at most {max(report.lost, default=0)} by one fault (a checkpoint every 5)")
+    ideal = plain / (plain + (struck + 1) * start)
+    print(
+        f"{report.seconds:.0f} s; {plain:.0f} s without faults; a start takes {start:.1f} s: "
+        f"goodput {plain / report.seconds:.3f}, ideal {ideal:.3f}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=200)
+    options = parser.parse_args()
+    steps = STEPS_PER_FAULT * (options.faults + 4)
+    with tempfile.TemporaryDirectory() as scratch:
+        expected, plain = undisturbed(Path(scratch, "undisturbed"), steps, workers=2)
+        run = Run(Path(scratch, "disturbed", "run"), steps)
+        run.directory.parent.mkdir()
+        report = disturbed(run, options.faults, options.seed)
+        show(report, plain)
+        finished = run.directory / "result.json"
+        found = json.loads(finished.read_text(encoding="utf-8"))["sha256"] if finished.exists() else "none: it did not end"
+    if found != expected:
+        report.problems.append(f"its weights have another hash: {found}")
+    print(f"seed {options.seed}: {steps} steps; weights sha256 {expected} without faults")
+    print("\n".join(report.problems) if report.problems else f"seed {options.seed}: {found} with them: the same")
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
