@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -25,8 +26,9 @@ from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.due import FIRST, steps_until_next
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.remote import Remote
 from lockstep.checkpoints.saver import Saver
-from lockstep.errors import DamagedCheckpoint, LockstepWarning, PeerFailed, UsageError
+from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, PeerFailed, UsageError
 from lockstep.stepper import Stepper
 from lockstep.stepper_state import restore, take
 
@@ -43,11 +45,22 @@ class Checkpoints:
 
     `every`: steps from one to the next; None: as often as costs less than 2 % of the time. `keep`: how many stay, beside the best.
     They are written in the background by all ranks, hold no pickled objects and no number of ranks, and are there whole or not at all.
+
+    `remote`: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when it is whole here; `resume` also looks there.
+    An upload that fails is warned of and made up for with the next; where the last one fails, `close` raises.
+
     Every rank makes it and calls its methods alike. What goes wrong with a save is raised by the next call, on all ranks, as LockstepError.
     """
 
     def __init__(
-        self, directory: Path | str, stepper: Stepper, loader: Position | None = None, *, every: int | None = None, keep: int = 2
+        self,
+        directory: Path | str,
+        stepper: Stepper,
+        loader: Position | None = None,
+        *,
+        every: int | None = None,
+        keep: int = 2,
+        remote: str | None = None,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -55,6 +68,7 @@ class Checkpoints:
         self.directory = Path(directory)
         self.keep = keep
         self._stepper, self._loader, self._every = stepper, loader, every
+        self._remote = None if remote is None else Remote(remote)
         world = stepper.world
         self._world = world
         self._saver = world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None))
@@ -92,12 +106,33 @@ class Checkpoints:
             if not folder.exists():
                 raise UsageError(f"there is no checkpoint of step {step} in {self.directory}")
             return files.read(folder).folder.name
+        newest = folders.newest(self.directory)
+        latest = 0 if newest is None else folders.step_of(newest)
         found, damaged = files.newest_whole(self.directory)
+        if self._remote is not None:
+            for copy in reversed(self._remote.steps()):
+                if found is not None and copy <= found.step:
+                    break
+                latest = max(latest, copy)
+                try:
+                    found = self._remote.fetch(copy, self.directory)
+                except DamagedCheckpoint as error:
+                    damaged.append(error)
+            self._fetch_best(self._remote)
         if damaged:
-            lost = folders.step_of(folders.newest(self.directory) or Path()) - (0 if found is None else found.step)
+            lost = latest - (0 if found is None else found.step)
             then = "there is no other" if found is None else f"falling back to {found.folder.name} ({lost} steps lost)"
             warnings.warn(f"rejected {'; '.join(map(str, damaged))}; {then}", LockstepWarning, stacklevel=4)
         return None if found is None else found.folder.name
+
+    def _fetch_best(self, remote: Remote) -> None:
+        """Where it is only there."""
+        marked = remote.best() if files.best(self.directory) is None else None
+        if marked is not None:
+            step, metric, value = marked
+            folder = folders.folder_of(self.directory, step)
+            with suppress(DamagedCheckpoint):
+                files.mark_best((files.read(folder) if folder.exists() else remote.fetch(step, self.directory)).folder, metric, value)
 
     def _agreed(self, choose: Callable[[], str | None]) -> str | None:
         """What rank 0 has chosen, on all ranks; they all fail where it does."""
@@ -106,7 +141,7 @@ class Checkpoints:
         if self._world.rank == 0:
             try:
                 chosen = choose()
-            except (UsageError, DamagedCheckpoint, OSError) as error:
+            except (LockstepError, OSError) as error:
                 problem = error
         octets = torch.zeros(256, dtype=torch.uint8)
         text = json.dumps({"folder": chosen, "failed": problem is not None}).encode()
@@ -131,7 +166,7 @@ class Checkpoints:
     def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:
         """Save now. `best=(metric, value)` marks it as the best so far. Returns when the snapshot is taken."""
         begin = perf_counter()
-        self._saver.wait()  # also raises what went wrong before
+        self.wait()  # also raises what went wrong before
         steps, taken = self._stepper.steps, take(self._stepper)
         state = {
             **(extra or {}),
@@ -142,12 +177,19 @@ class Checkpoints:
         if self._every is None:
             self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
 
-    def _tidy(self, folder: Path, best: tuple[str, float] | None) -> None:
+    def _tidy(self, folder: Path, best: tuple[str, float] | None) -> str | None:
+        """On rank 0, in the background. What a copy elsewhere complains of."""
         if best is not None:
             files.mark_best(folder, *best)
-        kept = folders.written(self.directory)[-self.keep :]
         marked = files.best(self.directory)
-        folders.keep_only(self.directory, [folder, *kept, *([marked] if marked else [])])
+        kept = {folder, *folders.written(self.directory)[-self.keep :], *([marked] if marked else [])}
+        folders.keep_only(self.directory, kept)
+        if self._remote is not None:
+            try:
+                self._remote.mirror(folder, [each for each in kept if each.exists()], marked)
+            except LockstepError as error:
+                return str(error)
+        return None
 
     def _agreed_interval(self, blocked: float, steps: int) -> int:
         """From what this save and the last one's background cost, and what a step takes: the slowest rank's."""
@@ -157,11 +199,19 @@ class Checkpoints:
         self._world.control.all_reduce(slowest, "max", place="for the time of a checkpoint").wait()
         return steps_until_next(*slowest.tolist())
 
+    @property
+    def saving(self) -> bool:
+        """Whether one is being written now, on this rank."""
+        return self._saver.busy
+
     def wait(self) -> None:
         """Return when the last save is on disk."""
-        self._saver.wait()
+        if self._saver.wait() and self._saver.complaint is not None and self._world.rank == 0:
+            warnings.warn(f"a checkpoint is in {self.directory} only: {self._saver.complaint}", LockstepWarning, stacklevel=3)
 
     def close(self) -> None:
-        """Wait for the last save, and end."""
+        """Wait for the last save, and end. Raises LockstepError where it was to be copied elsewhere and was not."""
         self._saver.wait()
         self._saver.close()
+        if self._saver.complaint is not None:
+            raise LockstepError(f"the last checkpoint is in {self.directory} only: {self._saver.complaint}")

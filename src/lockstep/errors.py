@@ -6,8 +6,11 @@
     ├── BarrierTimeout            some ranks did not reach a barrier in time; `missing` says which
     ├── CollectiveMismatch        ranks called different collectives; `number` says at which
     ├── CollectiveTimeout         some ranks did not come to a collective in time; `missing` says which
+    ├── DamagedCheckpoint         a checkpoint is not as it was written; `file` says which of its files
+    ├── LoaderWorkerKilled        a process that loads data for this rank was killed; `signal` says by what
     ├── ReplicaDivergence         replicas that must be equal are not; `parameter` and `ranks` say where
     ├── UnusedParameters          parameters got no gradient on any rank; `names` says which
+    ├── ScheduleError             a schedule of a collective does not do what it claims
     ├── LateGradient              a gradient arrived for a bucket that had already left
     ├── PeerFailed                this rank is well, another one has failed or gone; the cause is told there
     ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback` say where
@@ -82,6 +85,14 @@ class DamagedCheckpoint(LockstepError):
     def __init__(self, message: str, file: str) -> None:
         super().__init__(message)
         self.file = file
+
+
+class LoaderWorkerKilled(LockstepError):
+    """A process that loads data for this rank was killed by `signal`."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class ReplicaDivergence(LockstepError):

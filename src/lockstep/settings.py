@@ -52,6 +52,8 @@ class Settings:
     """End at the next checkpoint, so that the launcher can go on with more workers."""
     checkpoint_every: int | None = None
     """Steps from one checkpoint to the next. None: as often as costs less than 2 % of the time."""
+    checkpoints: str | None = None
+    """A URL that fsspec knows, to which every checkpoint is copied, and from which a run directory without one goes on."""
     bucket_mb: float = 25
     """MiB of gradients that travel together; torch's wrapper calls it bucket_cap_mb."""
     threads: int | None = None

@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launcher.failures import Failure
+from lockstep.launcher.failures import Failure, Kind
 from lockstep.launcher.generations import Workers, run_generations
 from lockstep.launcher.supervise import Outcome
 
-Ending = Literal["end", "grow", "kill", "raise", "stopped"]
+Ending = Literal["end", "grow", "kill", "loader", "raise", "stopped"]
 
 
 def outcome(ending: Ending) -> Outcome:
@@ -20,8 +20,9 @@ def outcome(ending: Ending) -> Outcome:
         return Outcome(0)
     if ending == "stopped":
         return Outcome(130)
-    kind: Literal["signal", "exception"] = "signal" if ending == "kill" else "exception"
-    code = 137 if ending == "kill" else 1
+    kinds: dict[Ending, Kind] = {"kill": "signal", "loader": "loader", "raise": "exception"}
+    kind = kinds[ending]
+    code = 1 if ending == "raise" else 137
     return Outcome(code, Failure(rank=0, kind=kind, message="", code=code, pid=1, host="", monotonic_ns=0))
 
 
@@ -45,6 +46,7 @@ def test_a_killed_worker_is_done_without_until_the_next_checkpoint() -> None:
     assert played(Workers(1, 4), 3, "kill", "grow", "end") == ([4, 3, 4], 0)
     assert played(Workers(1, 4), 3, "kill", "kill", "end") == ([4, 3, 2], 0)
     assert played(Workers(2, 3), 3, "kill", "kill", "kill", "end") == ([3, 2, 2, 2], 0)
+    assert played(Workers(1, 2), 3, "loader", "end") == ([2, 1], 0)
     assert played(Workers(2, 2), 1, "kill", "end") == ([2, 2], 0)
 
 

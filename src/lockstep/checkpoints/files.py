@@ -32,6 +32,7 @@ MODEL = "model.safetensors"
 STATE = "state.json"
 BEST = "best.json"
 _OPTIMIZER = "optimizer-"
+_SPARE = 1.1  # of the bytes of a checkpoint must be free
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +76,28 @@ def commit(folder: Path, directory: Path, step: int, entries: Sequence[Entry], s
     """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that step that is there is replaced."""
     write_forced(folder / STATE, (json.dumps({"step": step, **state}, indent=1) + "\n").encode())
     seal(folder, step, [*entries, measured(folder / STATE)])
+    return put_in_place(folder, folder_of(directory, step))
+
+
+def put_in_place(folder: Path, place: Path) -> Path:
+    """Give a sealed folder its name, on disk. What had that name is removed."""
     force(folder)
-    place = folder_of(directory, step)
     replaced = folder.with_name(folder.name.replace(".unfinished", ".replaced.unfinished"))
     if place.exists():
         place.rename(replaced)
     folder.rename(place)
-    force(directory)
+    force(place.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return place
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise OSError where the disk of `folder` has not room for `needed` bytes and some to spare."""
+    free = shutil.disk_usage(folder).free
+    if free < _SPARE * needed:
+        raise OSError(
+            f"it needs {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free on the disk: make room, or keep fewer checkpoints"
+        )
 
 
 def write(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:

@@ -21,16 +21,22 @@ def unfinished(directory: Path, step: int, run: str) -> Path:
     return directory / f".{folder_of(directory, step).name}.{run}.unfinished"
 
 
+def step_in(name: str) -> int | None:
+    """The step in a checkpoint's name; None if it is no such name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
-    match = _NAME.fullmatch(folder.name)
-    assert match
-    return int(match[1])
+    """The step of a checkpoint."""
+    step = step_in(folder.name)
+    assert step is not None
+    return step
 
 
 def written(directory: Path) -> list[Path]:
     """All checkpoints in `directory`, oldest step first, whole or damaged."""
-    found = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name)] if directory.exists() else []
+    found = [path for path in directory.glob("step-*") if step_in(path.name) is not None] if directory.exists() else []
     return sorted(found, key=step_of)
 
 

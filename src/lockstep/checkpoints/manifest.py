@@ -19,7 +19,7 @@ from lockstep.errors import DamagedCheckpoint
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 FORMAT = 1
-_LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
+LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -48,7 +48,7 @@ def seal(folder: Path, step: int, entries: Sequence[Entry]) -> None:
 
 def check(folder: Path) -> list[Entry]:
     """The entries of a checkpoint whose files are all there and unchanged. Raises DamagedCheckpoint, naming the file, for any other."""
-    entries = _entries(folder)
+    entries = listed(folder)
     for entry in entries:
         file = folder / entry.name
         if not file.is_file() or file.is_symlink():
@@ -61,8 +61,8 @@ def check(folder: Path) -> list[Entry]:
     return entries
 
 
-def _entries(folder: Path) -> list[Entry]:
-    """As the manifest lists them: nothing of it is believed before its seal was compared."""
+def listed(folder: Path) -> list[Entry]:
+    """The files of a checkpoint as its manifest lists them: nothing of it is believed before its seal was compared."""
     sealed = _read(folder / SEAL).decode("ascii", "replace").split("  ")
     text = _read(folder / MANIFEST)
     if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
@@ -82,7 +82,7 @@ def _entries(folder: Path) -> list[Entry]:
 
 def _read(file: Path) -> bytes:
     try:
-        if file.stat().st_size > _LARGEST:
+        if file.stat().st_size > LARGEST:
             raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is larger than any of ours", file.name)
         return file.read_bytes()
     except OSError as error:

@@ -32,8 +32,6 @@ from lockstep.collectives.background import Background
 from lockstep.collectives.group import Group
 from lockstep.errors import LockstepError
 
-_SPARE = 1.1  # of the bytes of a checkpoint must be free
-
 
 class Saver:
     """Saves into one directory. Every rank of `group` (None: there is one) makes it and calls it alike; the group is its own."""
@@ -46,9 +44,11 @@ class Saver:
             group.memory.nap()
         self._thread = Background("lockstep checkpoints")
         self._buffers: dict[str, Tensor] = {}  # of the last snapshot: new memory costs more than the copy
-        self._under_way: Future[float] | None = None
+        self._under_way: Future[tuple[float, str | None]] | None = None
         self.seconds = 0.0
         """That the last save took in the background."""
+        self.complaint: str | None = None
+        """Of what was done with the last checkpoint after it was written."""
 
     def save(
         self,
@@ -56,11 +56,12 @@ class Saver:
         model: Mapping[str, Tensor] | None,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
-        done: Callable[[Path], None] = lambda folder: None,
+        done: Callable[[Path], str | None] = lambda folder: None,
     ) -> None:
         """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON) and have it written.
 
-        `done(folder)` is called on rank 0's thread when the checkpoint is there. Waits for a save that is under way.
+        `done(folder)` is called on rank 0's thread when the checkpoint is there. What it returns, a complaint or None, all ranks then find in
+        `complaint`. Waits for a save that is under way.
         """
         self.wait()
         copies = {name: self._copied(f"model/{name}", tensor) for name, tensor in (model or {}).items()}
@@ -68,11 +69,17 @@ class Saver:
         part = copies if model is not None else None
         self._under_way = self._thread.submit(lambda: self._write(step, part, parts, dict(state), done))
 
-    def wait(self) -> None:
-        """Return when no save is under way. Raises LockstepError, on all ranks, where the last one failed."""
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._under_way is not None and not self._under_way.done()
+
+    def wait(self) -> bool:
+        """Return when no save is under way: whether there was one. Raises LockstepError, on all ranks, where it failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            self.seconds = under_way.result()
+            self.seconds, self.complaint = under_way.result()
+        return under_way is not None
 
     def close(self) -> None:
         """End the thread, after what it is doing."""
@@ -92,37 +99,37 @@ class Saver:
         model: Mapping[str, Tensor] | None,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
-        done: Callable[[Path], None],
-    ) -> float:
+        done: Callable[[Path], str | None],
+    ) -> tuple[float, str | None]:
         _yield_to_training()
         begin = perf_counter()
         folder = folders.unfinished(self._directory, step, self._everybodys(str(os.getpid()))[0])
         entries, error = self._part(folder, model, pieces)
         said = self._everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
         failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
+        complaint = None
         if not failed and self._rank == 0:
             everything = [Entry(**each) for part in said for each in part["files"]]
             try:
-                done(files.commit(folder, self._directory, step, everything, state))
+                complaint = done(files.commit(folder, self._directory, step, everything, state))
             except OSError as problem:
                 failed = {0: str(problem)}
-        failed = {int(rank): text for rank, text in self._everybodys(failed)[0].items()}
+        told = self._everybodys({"failed": failed, "complaint": complaint})[0]
+        failed = {int(rank): text for rank, text in told["failed"].items()}
         if failed:
             if self._rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             rank, text = min(failed.items())
             on = "" if self._group is None else f" on rank {rank}"
             raise LockstepError(f"checkpoint {folders.folder_of(self._directory, step)} could not be written{on}: {text}")
-        return perf_counter() - begin
+        return perf_counter() - begin, told["complaint"]
 
     def _part(self, folder: Path, model: Mapping[str, Tensor] | None, pieces: Sequence[Piece]) -> tuple[list[Entry], str]:
         needed = sum(tensor.nbytes for tensor in (model or {}).values()) + sum(piece.data.nbytes for piece in pieces)
         total = sum(self._everybodys(needed))
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(folder).free
-            if free < _SPARE * total:
-                return [], f"it needs {total / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free on the disk: make room, or keep fewer"
+            files.check_room(folder, total)
             return files.write_part(folder, model, pieces, self._rank), ""
         except (OSError, SafetensorError) as error:
             return [], str(error)

@@ -14,6 +14,7 @@ from lockstep.cli.hardware import fitted
 from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from lockstep.checkpoints.remote import Remote
     from lockstep.settings import Settings
     from lockstep.training.run_directory import RunDirectory
     from lockstep.training.tuned import Tuned
@@ -40,6 +41,10 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Train anew in --run DIR; what is there is moved into before-1.")] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", show_default=False, help="Default: as often as costs less than 2 % of the time.")
+    ] = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(metavar="URL", show_default=False, help="Copy every checkpoint there (s3://..., a folder), and go on from there."),
     ] = None,
     max_restarts: Annotated[
         int | None,
@@ -118,6 +123,7 @@ def train(
         compile=compile,
         exact=exact,
         checkpoint_every=checkpoint_every,
+        checkpoints=checkpoints,
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )
@@ -128,8 +134,11 @@ def train(
         print(result.last_line(result.read(run / RESULT)))
         return
     with RunDirectory.claim(run, short_name(place), fresh=fresh) as directory:
+        remote = None if checkpoints is None else _remote(checkpoints)
+        if remote is not None and fresh:
+            remote.set_aside()
         if resume:
-            _insist(directory)
+            _insist(directory, remote)
         take_over(directory, settings)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
@@ -174,8 +183,16 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _insist(directory: RunDirectory) -> None:
+def _remote(url: str) -> Remote:
+    from lockstep.checkpoints.remote import Remote  # imports torch
+
+    return Remote(url)
+
+
+def _insist(directory: RunDirectory, remote: Remote | None) -> None:
     """--resume: end the command where there is no checkpoint to go on from."""
+    if remote is not None and remote.steps():
+        return
     from lockstep.checkpoints.folders import written
     from lockstep.checkpoints.manifest import check
 

@@ -20,7 +20,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from lockstep.data.ahead import Ahead, Copies
 from lockstep.data.course import Course
 from lockstep.data.keyed import IDLE, Keys, listed, worker_setup
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LoaderWorkerKilled, LockstepError, UsageError
 
 _PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
 _LIKELY = {
@@ -180,7 +180,7 @@ def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
         return LockstepError(f"{who} ended with exit code {worker.exitcode}{what}: a dataset must not leave its process")
     cause = -worker.exitcode
     name = signal.Signals(cause).name if cause in signal.valid_signals() else f"signal {cause}"
-    return LockstepError(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}")
+    return LoaderWorkerKilled(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}", cause)
 
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:

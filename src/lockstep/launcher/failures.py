@@ -20,12 +20,13 @@ from traceback import TracebackException, walk_tb
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import ExitCode, PeerFailed, UsageError
+from lockstep.errors import ExitCode, LoaderWorkerKilled, PeerFailed, UsageError
 
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
 
-Kind = Literal["exception", "usage", "signal", "exit"]
+Kind = Literal["exception", "usage", "signal", "loader", "exit"]
+"""loader: a signal too, but it hit a process that loads data for the rank."""
 Standing = Literal["cause", "timeout", "consequence"]
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -60,6 +61,11 @@ class Failure:
     note: str = ""
     """What else the launcher knows, as a sentence."""
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal was the cause, which need not come back in another try."""
+        return self.kind in ("signal", "loader")
+
 
 def note_time(error: BaseException) -> int:
     """The monotonic time at which `error` was first noted. Call it early where unwinding can be slow."""
@@ -91,9 +97,9 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, host=host, monotonic_ns=when)
     return Failure(
         rank=rank,
-        kind="exception",
+        kind="loader" if isinstance(error, LoaderWorkerKilled) else "exception",
         message=_message(error),
-        code=ExitCode.FAILED,
+        code=128 + error.signal if isinstance(error, LoaderWorkerKilled) else ExitCode.FAILED,
         pid=pid,
         host=host,
         monotonic_ns=when,
@@ -259,7 +265,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _precedence(failure: Failure) -> tuple[int, int, int]:
-    if failure.kind in ("signal", "usage"):
+    if failure.killed or failure.kind == "usage":
         return 0, failure.monotonic_ns, failure.rank
     order = ("cause", "timeout", "consequence").index(failure.standing)
     return 1 + order, failure.monotonic_ns, failure.rank

@@ -1,7 +1,8 @@
 """A run that outlives its workers: a row of generations, each with a fixed number of them, from checkpoint to checkpoint.
 
-A worker that is killed ends its generation. The next has one fewer, not below the least that was asked for; it ends by itself at its next
-checkpoint, and the one after that has them all again. An exception in Python begins no generation: in a deterministic run it would come back.
+A worker that is killed, or one of whose loader's processes is, ends its generation. The next has one fewer, not below the least that was
+asked for; it ends by itself at its next checkpoint, and the one after that has them all again. An exception in Python begins no generation:
+in a deterministic run it would come back.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def run_generations(start: Callable[[int], Outcome], workers: Workers, restarts:
             count = workers.most
             _say(f"going on with {_counted(count)} again")
             continue
-        if outcome.failure is None or outcome.failure.kind != "signal" or left == 0:
+        if outcome.failure is None or not outcome.failure.killed or left == 0:
             return outcome
         left -= 1
         count = max(workers.least, count - 1)

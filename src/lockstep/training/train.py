@@ -18,7 +18,7 @@ from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, UsageError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings, Update
@@ -53,6 +53,7 @@ def train(
     bucket_mb: float = 25,
     threads: int | None = None,
     checkpoint_every: int | None = None,
+    checkpoints: str | None = None,
     loader_workers: int = 0,
     world: World | None = None,
 ) -> Result:
@@ -66,6 +67,7 @@ def train(
         exact: the same bits come out at any number of workers.
         threads: intra-op threads of each rank while it trains; None: the cores of the host shared among its ranks.
         checkpoint_every: steps from one checkpoint to the next; None: as often as costs less than 2 % of the time.
+        checkpoints: a URL that fsspec knows (s3://bucket/run): every checkpoint is copied there, and a run directory without one goes on from it.
         loader_workers: processes of each rank that load data. `lockstep tune` finds out which of these are fastest here.
 
     A run directory with a run that did not come to its end is gone on with, from its newest whole checkpoint.
@@ -95,6 +97,7 @@ def train(
             bucket_mb=bucket_mb,
             threads=threads,
             checkpoint_every=checkpoint_every,
+            checkpoints=checkpoints,
             loader_workers=loader_workers,
         )
         with run_directory_for(run, settings, found) as directory, computing(settings, found):
@@ -155,7 +158,10 @@ class Training:
         self.recipe, self.machine = recipe, machine()
         self.checkpoints: Checkpoints | None = None
         if run is not None:
-            self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=settings.checkpoint_every)
+            every, remote = settings.checkpoint_every, settings.checkpoints
+            self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=every, remote=remote)
+        elif settings.checkpoints is not None:
+            raise UsageError(f"checkpoints={settings.checkpoints!r} are copies of a run's: give run= too")
         self.best = Watch(task.best, task.best_mode) if task.best and task.best_mode else None
         self.patience = Watch(task.early_stopping.metric, task.early_stopping.mode) if task.early_stopping else None
         self.epochs_done = 0

@@ -1,0 +1,156 @@
+"""Copies of checkpoints at a URL, for hosts that do not come back: any file system that fsspec knows.
+
+A copy goes up after its checkpoint is whole on the disk here, its seal last: without the seal it is no checkpoint, wherever the upload
+broke off. Nothing that comes down is believed before its manifest's seal, its files' sizes and their SHA-256 were compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import fsspec.core
+
+from lockstep.checkpoints import files, manifest
+from lockstep.checkpoints.files import BEST, Checkpoint
+from lockstep.checkpoints.folders import folder_of, step_in, step_of, unfinished
+from lockstep.errors import DamagedCheckpoint, LockstepError, UsageError
+
+_LARGEST_MARK = 4096  # bytes of best.json
+
+
+class Remote:
+    """The folder of checkpoints at `url`. Raises UsageError where no file system can be made of it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            found, root = fsspec.core.url_to_fs(url)
+        except Exception as error:  # each file system has its own: a library that is missing, credentials, a misspelt protocol
+            raise UsageError(f"checkpoints at {url}: {error}") from None
+        self._fs: Any = found
+        self._root = str(root).rstrip("/")
+
+    def steps(self) -> list[int]:
+        """Of the copies that are sealed, ascending. Raises LockstepError where the place cannot be listed."""
+        self._fs.invalidate_cache()
+        try:
+            names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
+        except FileNotFoundError:
+            return []
+        except Exception as error:
+            raise self._failed("cannot be listed", error) from error
+        found = [step for name in names if (step := step_in(name)) is not None]
+        return sorted(step for step in found if self._fs.exists(self._place(step, manifest.SEAL)))
+
+    def upload(self, folder: Path) -> None:
+        """Copy a checkpoint that is whole. Raises LockstepError; what was there before is then as good as before."""
+        step = step_of(folder)
+        last = [manifest.MANIFEST, manifest.SEAL]
+        names = [path.name for path in folder.iterdir() if path.name not in last]
+        try:
+            self._remove(step)
+            self._fs.makedirs(self._place(step), exist_ok=True)
+            for name in [*names, *last]:
+                self._fs.put_file(str(folder / name), self._place(step, name))
+        except Exception as error:
+            raise self._failed(f"did not take {folder.name}", error) from error
+
+    def mirror(self, written: Path, kept: Collection[Path], best: Path | None) -> None:
+        """Copy the checkpoint that was `written` just now and those of `kept` that are missing there, and remove the others.
+
+        Raises LockstepError where one cannot be copied.
+        """
+        there = set(self.steps()) - {step_of(written)}
+        for folder in sorted(kept):
+            if step_of(folder) not in there:
+                self.upload(folder)
+        try:
+            if best is not None:
+                self._fs.put_file(str(best.parent / BEST), f"{self._root}/{BEST}")
+            for step in there - {step_of(folder) for folder in kept}:
+                self._remove(step)
+        except Exception as error:
+            raise self._failed("cannot be tidied", error) from error
+
+    def best(self) -> tuple[int, str, float] | None:
+        """The step that is marked as the best, by which metric and with what value; None if none is, or its mark cannot be read."""
+        try:
+            place = f"{self._root}/{BEST}"
+            if self._fs.size(place) > _LARGEST_MARK:
+                return None
+            said = json.loads(self._fs.cat_file(place))
+            step = step_in(str(said["checkpoint"]))
+            return None if step is None else (step, str(said["metric"]), float(said["value"]))
+        except Exception:  # a mark is no more than a convenience
+            return None
+
+    def fetch(self, step: int, directory: Path) -> Checkpoint:
+        """Bring a copy into `directory`, whole or not at all; one of that step that is there is replaced.
+
+        Raises DamagedCheckpoint where it is not as it was written, LockstepError where it cannot be read.
+        """
+        folder = unfinished(directory, step, f"{os.getpid()}.fetched")
+        folder.mkdir(parents=True)
+        try:
+            for name in (manifest.SEAL, manifest.MANIFEST):
+                self._bring(step, name, folder, manifest.LARGEST)
+            entries = manifest.listed(folder)
+            files.check_room(directory, sum(entry.bytes for entry in entries))
+            for entry in entries:
+                self._bring(step, entry.name, folder, entry.bytes)
+            files.read(folder)
+            return files.read(files.put_in_place(folder, folder_of(directory, step)))
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"{self.url}: {error}", error.file) from None
+        except OSError as error:
+            raise LockstepError(f"{folder_of(directory, step).name} of {self.url} could not be written here: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def set_aside(self) -> None:
+        """Move what is there into before-1, before-2, ... beside it."""
+        steps = self.steps()
+        if not steps and self.best() is None:
+            return
+        try:
+            number = 1
+            while self._fs.exists(f"{self._root}/before-{number}"):
+                number += 1
+            aside = f"{self._root}/before-{number}"
+            self._fs.makedirs(aside, exist_ok=True)
+            for name in [*(folder_of(Path(), step).name for step in steps), BEST]:
+                if self._fs.exists(f"{self._root}/{name}"):
+                    self._fs.mv(f"{self._root}/{name}", f"{aside}/{name}", recursive=name != BEST)
+        except Exception as error:
+            raise self._failed("cannot be set aside", error) from error
+
+    def _bring(self, step: int, name: str, folder: Path, most: int) -> None:
+        """One file, of which no more than `most` bytes are taken."""
+        try:
+            size = self._fs.size(self._place(step, name))
+            if size is not None and size > most:
+                raise DamagedCheckpoint(f"{folder_of(folder, step).name}: {name} has {size} bytes and should have {most}", name)
+            self._fs.get_file(self._place(step, name), str(folder / name))
+        except DamagedCheckpoint:
+            raise
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{folder_of(folder, step).name}: {name} is missing", name) from None
+        except Exception as error:
+            raise self._failed(f"did not give {name} of {folder_of(folder, step).name}", error) from error
+
+    def _remove(self, step: int) -> None:
+        """The seal first: a half that is left is no checkpoint."""
+        for name in (manifest.SEAL, ""):
+            if self._fs.exists(self._place(step, name)):
+                self._fs.rm(self._place(step, name), recursive=not name)
+
+    def _place(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{folder_of(Path(), step).name}" + (f"/{name}" if name else "")
+
+    def _failed(self, what: str, error: Exception) -> LockstepError:
+        return LockstepError(f"{self.url} {what} ({type(error).__name__}: {error})")

@@ -1,0 +1,20 @@
+"""Ten kills from outside, on one to four workers, and the weights of a run that nobody disturbed. benchmarks/chaos.py has it at length."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.kills
+@pytest.mark.timeout(600)
+def test_a_training_that_is_killed_again_and_again_ends_with_the_same_weights(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+    command = [sys.executable, str(script), "--seed", "7", "--faults", "10"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=590, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "faults 10, restarts 10" in done.stdout
+    assert "with them: the same" in done.stdout
