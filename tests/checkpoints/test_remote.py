@@ -180,6 +180,17 @@ def test_a_copy_that_does_not_fit_is_not_brought(two: Path, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_more_is_brought_than_the_manifest_says(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (there / "step-0000008" / "state.json").write_bytes(bytes(10**6))
+    remote, brought = Remote(str(there)), []
+    real = remote._fs.get_file
+    monkeypatch.setattr(remote._fs, "get_file", lambda source, target: (brought.append(Path(source).name), real(source, target)))
+    with pytest.raises(DamagedCheckpoint):
+        remote.fetch(8, tmp_path)
+    assert "manifest.json" in brought
+    assert "state.json" not in brought
+
+
 def unreachable(world: lockstep.World, folder: str) -> tuple[list[str], str, list[int]]:
     """It does not take the copies for a while, and then it does; and at the end not again."""
     url = f"{folder}/there"
