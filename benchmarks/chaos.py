@@ -170,9 +170,9 @@ class Run:
         )
 
     def ended(self) -> str:
-        """What it said."""
+        """Its end is waited for: what it said."""
         assert self.process is not None
-        said, _ = self.process.communicate(timeout=PATIENCE)
+        said, _ = self.process.communicate()
         return said
 
     def _written(self) -> bytes:
