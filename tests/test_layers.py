@@ -12,7 +12,7 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
+    {"errors", "place", "status", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting", "joining", "hosts", "determinism"},
     {"world", "backend"},
     {"gradients", "checks", "checkpoints"},
