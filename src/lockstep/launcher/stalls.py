@@ -69,7 +69,8 @@ class Watcher:
         self._directory, self._floor, self._clock = directory, floor, clock
         self._ticks: dict[int, int] = {}
         self._changed = clock()
-        self._longest = 0.0
+        self._longest = 0.0  # quiet time that was none
+        self._quiet = 0.0  # that is going on, and can be learnt from
         self._told = False
         self._slow = Slowness(floor)
 
@@ -78,13 +79,20 @@ class Watcher:
         ticks = {rank: found for rank in pids if (found := status.read_ticks(status.file_of(self._directory, rank))) is not None}
         now = self._clock()
         if ticks != self._ticks or not ticks:
-            if self._ticks and not self._told and now - self._changed > self._longest and not self._lenient(pids):
-                self._longest = max(self._longest, now - self._changed)
-            self._ticks, self._changed, self._told = ticks, now, False
+            if not self._told:
+                self._longest = max(self._longest, self._quiet)
+            self._ticks, self._changed, self._told, self._quiet = ticks, now, False, 0.0
             return None
         quiet = now - self._changed
-        if self._told or quiet < max(self._floor, _LEARNT * self._longest) or (quiet < _LENIENT * self._floor and self._lenient(pids)):
+        if self._told or quiet <= self._longest:
             return None
+        if self._lenient(pids):
+            if quiet < max(_LENIENT * self._floor, _LEARNT * self._longest):
+                return None
+        else:
+            self._quiet = quiet
+            if quiet < max(self._floor, _LEARNT * self._longest):
+                return None
         self._told = True
         return explain(self._sights(pids), quiet)
 
