@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,16 +21,28 @@ def run(
         int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks to start; default: the GPUs, else 1.")
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", show_default=False, help="Write rank-N.log there; default: a temporary place, kept if a rank fails."),
+    ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Have NCCL and torch write to the logs what they do, and add a line for every collective.")
+    ] = False,
 ) -> None:
     """Run SCRIPT (or -m MODULE) on several ranks of this host.
 
     Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds the other ranks.
-    When a rank fails the others are stopped, and its traceback is the last thing printed. The exit code is that rank's own.
+    Lines that several ranks print are shown once, as [0-3] text. When a rank fails the others are stopped, and its traceback is the
+    last thing printed. The exit code is that rank's own.
     """
     if not command:
         raise UsageError("nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m package.train)")
+    if debug and log is None:
+        raise UsageError("--debug writes to the logs, which are removed when all goes well: say where they shall stay, with --log DIR")
+    from lockstep.launcher.log_place import directory_for_logs
     from lockstep.launcher.supervise import Target, supervise
 
     name, args = command[0], command[1:]
     target = Target(module=name, args=args) if module else Target(script=name, args=args)
-    raise typer.Exit(supervise(target, workers).exit_code)
+    logs = directory_for_logs(log)
+    raise typer.Exit(supervise(target, workers, logs=logs, console="joined", debug=debug).exit_code)

@@ -60,6 +60,10 @@ class Failure:
     standing: Standing = "cause"
     note: str = ""
     """What else the launcher knows, as a sentence."""
+    log: str = ""
+    """The file with this rank's output."""
+    tail: str = ""
+    """The end of it, where it was not on the terminal."""
 
     @property
     def killed(self) -> bool:
@@ -166,16 +170,17 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def render(failure: Failure) -> str:
-    """What the user reads: the traceback, if there is one, then a line that names the rank. A usage error is one sentence."""
+    """What the user reads: the rank's last words, its traceback, then a line that names it. A usage error is one sentence."""
     if failure.kind == "usage":
         return f"error: {failure.message}" + (f" ({failure.where})" if failure.where else "")
-    lines = [failure.traceback.rstrip(), summary(failure), failure.note]
+    shown = f"the last that rank {failure.rank} printed:\n{failure.tail}" if failure.tail else ""
+    lines = [shown, failure.traceback.rstrip(), summary(failure), failure.note]
     return "\n".join(line for line in lines if line)
 
 
 def summary(failure: Failure) -> str:
     """One line: which rank, where it ran, what ended it."""
-    who = f"rank {failure.rank} (pid {failure.pid}, {failure.host})"
+    who = f"rank {failure.rank} (pid {failure.pid}, {failure.host}{f', log {failure.log}' if failure.log else ''})"
     text = failure.message.strip().partition("\n")[0]
     if failure.kind == "signal":
         hint = "; often the system's answer when memory runs out" if failure.code == 128 + signal.SIGKILL else ""

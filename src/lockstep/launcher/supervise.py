@@ -15,6 +15,8 @@ from lockstep import orphans
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.forward import forwarded
+from lockstep.launcher.log_place import LogPlace, log_of, log_place, tail
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
 
@@ -56,6 +58,7 @@ def supervise(
     logs: Path | None = None,
     console: Console = "all",
     environment: Mapping[str, str] | None = None,
+    debug: bool = False,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
@@ -63,17 +66,21 @@ def supervise(
     SIGTERM, SIGHUP and SIGQUIT stop everything and leave one line. Nothing is left running, whichever way this process ends.
 
     Args:
-        logs: an existing directory; each rank's output goes to rank-N.log there.
+        logs: an existing directory; each rank's output goes to rank-N.log there. Without, a temporary one, which is kept if a rank fails.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks, over this process's own.
+        debug: have libraries say in the logs what they do, and add a line for every collective.
 
     Raises:
         UsageError: workers < 1.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers={workers}: give at least 1")
-    with _signals() as stop, run_directory() as directory:
-        outcome = _run(target, workers, stop, directory, [*_log_options(logs), "--console", console], dict(environment or {}))
+    with _signals() as stop, run_directory() as directory, log_place(logs) as place:
+        options = ["--logs", str(place.path), *(["--debug"] if debug else [])]
+        outcome = _run(target, workers, stop, directory, console, options, dict(environment or {}))
+        if outcome.failure is not None and stop.number is None:
+            outcome = replace(outcome, failure=_with_log(outcome.failure, place, console))
     if stop.number is not None:
         name = "Ctrl-C" if stop.number == signal.SIGINT else failures.signal_name(stop.number)
         print(f"stopped by {name}; all ranks have ended", file=sys.stderr)
@@ -82,20 +89,29 @@ def supervise(
     return outcome
 
 
-def _run(target: Target, workers: int | None, stop: _Stop, directory: Path, options: list[str], environment: dict[str, str]) -> Outcome:
+def _run(
+    target: Target,
+    workers: int | None,
+    stop: _Stop,
+    directory: Path,
+    console: Console,
+    options: list[str],
+    environment: dict[str, str],
+) -> Outcome:
     from lockstep.launcher import agent  # imports torch
 
     def explained(now: agent.Ended) -> bool:
         cause = failures.first(_failures(directory, now.codes, now.pids))
         return cause is not None and cause.standing == "cause"
 
-    with _pipe(directory) as pipe:
+    count = agent.gpus() or 1 if workers is None else workers
+    with _pipe(directory) as pipe, _console(console, directory, count) as printing:
         try:
             if stop.number is not None:
                 raise agent.Stopped
             ended = agent.run_generation(
-                ["-P", "-m", "lockstep.launcher.worker", *options, *target.arguments()],
-                agent.gpus() or 1 if workers is None else workers,
+                ["-P", "-m", "lockstep.launcher.worker", *options, *printing, *target.arguments()],
+                count,
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
                 stopping=lambda: stop.number is not None,
@@ -125,8 +141,23 @@ def _failures(directory: Path, codes: Mapping[int, int | None], pids: Mapping[in
     return list(found.values())
 
 
-def _log_options(logs: Path | None) -> list[str]:
-    return [] if logs is None else ["--logs", str(logs)]
+def _with_log(failure: Failure, place: LogPlace, console: Console) -> Failure:
+    """With its rank's log file, and the end of it where that was not on the terminal. A usage error needs neither."""
+    if failure.kind == "usage":
+        return failure
+    file = log_of(place.path, failure.rank)
+    place.keep = True
+    return replace(failure, log=str(file), tail=tail(file) if console == "first" and failure.rank > 0 else "")
+
+
+@contextmanager
+def _console(console: Console, directory: Path, count: int) -> Iterator[list[str]]:
+    """Print what ranks say, joined, where that is asked for and there are several; gives the ranks' options for it."""
+    if console != "joined" or count == 1:
+        yield ["--console", console]
+        return
+    with forwarded(directory, count):
+        yield ["--console", console, "--pipes", str(directory)]
 
 
 class _Stop:
