@@ -85,7 +85,7 @@ def _store(hosts: Sequence[str], addresses: dict[str, str | None], me: int, own:
         try:
             listener = socket.create_server((own, port))
         except OSError as error:
-            why = f"port {port} of {own} cannot be listened on ({error.strerror}): end what uses it (`ss -ltnp`), or give all hosts another --port"
+            why = f"port {port} of {own} cannot be listened on ({os.strerror(error.errno or 0)}): end what uses it (`ss -ltnp`), or give another --port"
             raise _NotMet(judged("meeting", f"{first}:{port}", fix=why)) from None
         store = dist.TCPStore(own, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach())
         yield store
@@ -93,7 +93,7 @@ def _store(hosts: Sequence[str], addresses: dict[str, str | None], me: int, own:
     if where is None:
         raise _NotMet(judged("meeting", f"{first}:{port}", fix=f"{first} cannot be resolved on {hosts[me]}, so nothing can be asked of it"))
     if why := network.try_to_reach(where, port, seconds):
-        told = f"{hosts[me]} cannot reach {first} ({where}:{port}) within {seconds:g} s: {why}; start the same command there, and have its firewall let the port in"
+        told = f"{hosts[me]} cannot reach {first} ({where}:{port}) within {seconds:g} s: {why}; start the same command there, and let the port through"
         raise _NotMet(judged("meeting", f"{first}:{port}", fix=told))
     yield dist.TCPStore(where, port, is_master=False, wait_for_workers=False, timeout=patience)
 
