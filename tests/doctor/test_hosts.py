@@ -156,6 +156,23 @@ def test_a_way_that_is_closed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tuple(way) for way in found] == [("a", "c", f"127.0.0.1:{closed}, Connection refused"), ("c", "a", "10.0.0.1:5, no answer")]
 
 
+_STRANGER = """
+import socket, threading
+from lockstep.doctor import hosts, network
+network.is_local = lambda address: address == "127.0.0.2"
+server, taken = socket.create_server(("127.0.0.1", 0)), []
+threading.Thread(target=lambda: [taken.append(server.accept()) for _ in range(9)], daemon=True).start()
+print(hosts.examine(["127.0.0.1", "127.0.0.2"], server.getsockname()[1], 0.5).findings[-1].fix, flush=True)
+"""
+
+
+def test_a_stranger_on_the_port_that_says_nothing_is_named() -> None:
+    """torch's store would wait for it without end, so the command must be able to leave it."""
+    done = subprocess.run([sys.executable, "-c", _STRANGER], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("what listens at 127.0.0.1 (127.0.0.1:")
+    assert "is not `lockstep doctor`: end it" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

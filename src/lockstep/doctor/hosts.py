@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import meeting
+from lockstep.collectives.background import Background
 from lockstep.collectives.group import Group
 from lockstep.doctor import host, links, network, software, sums
 from lockstep.doctor.finding import Finding, judged
@@ -27,6 +28,7 @@ from lockstep.doctor.one_host import Examined
 from lockstep.errors import LockstepError, UsageError
 
 _CONNECT_SECONDS = 3.0
+_ANSWER_SECONDS = 5.0  # for the store to greet, where a connection was accepted
 _MEASURE = timedelta(seconds=60)
 _APART = 1.0  # seconds between two hosts' clocks from which logs and certificates become confusing
 
@@ -47,6 +49,9 @@ def examine(hosts: Sequence[str], port: int, seconds: float) -> Examined:
         return Examined([*found, *more], pairs)
     except _NotMet as error:
         return Examined([*found, error.finding], [])
+    except dist.DistError as error:
+        why = f"{hosts[me]} lost {hosts[0]}:{port} ({str(error).splitlines()[0]}): is it `lockstep doctor` that listens there, and does it still run?"
+        return Examined([*found, judged("meeting", f"{hosts[0]}:{port}", fix=why)], [])
 
 
 def which(hosts: Sequence[str], addresses: dict[str, str | None]) -> int:
@@ -95,7 +100,16 @@ def _store(hosts: Sequence[str], addresses: dict[str, str | None], me: int, own:
     if why := network.try_to_reach(where, port, seconds):
         told = f"{hosts[me]} cannot reach {first} ({where}:{port}) within {seconds:g} s: {why}; start the same command there, and let the port through"
         raise _NotMet(judged("meeting", f"{first}:{port}", fix=told))
-    yield dist.TCPStore(where, port, is_master=False, wait_for_workers=False, timeout=patience)
+    # On a thread: where another program has taken the connection and says nothing, the constructor waits far longer than its timeout.
+    joining = Background("lockstep doctor").submit(
+        lambda: dist.TCPStore(where, port, is_master=False, wait_for_workers=False, timeout=patience)
+    )
+    try:
+        store = joining.result(_ANSWER_SECONDS)
+    except TimeoutError:
+        told = f"what listens at {first} ({where}:{port}) is not `lockstep doctor`: end it (`ss -ltnp` there), or give all hosts another --port"
+        raise _NotMet(judged("meeting", f"{first}:{port}", fix=told)) from None
+    yield store
 
 
 def _together(store: dist.Store, hosts: Sequence[str], me: int, own: str, seconds: float) -> tuple[list[Finding], list[Link]]:

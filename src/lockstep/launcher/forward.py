@@ -10,12 +10,13 @@ Where the launcher's stream is a terminal rank 0 has it directly, so that colour
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.launcher.joined import WINDOW, Joiner, Lines
@@ -139,8 +140,16 @@ class _Forwarding:
         if not lines or name not in self._open:
             return
         data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
-        with suppress(OSError):
-            while data:
-                data = data[os.write(_STREAMS[name], data) :]
-            return
-        self._open.discard(name)
+        try:
+            write_all(_STREAMS[name], data)
+        except OSError:
+            self._open.discard(name)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write it whole, also where the descriptor has been made non-blocking by whoever shares it."""
+    while data:
+        try:
+            data = data[os.write(descriptor, data) :]
+        except BlockingIOError:
+            select.select([], [descriptor], [])
