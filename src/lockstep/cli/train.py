@@ -103,6 +103,10 @@ def train(
         Path | None,
         typer.Option("--settings", metavar="FILE", show_default=False, help="Take these five from a file of `lockstep tune --out`."),
     ] = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Have NCCL and torch write to the ranks' logs what they do, and add a line for every collective."),
+    ] = False,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host.
 
@@ -160,7 +164,8 @@ def train(
         def generation(count: int) -> Outcome:
             directory.grow.unlink(missing_ok=True)
             replace(settings, workers=count, grow=count < allowed.most).write(directory.path)
-            return supervise(target, count, logs=directory.path, console="first", heeds=True, stalls=stalls, environment=environment)
+            logs = directory.path.absolute()
+            return supervise(target, count, logs=logs, console="first", environment=environment, debug=debug, heeds=True, stalls=stalls)
 
         restarts = (RESTARTS if allowed.elastic or stalls.then == "restart" else 0) if max_restarts is None else max_restarts
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists, after_stalls=stalls.then == "restart")
