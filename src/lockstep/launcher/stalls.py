@@ -1,8 +1,8 @@
 """Nobody gets on: who is waited for, in which phase, at which line. Seen from outside, before any timeout, from the ranks' status pages.
 
 quiet          no page has changed. How long that may last is learnt: five times the longest so far, not less than a floor. Ten times
-               the floor before the first step is over, which compiles and warms up, and where nobody waits for another rank while
-               all are in the user's own code between steps, or in a checkpoint
+               that in the first step, which compiles and warms up, and where all ranks are in a checkpoint. For ever, where nobody waits
+               for another rank and all are in the user's own code before the first step or between steps: that is not ours to judge
 who            a rank that waits for others is not to blame. The rest are, above all those that have issued the fewest collectives:
                the first that is missing is the one after their last
 slow           pages do change, but the others spend their time waiting for one rank: that is said, and is no stall
@@ -10,6 +10,7 @@ slow           pages do change, but the others spend their time waiting for one 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from lockstep.status import View
 
 FLOOR = 30.0  # seconds
 _LEARNT, _LENIENT = 5, 10
-_MAY_TAKE_LONG = ("start", "loop", "checkpoint")
+_USERS = ("start", "loop")
 DOING = {
     "start": "starting",
     "data": "in data",
@@ -86,13 +87,11 @@ class Watcher:
         quiet = now - self._changed
         if self._told or quiet <= self._longest:
             return None
-        if self._lenient(pids):
-            if quiet < max(_LENIENT * self._floor, _LEARNT * self._longest):
-                return None
-        else:
+        times = self._lenience(pids)
+        if times == 1:
             self._quiet = quiet
-            if quiet < max(self._floor, _LEARNT * self._longest):
-                return None
+        if quiet < times * max(self._floor, _LEARNT * self._longest):
+            return None
         self._told = True
         return explain(self._sights(pids), quiet)
 
@@ -104,12 +103,15 @@ class Watcher:
         views = {rank: view for rank in pids if (view := status.read(status.file_of(self._directory, rank))) is not None}
         return self._slow.look(views, now)
 
-    def _lenient(self, pids: Mapping[int, int]) -> bool:
-        """Whether what goes on may take long."""
+    def _lenience(self, pids: Mapping[int, int]) -> float:
+        """How many times as long as otherwise what goes on may take."""
         views = [view for rank in pids if (view := status.read(status.file_of(self._directory, rank))) is not None]
-        if min((view.step for view in views), default=0) < 2:
-            return True
-        return not any(view.waits for view in views) and all(view.phase in _MAY_TAKE_LONG for view in views)
+        if not any(view.waits for view in views):
+            if all(view.phase in _USERS for view in views):
+                return math.inf
+            if all(view.phase in (*_USERS, "checkpoint") for view in views):
+                return _LENIENT
+        return _LENIENT if min((view.step for view in views), default=0) < 2 else 1
 
     def _sights(self, pids: Mapping[int, int]) -> dict[int, Sight]:
         found = {}
