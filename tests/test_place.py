@@ -9,7 +9,6 @@ from lockstep.place import Placement, placement, rank_and_size, started_by_other
 from lockstep.testing import run_ranks
 from lockstep.world import World
 
-
 SRUN = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",

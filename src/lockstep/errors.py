@@ -31,6 +31,8 @@ class ExitCode(IntEnum):
     OK = 0
     FAILED = 1
     USAGE = 2
+    PREEMPTED = 75
+    """Asked to stop, and saved: the same command goes on. (EX_TEMPFAIL: a scheduler may put the job into its queue again.)"""
     NO_CHECKPOINT = 77
     """--resume, and there is none that is whole."""
 

@@ -71,7 +71,8 @@ def step(env: Mapping[str, str]) -> Step | None:
     if size is not None:
         _refuse_fewer(env, size, spread)
     if number is None and env.get("ENVIRONMENT") == "BATCH":
-        return _of_batch_script(env, size)
+        _refuse_batch_script(env, size)
+        return None
     if size is None:
         raise UsageError(f"{RANK}={rank} is set but {SIZE} is not: start the script with srun, which sets both")
     node = _number(env, "SLURM_NODEID") or 0
@@ -91,7 +92,7 @@ def step(env: Mapping[str, str]) -> Step | None:
     )
 
 
-def _of_batch_script(env: Mapping[str, str], size: int | None) -> None:
+def _refuse_batch_script(env: Mapping[str, str], size: int | None) -> None:
     expected = size or (_number(env, _ASKED_PER_NODE) or 1) * _nodes(env)
     if expected > 1:
         raise UsageError(

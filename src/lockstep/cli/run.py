@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -21,15 +22,23 @@ def run(
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
 ) -> None:
-    """Run SCRIPT (or -m MODULE) on several ranks of this host.
+    """Run SCRIPT (or -m MODULE) on several ranks of this host, or as one rank where srun or mpirun has started several of these.
 
     Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds the other ranks.
     When a rank fails the others are stopped, and its traceback is the last thing printed. The exit code is that rank's own.
     """
     if not command:
         raise UsageError("nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m package.train)")
+    from lockstep.launcher import worker
+    from lockstep.launcher.foreign import rank_here, work_as
+    from lockstep.launcher.job_step import exported
     from lockstep.launcher.supervise import Target, supervise
 
     name, args = command[0], command[1:]
     target = Target(module=name, args=args) if module else Target(script=name, args=args)
+    here = rank_here(workers)
+    if here is not None:
+        os.environ.update(exported(here, os.environ))
+        work_as(here, lambda: worker.main(target.arguments()))
+        return
     raise typer.Exit(supervise(target, workers).exit_code)
