@@ -46,7 +46,7 @@ def test_alone_it_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_a_batch_scripts_shell_the_number_must_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, BATCH)
-    with pytest.raises(UsageError, match="the job has 2 tasks but .* use srun"):
+    with pytest.raises(UsageError, match=r"the job has 2 tasks but .* use srun"):
         rank_here(None)
     assert rank_here("2") is None
 
