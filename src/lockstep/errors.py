@@ -16,6 +16,8 @@
     ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback` say where
     └── LaunchTimeout             ranks started by `lockstep.launch` were still running at its timeout; also a TimeoutError
 
+Beside them, `Preempted` ends a process as sys.exit(75) does: a training was asked to stop, and has saved.
+
 A message names the offending values, the relation that is broken and the fix.
 """
 
@@ -33,6 +35,8 @@ class ExitCode(IntEnum):
     USAGE = 2
     PREEMPTED = 75
     """Asked to stop, and saved: the same command goes on. (EX_TEMPFAIL: a scheduler may put the job into its queue again.)"""
+    HANG = 76
+    """A rank was waited for longer than is allowed."""
     NO_CHECKPOINT = 77
     """--resume, and there is none that is whole."""
 
@@ -129,6 +133,14 @@ class WorkerFailed(LockstepError):
 
 class PeerFailed(LockstepError):
     """This rank is well, but another one has failed or gone. Never reported as the cause of a run's end if there is a better one."""
+
+
+class Preempted(SystemExit):
+    """A training was asked to stop (SIGTERM, SIGUSR1), and did so after `step`, on all ranks; `saved` says whether it can be gone on with."""
+
+    def __init__(self, step: int, saved: bool) -> None:
+        super().__init__(int(ExitCode.PREEMPTED))
+        self.step, self.saved = step, saved
 
 
 class LaunchTimeout(LockstepError, TimeoutError):

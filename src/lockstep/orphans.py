@@ -54,6 +54,23 @@ def die_with_launcher() -> None:
         die_with_parent(int(parent), os.environ.get(PARENT_PIPE))
 
 
+def heed_parent_only() -> None:
+    """For a loader worker: a scheduler's SIGTERM and SIGUSR1 reach every process of a job, and it is the rank that must decide.
+
+    SIGTERM then ends this process only if its parent has sent it. Where the system does not say who has, it stays as it is.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in every thread that is started from now on too
+        threading.Thread(target=_wait_for_parent, name="lockstep-signals", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
+    while sys.platform == "linux":
+        if signal.sigwaitinfo([signal.SIGTERM]).si_pid == os.getppid():
+            os._exit(128 + signal.SIGTERM)
+
+
 def _leave_if_orphaned(parent: int) -> None:
     if os.getppid() != parent:  # it ended before the kernel was told
         os._exit(_EXIT)

@@ -253,7 +253,7 @@ class Stepper:
 
     def _send_facts(self) -> None:
         assert self._facts is not None
-        self._facts.send(stop=self._stop, newly_moving=self._buffers.newly_moving)
+        self._facts.send(stop=self._stop or self.world.asked_to_stop, newly_moving=self._buffers.newly_moving)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` of the whole optimizer, whoever holds which part of it. Every rank calls it, and gets it."""
@@ -264,7 +264,7 @@ class Stepper:
         self.update.load_state_dict(state)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of them."""
+        """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of them. (`World.heed_signals`: a signal asks too.)"""
         self._stop = True
 
     # -- the step ------------------------------------------------------------------------------------------------------------------

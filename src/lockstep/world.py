@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +32,7 @@ from lockstep.determinism import Determinism
 from lockstep.errors import LockstepError, UsageError
 from lockstep.hosts import find_hosts
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
+from lockstep.launcher import asked
 from lockstep.place import Placement, placement
 
 Tagging = Literal["host", "all", "off"]
@@ -260,6 +261,18 @@ class World:
             )
         return self._determinism
 
+    def heed_signals(self) -> None:
+        """Until the world closes, take SIGTERM and SIGUSR1 as a request to stop: `StepResult.stop` is then true on all ranks after the same step.
+
+        Save then, and leave with exit code 75 (`lockstep train` does). The launcher tells all ranks when it or one of them gets such a signal.
+        """
+        self.own(_Restored(asked.listen()))
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this rank was. The others may not know yet."""
+        return asked.to_stop()
+
     # -- lifetime ------------------------------------------------------------------------------------------------------------------
 
     def own(self, resource: C) -> C:
@@ -322,6 +335,13 @@ class World:
         self._depth -= 1
         if self._depth == 0:
             self.close(failed=error is not None)
+
+
+class _Restored:
+    """What is put back when the world closes."""
+
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self.close = restore
 
 
 def init(

@@ -158,7 +158,7 @@ def train(
         def generation(count: int) -> Outcome:
             directory.grow.unlink(missing_ok=True)
             replace(settings, workers=count, grow=count < allowed.most).write(directory.path)
-            return supervise(target, count, logs=directory.path, console="first")
+            return supervise(target, count, logs=directory.path, console="first", heeds=True)
 
         restarts = (RESTARTS if allowed.elastic else 0) if max_restarts is None else max_restarts
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get
 
 from lockstep import randomness
 from lockstep.data.generators import Enter, Streams
-from lockstep.orphans import die_with_parent
+from lockstep.orphans import die_with_parent, heed_parent_only
 
 IDLE = -1
 Note = Callable[[int], None]
@@ -155,5 +155,6 @@ def worker_setup() -> Callable[[int], None] | None:
 
 
 def _bind(parent: int, worker: int) -> None:
+    heed_parent_only()
     # With "forkserver" the kernel's parent is that server, which ends with the process it serves.
     die_with_parent(os.getppid() if multiprocessing.get_start_method() == "forkserver" else parent)

@@ -91,17 +91,21 @@ class Evaluation:
 
     def __init__(self, task: Task, forward: Forward, world: World, *, loader_workers: int = 0) -> None:
         assert task.eval_data is not None
-        self._forward, self._seed = forward, task.seed
+        self._forward, self._seed, self._world = forward, task.seed, world
         batch = task.eval_micro_batch or task.micro_batch
         self.rows = DatasetRows(task.eval_data, world, batch=batch, seed=task.seed, collate=task.collate, loader_workers=loader_workers)
         self._tally = Tally(world, self.rows.count)
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self) -> dict[str, float] | None:
+        """None where a rank was asked to stop meanwhile (World.heed_signals): then nobody waits for its end."""
+        mine = {}
         with evaluating(self._forward.model):
-            mine = {
-                piece.number: self._tally.pairs(self._forward.metrics(output, piece.batch))
-                for piece, output in outputs(self._forward, self.rows, self._seed)
-            }
+            for piece, output in outputs(self._forward, self.rows, self._seed):
+                if self._world.asked_to_stop:
+                    break
+                mine[piece.number] = self._tally.pairs(self._forward.metrics(output, piece.batch))
+        if self._world.agree(self._world.asked_to_stop):
+            return None
         return self._tally.totals(mine)
 
 

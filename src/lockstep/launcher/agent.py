@@ -53,15 +53,15 @@ def run_generation(
     *,
     environment: Mapping[str, str],
     explained: Callable[[Ended], bool],
-    stopping: Callable[[], bool],
+    stopping: Callable[[Mapping[int, int]], bool],
 ) -> Ended:
     """Run `command` (arguments for this Python) as ranks 0..workers-1 of this host until all end well or the first does not.
 
     When a rank fails, `explained` is asked whether what is known tells the cause; if not, it is asked again for a second. Then the
-    others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping` is asked 20 times a second.
+    others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping(pids by rank)` is asked 20 times a second.
 
     Raises:
-        Stopped: `stopping()` was true.
+        Stopped: `stopping` was true.
     """
     rendezvous = _Rendezvous()
     # torchelastic substitutes ${local_rank} and the like in arguments; $$ is its spelling of a plain $.
@@ -140,7 +140,9 @@ class _Streams(LogsSpecs):
 class _Agent(LocalElasticAgent):
     _pcontext: SubprocessContext | None
 
-    def __init__(self, spec: WorkerSpec, streams: _Streams, explained: Callable[[Ended], bool], stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, streams: _Streams, explained: Callable[[Ended], bool], stopping: Callable[[Mapping[int, int]], bool]
+    ) -> None:
         super().__init__(spec, streams, exit_barrier_timeout=1)
         self._explained = explained
         self._stopping = stopping
@@ -157,9 +159,9 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._stopping():
-            raise Stopped
         now = self._look()
+        if self._stopping({rank: pid for rank, pid in now.pids.items() if now.codes[rank] is None}):
+            raise Stopped
         failed = any(code for code in now.codes.values())
         if not failed and None in now.codes.values():
             return RunResult(state=WorkerState.HEALTHY)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 from lockstep import orphans
 from lockstep.errors import ExitCode, UsageError
@@ -17,8 +15,7 @@ from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
-
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+from lockstep.launcher.stopping import Stop, noted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +40,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. `exit_code`: 0, the first failing rank's own, or 128 + n when signal n stopped the launcher."""
+    """How a run ended. `exit_code`: 0, the first failing rank's own, 75 when it was stopped and saved, or 128 + n when signal n stopped it."""
 
     exit_code: int
     failure: Failure | None = None
@@ -56,49 +53,55 @@ def supervise(
     logs: Path | None = None,
     console: Console = "all",
     environment: Mapping[str, str] | None = None,
+    heeds: bool = False,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
     When a rank fails the others are stopped within two seconds, and its failure is printed to stderr as the last thing. SIGINT,
-    SIGTERM, SIGHUP and SIGQUIT stop everything and leave one line. Nothing is left running, whichever way this process ends.
+    SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT stop everything and leave one line; ranks that heed signals (`World.heed_signals`) are let take their
+    step, save and leave first, until a second signal comes. Nothing is left running, whichever way this process ends.
 
     Args:
         logs: an existing directory; each rank's output goes to rank-N.log there.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks, over this process's own.
+        heeds: the target heeds signals from its first moment on, and can be begun anew where it was stopped before it has come to that.
 
     Raises:
         UsageError: workers < 1.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers={workers}: give at least 1")
-    with _signals() as stop, run_directory() as directory:
-        outcome = _run(target, workers, stop, directory, [*_log_options(logs), "--console", console], dict(environment or {}))
-    if stop.number is not None:
-        name = "Ctrl-C" if stop.number == signal.SIGINT else failures.signal_name(stop.number)
-        print(f"stopped by {name}; all ranks have ended", file=sys.stderr)
-    elif outcome.failure is not None:
+    options = [*_log_options(logs), "--console", console, *(["--heeds"] if heeds else [])]
+    with noted() as stop, run_directory() as directory:
+        outcome = _run(target, workers, stop, directory, options, dict(environment or {}))
+    if stop.number is not None and outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number):
+        outcome = replace(outcome, exit_code=stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
+        print(f"stopped by {stop.name}; all ranks have ended", file=sys.stderr)
+    elif outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED:
         print(failures.render(outcome.failure), file=sys.stderr)
     return outcome
 
 
-def _run(target: Target, workers: int | None, stop: _Stop, directory: Path, options: list[str], environment: dict[str, str]) -> Outcome:
+def _run(target: Target, workers: int | None, stop: Stop, directory: Path, options: list[str], environment: dict[str, str]) -> Outcome:
     from lockstep.launcher import agent  # imports torch
 
     def explained(now: agent.Ended) -> bool:
         cause = failures.first(_failures(directory, now.codes, now.pids))
+        if cause is not None and cause.code == ExitCode.PREEMPTED:
+            return None not in now.codes.values()  # the others are leaving too
         return cause is not None and cause.standing == "cause"
 
     with _pipe(directory) as pipe:
         try:
-            if stop.number is not None:
+            if stop.now(directory, {}):
                 raise agent.Stopped
             ended = agent.run_generation(
                 ["-P", "-m", "lockstep.launcher.worker", *options, *target.arguments()],
                 agent.gpus() or 1 if workers is None else workers,
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
-                stopping=lambda: stop.number is not None,
+                stopping=lambda pids: stop.now(directory, pids),
             )
         except agent.Stopped:
             assert stop.number is not None
@@ -127,31 +130,6 @@ def _failures(directory: Path, codes: Mapping[int, int | None], pids: Mapping[in
 
 def _log_options(logs: Path | None) -> list[str]:
     return [] if logs is None else ["--logs", str(logs)]
-
-
-class _Stop:
-    """The signal that asked this process to stop. The handler only notes it: whoever waits looks here."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
-
-
-@contextmanager
-def _signals() -> Iterator[_Stop]:
-    """Note signals instead of dying from them, except those that were ignored before (nohup, background jobs)."""
-    stop = _Stop()
-    before = {number: signal.getsignal(number) for number in _HANDLED}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, stop.note)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

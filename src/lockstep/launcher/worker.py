@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import failures, logs
+from lockstep.launcher import asked, failures, logs
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.orphans import die_with_launcher
 
@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     options = _parse(sys.argv[1:] if argv is None else argv)
     rank = int(os.environ.get("RANK", "0"))
     records = os.environ.get(failures.DIRECTORY)
+    if options.heeds:
+        asked.listen()
     logs.redirect(rank, options.console, options.logs)
     if records is None:
         _run(options)
@@ -53,6 +55,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     target.add_argument("--script", help="a Python file, run as __main__")
     target.add_argument("--module", help="a module, run as __main__")
     parser.add_argument("--console", choices=("first", "all"), default="all", help="which ranks write to the terminal")
+    parser.add_argument("--heeds", action="store_true", help="note SIGTERM and SIGUSR1 from now on: the target asks whether they came")
     parser.add_argument("--logs", type=Path, help="a directory for rank-N.log")
     parser.add_argument("args", nargs="*", help="after --: the target's own arguments")
     return parser.parse_args(argv)

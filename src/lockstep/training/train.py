@@ -9,7 +9,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep import randomness
 from lockstep.checkpointing import Checkpoints
@@ -18,7 +18,7 @@ from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
-from lockstep.errors import TaskError, UsageError
+from lockstep.errors import Preempted, TaskError, UsageError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.settings import Device, Reduce, Settings, Update
@@ -79,6 +79,7 @@ def train(
     Raises:
         UsageError: values that cannot work, or a run directory that is in use, not writable, or holds a run already.
         TaskError: one of the task's functions returned something that cannot be used.
+        Preempted: SIGTERM or SIGUSR1 came to a rank. All have stopped after the same step, and saved, if there is a run directory.
     """
     if not isinstance(task, Task):
         raise TaskError(f"train() was given a {type(task).__name__}; it takes a lockstep.Task")
@@ -169,6 +170,7 @@ class Training:
         self.metrics: dict[str, float] = {}
         self.loss = math.nan  # of the last step
         self.stopped_early: str | None = None
+        self.unevaluated: int | None = None  # the epoch whose evaluation was broken off, or is under way
 
     def _how(self) -> str:
         settings, buckets = self.settings, ""
@@ -182,6 +184,7 @@ class Training:
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
         skips = self.precision == "fp16"  # without a loss scale the Stepper warns
+        self.world.heed_signals()
         resumed = self._resume()
         with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
             came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
@@ -214,7 +217,7 @@ class Training:
             for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
                 if watch is not None:
                     watch.load(saved)
-            self.stopped_early = state["stopped_early"]
+            self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]
         if self.world.rank == 0:
             forget_after(self.directory.metrics, self.stepper.steps, self.evaluated)
         return found
@@ -227,7 +230,9 @@ class Training:
 
     def _epochs(self, journal: Journal) -> None:
         at = self.loader.state_dict()
-        if at["epoch"] > self.epochs_done:  # resumed from a checkpoint that was taken before its epoch's end was seen to
+        if self.unevaluated is not None:
+            self._evaluate(journal, self.unevaluated)
+        elif at["epoch"] > self.epochs_done:  # resumed from a checkpoint that was taken before its epoch's end was seen to
             self._end_of_epoch(journal, at["epoch"], whole=True)
         elif self._over() and self.evaluated != self.stepper.steps:
             self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
@@ -258,6 +263,8 @@ class Training:
         result = self.step(window)
         self.loss = result.loss
         journal.step(window, lr, result)
+        if result.stop and self.stepper.steps != self.length.steps:  # at the end it is over anyway, but for the evaluation
+            self._stop(journal)
         if (
             self.checkpoints is not None
             and self.checkpoints.step(self._state)
@@ -266,6 +273,17 @@ class Training:
         ):
             self.checkpoints.close()
             raise _Grow
+
+    def _stop(self, journal: Journal) -> NoReturn:
+        """All ranks were asked to stop, and are here."""
+        steps, saved = self.stepper.steps, self.checkpoints is not None
+        if self.checkpoints is not None:
+            self.checkpoints.save(self._state())
+            self.checkpoints.close()
+        of = "" if self.length.steps is None else f" of {self.length.steps}"
+        then = "saved: the same command goes on" if saved else "nothing is saved: there is no run directory"
+        journal.event("preempted", f"stopped as asked after step {steps}{of}, {then}", step=steps)
+        raise Preempted(steps, saved)
 
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""
@@ -278,7 +296,11 @@ class Training:
         if self.evaluation is None:
             return
         began = time.perf_counter()
-        self.metrics = self.evaluation()
+        self.unevaluated = epoch
+        metrics = self.evaluation()
+        if metrics is None:
+            self._stop(journal)
+        self.metrics, self.unevaluated = metrics, None
         steps = self.evaluated = self.stepper.steps
         improved = self.best is not None and self.best.better(self.metrics, steps)
         self._lose_patience()
@@ -306,6 +328,7 @@ class Training:
             "best": self.best.state() if self.best else None,
             "patience": self.patience.state() if self.patience else None,
             "stopped_early": self.stopped_early,
+            "unevaluated": self.unevaluated,
             "recipe": self.recipe,
             "machine": self.machine,
         }

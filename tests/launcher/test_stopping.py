@@ -1,0 +1,162 @@
+"""Being asked to stop, on the launcher's side and on a rank's: who is told, who is ended, and with which exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.launcher import asked, failures
+from lockstep.launcher.stopping import HANDLED, Stop, noted
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The signals that are sent, in place of sending them."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    return sent
+
+
+PIDS = {0: 100, 1: 101}
+
+
+def heeding(directory: Path, *ranks: int) -> None:
+    for rank in ranks:
+        asked.mark(directory, rank, asked.HEEDS).touch()
+
+
+def test_ranks_that_heed_are_told_once_and_let_go_on(
+    tmp_path: Path, told: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = Stop()
+    heeding(tmp_path, 0, 1)
+    assert not stop.now(tmp_path, PIDS)
+    assert told == []
+    stop.note(signal.SIGTERM, None)
+    assert [stop.now(tmp_path, PIDS) for _ in range(3)] == [False] * 3
+    assert told == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
+    assert capsys.readouterr().err == "signal 15 (SIGTERM): stopping after this step; once more to stop now\n"
+    stop.note(signal.SIGTERM, None)
+    assert stop.now(tmp_path, PIDS)
+    assert stop.exit_code(saved=True) == 75
+    assert stop.exit_code(saved=False) == 143
+
+
+def test_ranks_that_do_not_heed_are_ended(tmp_path: Path, told: list[tuple[int, int]]) -> None:
+    stop = Stop()
+    stop.note(signal.SIGINT, None)
+    heeding(tmp_path, 0)
+    assert stop.now(tmp_path, PIDS)
+    assert stop.now(tmp_path, {})
+    assert told == []
+    assert stop.exit_code(saved=True) == 130
+
+
+def test_quit_is_now(tmp_path: Path, told: list[tuple[int, int]]) -> None:
+    stop = Stop()
+    heeding(tmp_path, 0, 1)
+    stop.note(signal.SIGQUIT, None)
+    assert stop.now(tmp_path, PIDS)
+    assert stop.exit_code(saved=True) == 131
+
+
+def test_one_rank_that_is_asked_is_enough(tmp_path: Path, told: list[tuple[int, int]]) -> None:
+    """Also while the others are not listening yet: they are waited for."""
+    stop = Stop()
+    heeding(tmp_path, 1)
+    asked.mark(tmp_path, 1, asked.ASKED).touch()
+    assert not stop.now(tmp_path, PIDS)
+    assert told == []
+    heeding(tmp_path, 0)
+    assert not stop.now(tmp_path, PIDS)
+    assert told == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
+
+
+def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(failures.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    before = [signal.getsignal(number) for number in asked.SIGNALS]
+    restore = asked.listen()
+    try:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.heeds"]
+        assert not asked.to_stop()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
+        assert asked.to_stop()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.asked", "rank-3.heeds"]
+    finally:
+        restore()
+    assert not asked.to_stop()
+    assert [signal.getsignal(number) for number in asked.SIGNALS] == before
+
+
+def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with noted() as stop:
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGUSR1)
+        assert stop.number == signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    assert {number: signal.getsignal(number) for number in HANDLED} == before
+
+
+CHILD = """
+import os, sys, time
+from lockstep.orphans import heed_parent_only
+heed_parent_only()
+print("here", flush=True)
+time.sleep(60)
+"""
+PARENT = """
+import signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.readline()
+child.terminate()
+print(child.wait(), flush=True)
+"""
+
+
+@pytest.fixture
+def parent() -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(CHILD)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot tell who sent a signal")
+def test_a_loader_worker_dies_of_its_parents_signal_and_of_nobody_elses(parent: Callable[[], subprocess.Popen[str]]) -> None:
+    process = parent()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    os.kill(child, signal.SIGTERM)
+    os.kill(child, signal.SIGUSR1)
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        os.kill(child, 0)
+        assert "Z" not in Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        time.sleep(0.02)
+    process.stdin.write("now\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == f"{128 + signal.SIGTERM}\n"
