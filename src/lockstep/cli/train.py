@@ -100,6 +100,7 @@ def train(
     """
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
+    from lockstep.launcher import asked
     from lockstep.launcher.foreign import rank_here, work_as
     from lockstep.launcher.generations import RESTARTS, Workers, run_generations
     from lockstep.launcher.supervise import Outcome, Target, supervise
@@ -110,6 +111,8 @@ def train(
     from lockstep.training.tuned import Tuned
 
     here = rank_here(workers)
+    if here is not None:
+        asked.listen()  # from the first moment on: what it has to load takes seconds
     if here is not None and max_restarts is not None:
         raise UsageError(
             f"--max-restarts {max_restarts}: {here.source} say that another launcher has started this rank, and restarts are its affair"
