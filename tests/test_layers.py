@@ -12,7 +12,7 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "slurm", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
+    {"errors", "place", "slurm", "status", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
     {"collectives", "data", "launcher", "meeting", "joining", "slurm_store", "hosts", "determinism"},
     {"world", "backend"},
     {"gradients", "checks", "checkpoints"},

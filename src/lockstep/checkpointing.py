@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep import status
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.due import FIRST, steps_until_next
 from lockstep.checkpoints.files import Checkpoint
@@ -165,6 +166,10 @@ class Checkpoints:
 
     def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:
         """Save now. `best=(metric, value)` marks it as the best so far. Returns when the snapshot is taken."""
+        with status.inside("checkpoint"):
+            self._save(extra, best)
+
+    def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
         begin = perf_counter()
         self.wait()  # also raises what went wrong before
         steps, taken = self._stepper.steps, take(self._stepper)
@@ -211,7 +216,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for the last save, and end. Raises LockstepError where it was to be copied elsewhere and was not."""
-        self._saver.wait()
+        with status.inside("checkpoint"):
+            self._saver.wait()
         self._saver.close()
         if self._saver.complaint is not None:
             raise LockstepError(f"the last checkpoint is in {self.directory} only: {self._saver.complaint}")

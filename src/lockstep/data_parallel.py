@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lockstep import status
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, model_fields
 from lockstep.checks.unused import UnusedCheck
@@ -129,6 +130,7 @@ class DistributedDataParallel(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs on the module's device, and the reducer ready where this forward's backward will be reduced."""
+        status.enter("forward")
         moved = self._inputs(args, kwargs)
         if self._reducer is not None and self._reducer.closing and self.training and torch.is_grad_enabled():
             self._before_forward(self._uneven.step() if self._uneven is not None else self.group.size)

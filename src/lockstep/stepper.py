@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep import randomness
+from lockstep import randomness, status
 from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
@@ -177,6 +177,7 @@ class Stepper:
             raise UsageError(f"micro_batches() walks a window or a list of batches, not a {type(window).__name__}")
         if self._facts is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
+        status.step(self.steps + 1)
         self._settle()
         self._compare_data(window)
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
@@ -192,6 +193,7 @@ class Stepper:
         self._facts = FactsMessage(self.group, self.world.device, slots)
         self._loss_scale = self._scale_for(window)
         step = self.steps if ours is None else ours.step
+        status.enter("data")
         for place, (batch, last) in enumerate(_with_last(window)):
             slot = self.world.rank * 2**32 + place if ours is None else ours.slots[place]
             if ours is not None:
@@ -202,10 +204,12 @@ class Stepper:
             randomness.step(self._seed, step, slot)
             try:
                 with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
+                    status.enter("forward")
                     yield batch
             finally:  # also when the user's loop breaks off: step() then sums what was there
                 self._buffers.shut(self._micro.weight, self._micro.row)
                 self._micro = None
+                status.enter("data")
 
     def follow_layout(self) -> None:
         """Where buckets have been laid anew the update follows. Every rank calls it alike; `micro_batches` does."""
@@ -245,11 +249,13 @@ class Stepper:
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
             return
         scaled = loss * self._loss_scale if self._loss_scale != 1 else loss
+        status.enter("backward")
         self.reducer.expecting = True
         try:
             (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
         finally:
             self.reducer.expecting = False
+            status.enter("forward")
 
     def _send_facts(self) -> None:
         assert self._facts is not None
@@ -282,11 +288,13 @@ class Stepper:
             raise UsageError(
                 "gradients arrived, but stepper.backward() was never called: call stepper.backward(loss, weight=...) in place of loss.backward()"
             )
+        status.enter("reduce")
         if not self._facts.sent:
             self._send_facts()
         message, self._facts = self._facts, None
         facts, divisor = self._finish(message)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
+        status.enter("optimizer")
         outcome = self._apply(facts, divisor)
         self.steps += 1
         self._open_outcome = outcome, facts
@@ -294,6 +302,7 @@ class Stepper:
             self._settle()
         if self._replicas is not None:
             self._replicas(self._replicated)
+        status.enter("loop")
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -29,10 +30,11 @@ from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible, share_memory
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.determinism import Determinism
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.hosts import find_hosts
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
 from lockstep.launcher import asked
+from lockstep.launcher.watch import TIMEOUT
 from lockstep.place import Placement, placement
 
 Tagging = Literal["host", "all", "off"]
@@ -87,6 +89,7 @@ class World:
         self._tags = tags
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
         self._describe(self.group)
+        self.group.watched = True
         self._share_tags(self.group)
         self._open[self.group.process_group] = self
         self._share_host(self.group)
@@ -358,7 +361,7 @@ def init(
     Without arguments the launcher's variables decide (`lockstep run`, torchrun, mpirun, srun, PyTorchJob), else this is a world of one.
     Ranks that your own code spawned pass `rank` and `world_size`; without an address they find each other on this host.
     `backend`: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where torch was built with it.
-    `timeout`: the longest that one collective may take; default: torch's own.
+    `timeout`: the longest that one collective may take; default: what `--timeout` of the launcher says, else torch's own.
     `tags`: whether ranks compare what they are about to call: "host", where all of them are on one host, which costs nothing; "all", on
     several hosts too, at one small message a collective (to find a mistake); "off".
     `tuning`: a file that `lockstep bench collectives --tune FILE` wrote; rank 0 reads it (default: the file that LOCKSTEP_TUNING names),
@@ -371,6 +374,7 @@ def init(
         raise UsageError(f"tags={tags!r}: choose one of {', '.join(get_args(Tagging))}")
     if dist.is_initialized():
         return _already_open(rank, world_size, backend, init_method)
+    timeout = timeout or _timeout_of_launcher()
     place = _place(rank, world_size)
     backend = choose_backend(backend, place)
     device = torch.device("cpu")
@@ -391,6 +395,14 @@ def init(
     world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False, tags=tags, tuning=tuning)
     world.own(SharedCores(place.local_size))
     return world
+
+
+def _timeout_of_launcher() -> timedelta | None:
+    if os.environ.get("NCCL_TIMEOUT"):
+        text = f"NCCL_TIMEOUT={os.environ['NCCL_TIMEOUT']} is set, but neither NCCL nor torch reads it; use --timeout, or init(timeout=...)"
+        warnings.warn(text, LockstepWarning, stacklevel=4)
+    seconds = os.environ.get(TIMEOUT)
+    return None if seconds is None else timedelta(seconds=float(seconds))
 
 
 def _already_open(rank: int | None, world_size: int | None, backend: str | None, init_method: str | None) -> World:

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures
-from lockstep.launcher.foreign import rank_here, said
+from lockstep.launcher.foreign import rank_here, refuse_watching, said
 from lockstep.place import placement
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -49,6 +49,16 @@ def test_in_a_batch_scripts_shell_the_number_must_be_meant(monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"the job has 2 tasks but .* use srun"):
         rank_here(None)
     assert rank_here("2") is None
+
+
+def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
+    place = placement(RANK)
+    assert place is not None
+    refuse_watching(place, False)
+    with pytest.raises(
+        UsageError, match="--stall-after are for the launcher of the ranks, but RANK and WORLD_SIZE say that another one has"
+    ):
+        refuse_watching(place, True)
 
 
 def test_what_a_rank_says() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -50,6 +51,17 @@ def train(
         int | None,
         typer.Option(min=0, show_default=False, help="How often a killed worker may begin the ranks anew; default: 3 with N:M, else 0."),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", show_default=False, help="The longest that one collective may take; default: 30 minutes."),
+    ] = None,
+    on_stall: Annotated[
+        str,
+        typer.Option(metavar="wait|abort|restart", help="When no rank gets on: say who is waited for; end the run; begin it anew."),
+    ] = "abort",
+    stall_after: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long nothing must change for that; longer where the run needs it.")
+    ] = 30,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
     ] = None,
@@ -101,22 +113,23 @@ def train(
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
     from lockstep.launcher import asked
-    from lockstep.launcher.foreign import rank_here, work_as
+    from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
     from lockstep.launcher.generations import RESTARTS, Workers, run_generations
     from lockstep.launcher.supervise import Outcome, Target, supervise
+    from lockstep.launcher.watch import Stalls, timeout_for_ranks
     from lockstep.settings import Settings, overrides_of
     from lockstep.training import result
     from lockstep.training.resolve import locate, short_name
     from lockstep.training.run_directory import RESULT, RunDirectory, take_over
     from lockstep.training.tuned import Tuned
 
+    stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
+    environment = timeout_for_ranks(timeout)
     here = rank_here(workers)
     if here is not None:
         asked.listen()  # from the first moment on: what it has to load takes seconds
-    if here is not None and max_restarts is not None:
-        raise UsageError(
-            f"--max-restarts {max_restarts}: {here.source} say that another launcher has started this rank, and restarts are its affair"
-        )
+        refuse_watching(here, max_restarts is not None or on_stall != "abort" or stall_after != 30)
+        os.environ.update(environment)
     place = locate(task)
     knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
     given = {name: value for name, value in knobs.items() if value is not None}
@@ -161,10 +174,10 @@ def train(
         def generation(count: int) -> Outcome:
             directory.grow.unlink(missing_ok=True)
             replace(settings, workers=count, grow=count < allowed.most).write(directory.path)
-            return supervise(target, count, logs=directory.path, console="first", heeds=True)
+            return supervise(target, count, logs=directory.path, console="first", heeds=True, stalls=stalls, environment=environment)
 
-        restarts = (RESTARTS if allowed.elastic else 0) if max_restarts is None else max_restarts
-        outcome = run_generations(generation, allowed, restarts, directory.grow.exists)
+        restarts = (RESTARTS if allowed.elastic or stalls.then == "restart" else 0) if max_restarts is None else max_restarts
+        outcome = run_generations(generation, allowed, restarts, directory.grow.exists, after_stalls=stalls.then == "restart")
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         if not directory.result.exists():

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import status
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
@@ -119,10 +120,12 @@ class NativeWork:
         if work is None:
             return
         self._group.wait_for_all(self._number, timeout)
+        status.waits(True)
         if timeout is None:
             work.wait()
         else:
             work.wait(timeout)
+        status.waits(False)
         self._work = None  # only now: a wait that raised can be tried again
         if self._finish is not None:
             self._finish()
@@ -146,6 +149,8 @@ class Group:
         self.size = len(self.ranks)
         self.number = 0
         self.bytes_sent = 0
+        self.watched = False
+        """All ranks of the world: what its collectives are stands on each rank's status page."""
         self.tags: Comparison | None = None
         self._background = Background("lockstep collectives")
         self.tuning = BUILT_IN
@@ -287,7 +292,7 @@ class Group:
         `text` says it in place of `kind`, `tensor` and `detail`.
         """
         self.bytes_sent += sends
-        if self.tags is not None:
+        if self.tags is not None or (self.watched and status.noted()):
             text = describe(kind, tensor, detail, place) if text is None else f"{text} {place or call_site()}"
         self.say(text or "")
         return self.number
@@ -295,6 +300,8 @@ class Group:
     def say(self, text: str) -> None:
         """Take the next number for something that all ranks do together, in words. Raises CollectiveMismatch."""
         self.number += 1
+        if self.watched:
+            status.collective(self.number, text)
         if self.tags is not None:
             self.tags.post(self.number, text)
             self.tags.compare(self.number)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep import status
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
 
@@ -95,6 +96,7 @@ class Tags:
             return
         begin = last_look = time.monotonic()
         pause = 0.0
+        status.waits(True)
         while not self.compare(number):
             time.sleep(pause)  # 0 yields the core: on a host with more ranks than cores the one awaited may need it
             now = time.monotonic()
@@ -104,6 +106,7 @@ class Tags:
                 self._look_for_the_dead(number, self._missing(number))
                 if now - begin > timeout.total_seconds():
                     raise self._timeout(number, timeout)
+        status.waits(False)
         self.compared = number
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from operator import length_hint
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get_worker_info
 
 from lockstep import randomness
 from lockstep.data.generators import Enter, Streams
+from lockstep.launcher import failures, processes, stalls
 from lockstep.orphans import die_with_parent, heed_parent_only
 
 IDLE = -1
@@ -156,5 +158,8 @@ def worker_setup() -> Callable[[int], None] | None:
 
 def _bind(parent: int, worker: int) -> None:
     heed_parent_only()
+    records = os.environ.get(failures.DIRECTORY)
+    if records is not None:
+        processes.stacks_into(stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid()))
     # With "forkserver" the kernel's parent is that server, which ends with the process it serves.
     die_with_parent(os.getppid() if multiprocessing.get_start_method() == "forkserver" else parent)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lockstep import status
 from lockstep.data.ahead import Ahead, Copies
 from lockstep.data.course import Course
 from lockstep.data.keyed import IDLE, Keys, listed, worker_setup
@@ -96,13 +97,15 @@ class Walk:
     def fetch_ahead(self, count: int) -> None:
         """Have `count` batches on their way to the device."""
         if not self._failed and self._turn == self._turns.now:
-            self._ahead.fill(count, self._fetch)
+            with status.inside("data"):
+                self._ahead.fill(count, self._fetch)
 
     def take(self) -> Any:
         """The next batch of this rank, on its device."""
         if self._turn != self._turns.now:
             raise self._late("another epoch was begun, a state loaded or the Loader closed")
-        return self._ahead.take(self._fetch)
+        with status.inside("data"):
+            return self._ahead.take(self._fetch)
 
     def _fetch(self) -> Any:
         if self._failed:

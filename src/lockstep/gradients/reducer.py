@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lockstep import status
 from lockstep.collectives.group import Group, Work
 from lockstep.data.windows import Cut
 from lockstep.errors import LateGradient, UsageError
@@ -261,6 +262,10 @@ class Reducer:
 
     def finish(self) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all ranks. A gradient that never came is zero."""
+        with status.inside("reduce"):
+            self._finish()
+
+    def _finish(self) -> None:
         self._filled = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
             for span in bucket.spans:

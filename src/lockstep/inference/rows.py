@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep import randomness
+from lockstep import randomness, status
 from lockstep.data.loader import Loader
 from lockstep.data.windows import whole
 from lockstep.errors import UsageError
@@ -135,7 +135,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with randomness.preserved(), torch.no_grad():
+        with randomness.preserved(), torch.no_grad(), status.inside("evaluate"):
             yield
     finally:
         for module, mode in modes.items():

@@ -25,8 +25,8 @@ from lockstep.errors import ExitCode, LoaderWorkerKilled, PeerFailed, UsageError
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
 
-Kind = Literal["exception", "usage", "signal", "loader", "exit"]
-"""loader: a signal too, but it hit a process that loads data for the rank."""
+Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit"]
+"""loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited for, and ended by the launcher."""
 Standing = Literal["cause", "timeout", "consequence"]
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -58,6 +58,8 @@ class Failure:
     where: str = ""
     """For a usage error: file and line in the user's own code, if it came from there."""
     standing: Standing = "cause"
+    doing: str = ""
+    """ "at step 57, in backward": what it was doing when it was seen last, where that is known."""
     note: str = ""
     """What else the launcher knows, as a sentence."""
 
@@ -177,12 +179,15 @@ def summary(failure: Failure) -> str:
     """One line: which rank, where it ran, what ended it."""
     who = f"rank {failure.rank} (pid {failure.pid}, {failure.host})"
     text = failure.message.strip().partition("\n")[0]
+    doing = f" {failure.doing}" if failure.doing else ""
     if failure.kind == "signal":
         hint = "; often the system's answer when memory runs out" if failure.code == 128 + signal.SIGKILL else ""
-        return f"{who} was killed by {text}{hint}"
+        return f"{who} was killed by {text}{doing}{hint}"
+    if failure.kind == "stall":
+        return failure.message
     if failure.kind == "exit":
-        return f"{who} exited with code {failure.code}" + (f": {text}" if text else "")
-    return f"{who} failed: {text}"
+        return f"{who} exited with code {failure.code}{doing}" + (f": {text}" if text else "")
+    return f"{who} failed{doing}: {text}"
 
 
 def readable_traceback(error: BaseException) -> str:
@@ -203,7 +208,7 @@ def _strip(shown: TracebackException, seen: set[int]) -> None:
         return
     seen.add(id(shown))
     files = [frame.filename for frame in shown.stack]
-    theirs = next((number for number, file in enumerate(files) if _is_users(file)), None)
+    theirs = next((number for number, file in enumerate(files) if is_users(file)), None)
     if theirs is None and shown.exc_type is SyntaxError:
         theirs = len(files)  # the file that cannot be parsed is named by the error itself
     if theirs is None:
@@ -218,7 +223,8 @@ def _is_ours(file: str) -> bool:
     return file.startswith(_PACKAGE) or "runpy" in file or file.endswith((f"nn{os.sep}modules{os.sep}module.py", "contextlib.py"))
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a frame's file belongs neither to this package nor to an installed one nor to Python."""
     return not _is_ours(file) and "site-packages" not in file and not file.startswith(("<", _STANDARD_LIBRARY))
 
 
@@ -228,7 +234,7 @@ def _user_line(error: BaseException) -> str:
     trace: TracebackType | None = error.__traceback__
     for frame, line in walk_tb(trace):
         file = frame.f_code.co_filename
-        if _is_users(file):
+        if is_users(file):
             found = f"{file}:{line}"
     return found
 

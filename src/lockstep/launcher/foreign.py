@@ -36,6 +36,15 @@ def rank_here(workers: str | int | None) -> Placement | None:
     return place
 
 
+def refuse_watching(place: Placement, asked: bool) -> None:
+    """--max-restarts, --on-stall and --stall-after are for a launcher of ours, which watches its ranks. Raises UsageError where one was given."""
+    if asked:
+        raise UsageError(
+            f"--max-restarts, --on-stall and --stall-after are for the launcher of the ranks, but {place.source} say that another one has started "
+            f"rank {place.rank} of {place.size}: leave them out, or start the command once"
+        )
+
+
 def work_as(place: Placement, work: Callable[[], object]) -> None:
     """Do the rank's work. Where it fails the process says so and ends at once, with the exit code that `lockstep run` would pass on."""
     terminal = os.dup(2)  # the work may send stderr elsewhere

@@ -40,8 +40,10 @@ class Workers:
         return self.least < self.most
 
 
-def run_generations(start: Callable[[int], Outcome], workers: Workers, restarts: int, stopped_to_grow: Callable[[], bool]) -> Outcome:
-    """Call `start(count)` for one generation after the other, and return how the last one ended.
+def run_generations(
+    start: Callable[[int], Outcome], workers: Workers, restarts: int, stopped_to_grow: Callable[[], bool], *, after_stalls: bool = False
+) -> Outcome:
+    """Call `start(count)` for one generation after the other, and return how the last one ended. `after_stalls`: also after one that hung.
 
     `stopped_to_grow()` says whether a generation that ended well did so at a checkpoint, for more workers.
     """
@@ -52,7 +54,8 @@ def run_generations(start: Callable[[int], Outcome], workers: Workers, restarts:
             count = workers.most
             _say(f"going on with {_counted(count)} again")
             continue
-        if outcome.failure is None or not outcome.failure.killed or left == 0:
+        failure = outcome.failure
+        if failure is None or left == 0 or not (failure.killed or (after_stalls and failure.kind == "stall")):
             return outcome
         left -= 1
         count = max(workers.least, count - 1)

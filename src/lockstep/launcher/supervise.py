@@ -16,6 +16,7 @@ from lockstep.launcher.failures import Failure
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
 from lockstep.launcher.stopping import Stop, noted
+from lockstep.launcher.watch import Stalls, Watch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,7 @@ def supervise(
     console: Console = "all",
     environment: Mapping[str, str] | None = None,
     heeds: bool = False,
+    stalls: Stalls | None = None,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
@@ -65,6 +67,7 @@ def supervise(
         logs: an existing directory; each rank's output goes to rank-N.log there.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks, over this process's own.
+        stalls: what is done where the ranks do not get on; default: the run ends after half a minute, naming who is waited for.
         heeds: the target heeds signals from its first moment on, and can be begun anew where it was stopped before it has come to that.
 
     Raises:
@@ -74,7 +77,8 @@ def supervise(
         raise UsageError(f"workers={workers}: give at least 1")
     options = [*_log_options(logs), "--console", console, *(["--heeds"] if heeds else [])]
     with noted() as stop, run_directory() as directory:
-        outcome = _run(target, workers, stop, directory, options, dict(environment or {}))
+        watch = Watch(directory, stop, stalls or Stalls())
+        outcome = _run(target, workers, stop, watch, directory, options, dict(environment or {}))
     if stop.number is not None and outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number):
         outcome = replace(outcome, exit_code=stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
         print(f"stopped by {stop.name}; all ranks have ended", file=sys.stderr)
@@ -83,7 +87,9 @@ def supervise(
     return outcome
 
 
-def _run(target: Target, workers: int | None, stop: Stop, directory: Path, options: list[str], environment: dict[str, str]) -> Outcome:
+def _run(
+    target: Target, workers: int | None, stop: Stop, watch: Watch, directory: Path, options: list[str], environment: dict[str, str]
+) -> Outcome:
     from lockstep.launcher import agent  # imports torch
 
     def explained(now: agent.Ended) -> bool:
@@ -101,12 +107,15 @@ def _run(target: Target, workers: int | None, stop: Stop, directory: Path, optio
                 agent.gpus() or 1 if workers is None else workers,
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
-                stopping=lambda pids: stop.now(directory, pids),
+                stopping=watch.must_end,
             )
         except agent.Stopped:
+            if watch.failure is not None:
+                return Outcome(watch.failure.code, watch.failure)
             assert stop.number is not None
             return Outcome(128 + stop.number)
-    return _outcome(_failures(directory, ended.codes, ended.pids), ended.codes)
+    outcome = _outcome(_failures(directory, ended.codes, ended.pids), ended.codes)
+    return outcome if outcome.failure is None else replace(outcome, failure=watch.explained(outcome.failure))
 
 
 def _outcome(found: Sequence[Failure], codes: Mapping[int, int | None]) -> Outcome:

@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from lockstep import status
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import asked, failures, logs
+from lockstep.launcher import asked, failures, logs, processes, stalls
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.orphans import die_with_launcher
 
@@ -37,6 +38,8 @@ def main(argv: list[str] | None = None) -> None:
     if records is None:
         _run(options)
         return
+    status.open_page(Path(records), rank)
+    processes.stacks_into(stalls.stack_of(Path(records), rank))
     stack = open(Path(records) / f"rank-{rank}.stack", "w")  # noqa: SIM115 - stays open: written to as the process dies
     faulthandler.enable(stack)
     try:

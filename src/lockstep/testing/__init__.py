@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.testing.faults import exit_at, fail_at, hang_at, hold_gil_at, kill_at, no_faults, slow_at, stop_at
 from lockstep.testing.ranks import run_ranks
 
-__all__ = ["run_ranks"]
+__all__ = ["exit_at", "fail_at", "hang_at", "hold_gil_at", "kill_at", "no_faults", "run_ranks", "slow_at", "stop_at"]

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from lockstep import status
 from lockstep.errors import PeerFailed
 
 _YIELDS = 0.002  # seconds
@@ -45,6 +46,7 @@ class Waits:
                 return
         begin = looked = time.monotonic()
         nap = 0.0
+        status.waits(True)
         while not all(view[place] >= least for place in places):
             now = time.monotonic()
             if now - begin < self._yields:
@@ -62,6 +64,7 @@ class Waits:
                         raise
                 if now - begin > timeout:
                     raise self._late(self._missing(places, least))
+        status.waits(False)
 
     def _missing(self, places: Sequence[int], least: int) -> list[int]:
         return [rank for rank, place in enumerate(places) if self._view[place] < least]

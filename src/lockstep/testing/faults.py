@@ -1,0 +1,109 @@
+"""Faults on purpose: have a rank fail, leave, die, stop, hang or dawdle at a place of its training, to see what is said of it.
+
+    lockstep.testing.kill_at(rank=1, step=3, phase="backward")        # anywhere in the script, on all ranks alike
+
+`step` is the optimizer step that is being computed, from 1; `phase` one of start, data, forward, backward, reduce, optimizer, checkpoint,
+evaluate, loop (the user's code between steps). A fault strikes as the phase begins, on the rank's main thread, once (slow_at: from then on).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep import status
+from lockstep.errors import UsageError
+from lockstep.place import placement
+
+
+@dataclass(slots=True)
+class _Fault:
+    rank: int
+    step: int
+    phase: str
+    strike: Callable[[], None]
+    lasting: bool
+    struck: bool = False
+
+
+_faults: list[_Fault] = []
+
+
+def fail_at(rank: int, step: int, phase: str, error: Exception | None = None) -> None:
+    """Raise `error` (default: a RuntimeError that says so)."""
+
+    def strike() -> None:
+        raise error or RuntimeError(f"a fault on purpose: rank {rank}, step {step}, {phase}")
+
+    _add(rank, step, phase, strike)
+
+
+def exit_at(rank: int, step: int, phase: str, code: int = 0) -> None:
+    """Leave the process at once, with exit code `code`, without a word."""
+    _add(rank, step, phase, lambda: os._exit(code))
+
+
+def kill_at(rank: int, step: int, phase: str, number: int = signal.SIGKILL) -> None:
+    """Die of a signal, SIGKILL by default."""
+    _add(rank, step, phase, lambda: os.kill(os.getpid(), number))
+
+
+def stop_at(rank: int, step: int, phase: str) -> None:
+    """Be stopped (SIGSTOP), as by a debugger."""
+    _add(rank, step, phase, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def hang_at(rank: int, step: int, phase: str, *, busy: bool = False) -> None:
+    """Sleep for ever; `busy`: loop for ever."""
+
+    def strike() -> None:
+        while True:
+            if not busy:
+                time.sleep(3600)
+
+    _add(rank, step, phase, strike)
+
+
+def hold_gil_at(rank: int, step: int, phase: str) -> None:
+    """Sleep for ever in C, without letting other threads of this process run Python."""
+
+    def strike() -> None:
+        while True:
+            ctypes.PyDLL(None).sleep(3600)
+
+    _add(rank, step, phase, strike)
+
+
+def slow_at(rank: int, step: int, phase: str, seconds: float) -> None:
+    """Sleep for `seconds` whenever the phase begins, from that step on."""
+    if not seconds > 0:
+        raise UsageError(f"seconds={seconds}: give how long the rank shall dawdle, a number above 0")
+    _add(rank, step, phase, lambda: time.sleep(seconds), lasting=True)
+
+
+def no_faults() -> None:
+    """Forget all that were asked for."""
+    _faults.clear()
+    status.on_phase(None)
+
+
+def _add(rank: int, step: int, phase: str, strike: Callable[[], None], lasting: bool = False) -> None:
+    if phase not in status.PHASES:
+        raise UsageError(f"phase={phase!r} is unknown: choose one of {', '.join(status.PHASES)}")
+    if rank < 0 or step < 0:
+        raise UsageError(f"rank={rank} and step={step}: both count from 0, and steps that are computed from 1")
+    _faults.append(_Fault(rank, step, phase, strike, lasting))
+    status.on_phase(_meet)
+
+
+def _meet(step: int, phase: str) -> None:
+    for fault in _faults:
+        if fault.phase == phase and (step == fault.step or (fault.lasting and step > fault.step)) and not fault.struck:
+            found = placement(os.environ)
+            if fault.rank == (0 if found is None else found.rank):
+                fault.struck = not fault.lasting
+                fault.strike()

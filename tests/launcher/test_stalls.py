@@ -1,0 +1,303 @@
+"""Stalls: who is blamed, with which words, after how long, and who is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import status
+from lockstep.errors import UsageError
+from lockstep.launcher import processes
+from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
+from lockstep.launcher.supervise import Target, supervise
+from lockstep.launcher.watch import Stalls, timeout_for_ranks
+from lockstep.status import View
+
+SECOND = 10**9
+
+
+def view(
+    phase: str = "reduce", number: int = 7, waits: bool = False, step: int = 5, texts: dict[int, str] | None = None, **more: Any
+) -> View:
+    values: dict[str, Any] = {"ticks": 1, "since_ns": time.monotonic_ns(), "waited_ns": 0, "totals_ns": dict.fromkeys(status.PHASES, 0)}
+    return View(phase=phase, number=number, waits=waits, step=step, collectives=texts or {}, **{**values, **more})
+
+
+def sight(state: str = "S", where: str = "", **more: Any) -> Sight:
+    return Sight(100, view(**more), state, where)
+
+
+BUCKET = "all_reduce sum f32[9] for gradient bucket 3 (layer4.weight and 1 more)"
+
+
+def said(*sights: Sight) -> str:
+    found = explain(dict(enumerate(sights)), 31)
+    assert found is not None
+    return found.message
+
+
+def test_the_one_that_never_came_is_named_with_its_phase_and_line() -> None:
+    waiting = {"waits": True, "number": 8, "texts": {7: "x", 8: BUCKET}}
+    assert said(sight(**waiting), sight(phase="data", where="dataset.py:88 read_shard"), sight(**waiting)) == (
+        f"STALL 31 s: ranks 0 and 2 wait in #8 ({BUCKET}), step 5. Rank 1 never issued it: in data, dataset.py:88 read_shard, for 31 s."
+    )
+
+
+def test_the_first_missing_is_the_smallest_number_and_one() -> None:
+    """Rank 0 has run ahead, with buckets that leave early; rank 3 is not even where rank 2 is."""
+    texts = {number: f"op {number}" for number in range(1, 12)}
+    sights = [
+        sight(waits=True, number=11, texts=texts),
+        sight(waits=True, number=9, texts=texts),
+        sight(phase="backward", number=8, texts=texts),
+        sight(phase="forward", number=6, texts=texts),
+    ]
+    assert suspects(dict(enumerate(sights))) == [3]
+    assert "ranks 0 and 1 wait in #7 (op 7), step 5. Rank 3 never issued it: in forward" in said(*sights)
+
+
+def test_a_stopped_rank_is_said_to_be_stopped_wherever_it_stands() -> None:
+    text = said(sight(waits=True, number=8, texts={8: "y"}), sight(state="T", phase="reduce", waits=True, number=7))
+    assert text.endswith("Rank 1 never issued it: stopped (SIGSTOP or a debugger), in reduce, for 31 s.")
+    assert "Rank 0" not in text
+
+
+def test_all_that_do_not_wait_are_named() -> None:
+    text = said(sight(waits=True, number=8, texts={8: "y"}), sight(phase="checkpoint"), sight(phase="data"))
+    assert "Rank 1 never issued it: in a checkpoint, for 31 s. Rank 2 never issued it: in data, for 31 s." in text
+
+
+def test_in_the_middle_of_a_collective_that_all_have_issued() -> None:
+    text = said(sight(waits=True, number=8, texts={8: "y"}), sight(number=8, phase="reduce", texts={8: "y"}))
+    assert "rank 0 waits in #8 (y), step 5. Rank 1 is in the middle of it: in reduce" in text
+
+
+def test_nobody_is_blamed_where_all_wait() -> None:
+    text = said(*[sight(waits=True, number=8, texts={8: "y"})] * 2)
+    assert text == "STALL 31 s: all ranks of this host wait in #8 (y), step 5: for other hosts, or the network."
+
+
+def test_one_rank_alone() -> None:
+    assert said(sight(phase="forward", where="model.py:3 forward", number=0)) == (
+        "STALL 31 s: no rank gets on, step 5. Rank 0 is in forward, model.py:3 forward, for 31 s."
+    )
+    assert explain({}, 31) is None
+
+
+# -- when -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Pages of two ranks, and a clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, 0.0
+        self.pages = [status.Page(status.file_of(folder, rank)) for rank in (0, 1)]
+        self.watcher = Watcher(folder, 10, lambda: self.now)
+        self.pids = {0: os.getpid(), 1: os.getpid()}
+
+    def steps(self, number: int) -> None:
+        for page in self.pages:
+            page.step(number)
+            page.enter(status.PHASES.index("forward"))
+
+    def after(self, seconds: float) -> str | None:
+        """What is said when so much time has passed, looked at in between."""
+        end, found = self.now + seconds, None
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            found = self.watcher.look(self.pids) or found
+        return None if found is None else found.message
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: "")
+    return Run(tmp_path)
+
+
+def test_a_stall_is_said_once_after_the_quiet_time_and_again_after_another(pages: Run) -> None:
+    pages.steps(5)
+    assert pages.after(9.5) is None
+    assert "no rank gets on, step 5" in str(pages.after(2))
+    assert pages.after(1000) is None
+    pages.steps(6)
+    assert pages.after(9) is None
+    assert "step 6" in str(pages.after(2))
+
+
+def test_the_first_step_may_take_ten_times_as_long(pages: Run) -> None:
+    pages.steps(1)
+    assert pages.after(99) is None
+    assert pages.after(3) is not None
+
+
+def test_quiet_times_that_were_none_are_learnt_from(pages: Run) -> None:
+    pages.steps(5)
+    assert pages.after(8) is None
+    pages.steps(6)
+    assert pages.after(36) is None
+    assert pages.after(5) is not None, "five times eight seconds"
+
+
+@pytest.mark.parametrize("phase", ["loop", "checkpoint"])
+def test_the_users_own_code_may_take_long_where_nobody_waits(pages: Run, phase: str) -> None:
+    pages.steps(5)
+    for page in pages.pages:
+        page.enter(status.PHASES.index(phase))
+    assert pages.after(99) is None
+    pages.pages[1].waits(True)
+    assert pages.after(9) is None
+    assert pages.after(3) is not None, "and not, where somebody does"
+
+
+def test_one_page_that_changes_is_no_stall(pages: Run) -> None:
+    pages.steps(5)
+    for _ in range(20):
+        pages.pages[1].collective(3, "x")
+        assert pages.after(5) is None
+
+
+def test_ranks_without_a_page_are_left_alone(tmp_path: Path) -> None:
+    now = [0.0]
+    watcher = Watcher(tmp_path, 1, lambda: now[0])
+    for _ in range(10):
+        now[0] += 100
+        assert watcher.look({0: 1, 1: 2}) is None
+        assert watcher.slow({0: 1, 1: 2}) is None
+
+
+# -- slow ------------------------------------------------------------------------------------------------------------------------------
+
+
+def slowness(waited: tuple[float, ...], spent: dict[str, int], step: int = 5) -> tuple[Slowness, str | None]:
+    """What is said after ten seconds, of which each rank has waited for so many."""
+    found = Slowness(10)
+    assert found.look({rank: view(step=step) for rank in range(len(waited))}, 0) is None
+    totals = {**dict.fromkeys(status.PHASES, 0), **spent}
+    views = {rank: view(step=step + 9, waited_ns=int(each * SECOND), totals_ns=totals) for rank, each in enumerate(waited)}
+    return found, found.look(views, 10)
+
+
+def test_a_slow_rank_is_said_to_be_slow_and_alive_once() -> None:
+    found, text = slowness((6, 0.1, 5), {"data": 7, "forward": 3})
+    assert (
+        text
+        == "SLOW: ranks 0 and 2 wait 55 % of the time for rank 1, which is alive and spends 70 % of its own in data. This is said once."
+    )
+    views = {rank: view(step=30, waited_ns=int(each * SECOND)) for rank, each in enumerate((15, 0.2, 15))}
+    assert found.look(views, 20) is None
+
+
+@pytest.mark.parametrize("waited", [(2.0, 0.1, 5.0), (6.0, 1.5, 5.0), (0.1, 0.1, 6.0), (0.0, 0.0, 0.0)])
+def test_nobody_is_slow_where_the_others_do_not_all_wait_for_one(waited: tuple[float, ...]) -> None:
+    assert slowness(waited, {})[1] is None
+
+
+def test_what_starting_took_is_nobodys_fault() -> None:
+    assert slowness((6, 0.1), {}, step=1)[1] is None
+
+
+# -- for real --------------------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch, lockstep
+from lockstep.testing import hang_at, hold_gil_at, slow_at, stop_at
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        if index == int(sys.argv[1]):
+            never_ends()
+        return torch.ones(3)
+
+def never_ends():
+    while True:
+        pass
+
+with lockstep.init() as world:
+    {fault}
+    model = torch.nn.Linear(3, 1)
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = lockstep.Loader(Data(), global_batch=4, micro_batch=2, shuffle=False, num_workers={workers})
+    for epoch in loader.epochs(1):
+        for window in epoch:
+            for x in stepper.micro_batches(window):
+                stepper.backward(model(x).sum(), weight=len(x))
+            stepper.step()
+            if stepper.steps == {stop}:
+                break
+"""
+
+
+@pytest.fixture
+def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """Exit code and the lines of stderr of a run that stops to get on."""
+
+    def run(fault: str = "", sample: int = -1, workers: int = 0, stop: int = 0, **stalls: Any) -> tuple[int, list[str]]:
+        (tmp_path / "script.py").write_text(SCRIPT.format(fault=fault or "pass", workers=workers, stop=stop))
+        monkeypatch.chdir(tmp_path)
+        outcome = supervise(Target(script="script.py", args=[str(sample)]), 2, stalls=Stalls(**{"after": 2, **stalls}))
+        out, err = capfd.readouterr()
+        assert out == ""
+        return outcome.exit_code, err.splitlines()
+
+    return run
+
+
+def test_a_stuck_loader_worker_is_found_with_its_line(hung: Callable[..., tuple[int, list[str]]]) -> None:
+    """Sample 26 belongs to rank 1's micro-batch of step 7."""
+    code, lines = hung(sample=26, workers=1)
+    assert code == 76
+    found = re.fullmatch(
+        r"STALL \d s: rank 0 waits in #\d+ \(.*\), step \d. "
+        r"Rank 1 never issued it: in data, script.py:\d+ never_ends \(loader worker, pid \d+\), for \d s.",
+        lines[-1],
+    )
+    assert found, lines
+    assert lines[-2].endswith("in never_ends")
+    assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("stop_at(1, 4, 'backward')", r"stopped \(SIGSTOP or a debugger\), in backward"),
+        ("hold_gil_at(1, 4, 'forward')", r"in forward, script.py:\d+ <module>"),
+        ("hang_at(0, 4, 'optimizer', busy=True)", r"in the optimizer, script.py:\d+ <module>"),
+    ],
+)
+def test_a_rank_that_cannot_answer_is_found_too(hung: Callable[..., tuple[int, list[str]]], fault: str, what: str) -> None:
+    code, lines = hung(fault)
+    assert code == 76
+    assert re.search(rf"Rank {fault.partition('(')[2][0]} (never issued it|is in the middle of it): {what}, for \d+ s\.$", lines[-1]), lines
+
+
+def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(hung: Callable[..., tuple[int, list[str]]]) -> None:
+    code, lines = hung("slow_at(1, 3, 'forward', 0.3)", stop=30, after=3)
+    assert code == 0
+    assert len(lines) == 1, lines
+    assert re.match(r"SLOW: rank 0 waits \d+ % of the time for rank 1, which is alive and spends \d+ % of its own in forward", lines[0])
+    code, lines = hung("slow_at(1, 4, 'forward', 4)", stop=5, after=2, then="wait")
+    assert code == 0
+    assert any(line.startswith("STALL") and "Rank 1 never issued it: in forward" in line for line in lines), lines
+
+
+def test_values_that_cannot_work_are_refused() -> None:
+    with pytest.raises(UsageError, match="on_stall='panic' is unknown: choose one of wait, abort, restart"):
+        Stalls(then="panic")  # type: ignore[arg-type]
+    for seconds in (0, -1, float("nan")):
+        with pytest.raises(UsageError, match="give seconds"):
+            Stalls(after=seconds)
+        with pytest.raises(UsageError, match="give the seconds"):
+            timeout_for_ranks(seconds)
+    assert timeout_for_ranks(None) == {}
+    assert timeout_for_ranks(5) == {"LOCKSTEP_TIMEOUT": "5"}
