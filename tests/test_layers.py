@@ -29,7 +29,7 @@ LAYERS = [
         "checkpointing",
     },
     {"inference", "training"},
-    {"testing", "tasks", "measure", "tuning", "verify"},
+    {"testing", "tasks", "measure", "tuning", "verify", "doctor"},
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-from lockstep.errors import BarrierTimeout, LockstepError, UsageError
+from lockstep.errors import BarrierTimeout, LockstepError, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 
 
@@ -225,3 +225,14 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection() -> None:
     assert subprocess.run([sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout == "7\n"
+
+
+def test_the_launchers_timeout_counts_where_none_is_given_and_one_that_nobody_reads_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TIMEOUT", "7.5")
+    with lockstep.init() as world:
+        assert world.timeout == timedelta(seconds=7.5)
+    with lockstep.init(timeout=timedelta(seconds=3)) as world:
+        assert world.timeout == timedelta(seconds=3)
+    monkeypatch.setenv("NCCL_TIMEOUT", "60")
+    with pytest.warns(LockstepWarning, match="NCCL_TIMEOUT=60 is set, but neither NCCL nor torch reads it; use --timeout"), lockstep.init():
+        pass

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+_COLLECTIVES = """
+import os, torch, lockstep
+print(*(os.environ.get(name) for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "TORCH_CPP_LOG_LEVEL", "RANK")))
+with lockstep.init() as world:
+    world.group.all_reduce(torch.ones(3, 4)).wait()
+    lockstep.collectives.all_reduce(torch.ones(7, dtype=torch.float64), algorithm="ring")
+    lockstep.collectives.broadcast(torch.ones(2, dtype=torch.int64), root=1, algorithm="shared_memory")
+    world.barrier()
+    work = world.group.all_reduce(torch.ones(5))
+    work._work.wait()
+"""
 
 
 def lockstep(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -18,7 +31,7 @@ def test_arguments_pass_through_untouched(tmp_path: Path) -> None:
     theirs = ["--workers", "3", "-m", "--help", "a b", "", "$HOME", "$$", "${local_rank}", "--", "-x", "*"]
     done = lockstep("run", "--workers", "2", "script.py", *theirs, cwd=tmp_path)
     assert done.stderr == ""
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {['script.py', *theirs]}" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} {['script.py', *theirs]}" for rank in (0, 1)]
 
 
 def test_a_module_and_one_worker_by_default(tmp_path: Path) -> None:
@@ -33,12 +46,35 @@ def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
     assert lockstep("run", "-n", "1", "script.py", cwd=tmp_path).returncode == 5
 
 
+def test_debug_writes_to_the_logs_and_what_the_user_set_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each collective, however it is carried; torch's own lines; NCCL's variables set, or left as they were."""
+    (tmp_path / "script.py").write_text(_COLLECTIVES)
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    done = lockstep("run", "-n", "2", "--log", "logs", "--debug", "script.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] WARN None INFO 0", "[1] WARN None INFO 1"]
+    assert not done.stderr
+    for rank in (0, 1):
+        lines = (tmp_path / "logs" / f"rank-{rank}.log").read_text().splitlines()
+        assert any("[c10d]" in line for line in lines)
+        assert f"WARN None INFO {rank}" in lines
+        told = [line for line in lines if line.startswith("collective #")]
+        assert [re.sub(r"\d+\.\d\d ms", "T ms", line) for line in told] == [
+            "collective #1 all_reduce sum f32[3,4] at script.py:5, 12 elements, ranks 0,1: T ms",
+            "collective #2 all_reduce sum by ring f64[7] at script.py:6, 7 elements, ranks 0,1: T ms",
+            "collective #3 broadcast from 1 i64[2] at script.py:7, 2 elements, ranks 0,1: T ms",
+            "collective #5 all_reduce sum f32[5] at script.py:9, 5 elements, ranks 0,1: not waited for",
+        ]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["run"], "error: nothing to run: give a script"),
         (["run", "nowhere.py"], "error: script 'nowhere.py' does not exist"),
         (["run", "--workers", "0", "-m", "this"], "error: workers=0: give at least 1"),
+        (["run", "--log", "/dev/null/x", "-m", "this"], "error: --log /dev/null/x: no directory can be made there (Not a directory)"),
+        (["run", "--debug", "-m", "this"], "error: --debug writes to the logs, which are removed when all goes well"),
         (["run", "--wrokers", "2", "x.py"], "--wrokers"),
         (["run", "--workers", "two", "x.py"], "Invalid value for '--workers'"),
     ],

@@ -56,7 +56,7 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
     assert place is not None
     refuse_watching(place, False)
     with pytest.raises(
-        UsageError, match="--stall-after are for the launcher of the ranks, but RANK and WORLD_SIZE say that another one has"
+        UsageError, match="--stall-after and --debug are for the launcher of the ranks, but RANK and WORLD_SIZE say that another one has"
     ):
         refuse_watching(place, True)
 

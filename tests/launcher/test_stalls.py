@@ -259,7 +259,7 @@ def test_a_stuck_loader_worker_is_found_with_its_line(hung: Callable[..., tuple[
     assert code == 76
     found = re.fullmatch(
         r"STALL \d s: rank 0 waits in #\d+ \(.*\), step \d. "
-        r"Rank 1 never issued it: in data, script.py:\d+ never_ends \(loader worker, pid \d+\), for \d s.",
+        r"Rank 1 never issued it: in data, script.py:\d+ never_ends \(loader worker, pid \d+\), for \d s\.( Its log: .*)?",
         lines[-1],
     )
     assert found, lines
@@ -278,7 +278,9 @@ def test_a_stuck_loader_worker_is_found_with_its_line(hung: Callable[..., tuple[
 def test_a_rank_that_cannot_answer_is_found_too(hung: Callable[..., tuple[int, list[str]]], fault: str, what: str) -> None:
     code, lines = hung(fault)
     assert code == 76
-    assert re.search(rf"Rank {fault.partition('(')[2][0]} (never issued it|is in the middle of it): {what}, for \d+ s\.$", lines[-1]), lines
+    assert re.search(
+        rf"Rank {fault.partition('(')[2][0]} (never issued it|is in the middle of it): {what}, for \d+ s\.( Its log: .*)?$", lines[-1]
+    ), lines
 
 
 def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(hung: Callable[..., tuple[int, list[str]]]) -> None:

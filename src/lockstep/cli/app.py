@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, checkpoints, evaluate, lint, look, predict, run, slurm, train, tune, verify
+from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, predict, run, slurm, train, tune, verify
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("verify")(verify.verify)
 app.command("slurm")(slurm.slurm)
 app.command("audit")(audit.audit)
 app.command("lint")(lint.lint)
+app.command("doctor")(doctor.doctor)
 app.add_typer(look.app, name="show")
 app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoints.app, name="checkpoints")

@@ -104,6 +104,10 @@ def train(
         Path | None,
         typer.Option("--settings", metavar="FILE", show_default=False, help="Take these five from a file of `lockstep tune --out`."),
     ] = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Have NCCL and torch write to the ranks' logs what they do, and add a line for every collective."),
+    ] = False,
 ) -> None:
     """Train TASK data-parallel on several ranks of this host, or as one rank where torchrun, srun or mpirun has started several of these.
 
@@ -128,7 +132,7 @@ def train(
     here = rank_here(workers)
     if here is not None:
         asked.listen()  # from the first moment on: what it has to load takes seconds
-        refuse_watching(here, max_restarts is not None or on_stall != "abort" or stall_after != 30)
+        refuse_watching(here, debug or max_restarts is not None or on_stall != "abort" or stall_after != 30)
         os.environ.update(environment)
     place = locate(task)
     knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
@@ -174,7 +178,8 @@ def train(
         def generation(count: int) -> Outcome:
             directory.grow.unlink(missing_ok=True)
             replace(settings, workers=count, grow=count < allowed.most).write(directory.path)
-            return supervise(target, count, logs=directory.path, console="first", heeds=True, stalls=stalls, environment=environment)
+            logs = directory.path.absolute()
+            return supervise(target, count, logs=logs, console="first", environment=environment, debug=debug, heeds=True, stalls=stalls)
 
         restarts = (RESTARTS if allowed.elastic or stalls.then == "restart" else 0) if max_restarts is None else max_restarts
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists, after_stalls=stalls.then == "restart")

@@ -48,3 +48,4 @@ def central_all_reduce(group: Group, tensor: Tensor, op: Op = "sum", place: str 
         group.receive(total, 0)
     if total is not tensor:
         tensor.copy_(total)
+    group.ended(group.number)

@@ -22,6 +22,7 @@ from torch import Tensor
 from lockstep import status
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
+from lockstep.collectives.record import Record
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.tags import call_site, describe
 from lockstep.errors import UsageError
@@ -129,6 +130,7 @@ class NativeWork:
         self._work = None  # only now: a wait that raised can be tried again
         if self._finish is not None:
             self._finish()
+        self._group.ended(self._number)
 
 
 class Group:
@@ -152,6 +154,7 @@ class Group:
         self.watched = False
         """All ranks of the world: what its collectives are stands on each rank's status page."""
         self.tags: Comparison | None = None
+        self._record = Record.where_asked_for(self.ranks)
         self._background = Background("lockstep collectives")
         self.tuning = BUILT_IN
         self.memory: Memory | None = None
@@ -181,6 +184,9 @@ class Group:
     def forget(self) -> None:
         """End of the world: the next Group of this process group is a new one."""
         self._background.close()
+        if self._record is not None:
+            self._record.close()
+            self._record = None
         self.tags = None
         self.memory = None
         self.find_hosts = lambda: None
@@ -259,6 +265,7 @@ class Group:
         joined = piece.new_empty((self.size * piece.shape[0], *piece.shape[1:]))
         octets = joined.view(-1).view(torch.uint8).chunk(self.size)
         dist.all_gather(list(octets), piece.view(-1).view(torch.uint8), group=self.process_group)
+        self.ended(self.number)
         return joined
 
     def exchange(
@@ -292,10 +299,19 @@ class Group:
         `text` says it in place of `kind`, `tensor` and `detail`.
         """
         self.bytes_sent += sends
-        if self.tags is not None or (self.watched and status.noted()):
+        if self.tags is not None or self._record is not None or (self.watched and status.noted()):
             text = describe(kind, tensor, detail, place) if text is None else f"{text} {place or call_site()}"
         self.say(text or "")
+        if self._record is not None:
+            self._record.begin(self.number, text or kind, tensor.numel())
+            if self.size == 1 or tensor.numel() == 0:
+                self._record.end(self.number)
         return self.number
+
+    def ended(self, number: int) -> None:
+        """The result of collective `number` is there."""
+        if self._record is not None:
+            self._record.end(number)
 
     def say(self, text: str) -> None:
         """Take the next number for something that all ranks do together, in words. Raises CollectiveMismatch."""

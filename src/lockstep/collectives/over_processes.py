@@ -37,6 +37,7 @@ def execute(group: Group, number: int, steps: Steps, lanes: Sequence[Cells], op:
     """Do one rank's part of a schedule, on every lane. `number` is the collective's. Raises PeerFailed where another rank has gone."""
     if dist.get_backend(group.process_group) == "nccl":
         _execute_batched(group, steps, lanes, op)
+        group.ended(number)
         return
     runs = [_Lane(group, number % _TAGS, cells, op) for cells in lanes]
     try:
@@ -50,6 +51,7 @@ def execute(group: Group, number: int, steps: Steps, lanes: Sequence[Cells], op:
     except RuntimeError as error:
         group.look()  # raises PeerFailed, naming the dead, where this host knows
         raise PeerFailed(f"#{number}: a rank of {group} left in the middle of a collective: {str(error).splitlines()[0]}") from error
+    group.ended(number)
 
 
 class _Lane:

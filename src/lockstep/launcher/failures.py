@@ -62,6 +62,10 @@ class Failure:
     """ "at step 57, in backward": what it was doing when it was seen last, where that is known."""
     note: str = ""
     """What else the launcher knows, as a sentence."""
+    log: str = ""
+    """The file with this rank's output."""
+    tail: str = ""
+    """The end of it, where it was not on the terminal."""
 
     @property
     def killed(self) -> bool:
@@ -168,23 +172,24 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def render(failure: Failure) -> str:
-    """What the user reads: the traceback, if there is one, then a line that names the rank. A usage error is one sentence."""
+    """What the user reads: the rank's last words, its traceback, then a line that names it. A usage error is one sentence."""
     if failure.kind == "usage":
         return f"error: {failure.message}" + (f" ({failure.where})" if failure.where else "")
-    lines = [failure.traceback.rstrip(), summary(failure), failure.note]
+    shown = f"the last that rank {failure.rank} printed:\n{failure.tail}" if failure.tail else ""
+    lines = [shown, failure.traceback.rstrip(), summary(failure), failure.note]
     return "\n".join(line for line in lines if line)
 
 
 def summary(failure: Failure) -> str:
     """One line: which rank, where it ran, what ended it."""
-    who = f"rank {failure.rank} (pid {failure.pid}, {failure.host})"
+    who = f"rank {failure.rank} (pid {failure.pid}, {failure.host}{f', log {failure.log}' if failure.log else ''})"
     text = failure.message.strip().partition("\n")[0]
     doing = f" {failure.doing}" if failure.doing else ""
     if failure.kind == "signal":
         hint = "; often the system's answer when memory runs out" if failure.code == 128 + signal.SIGKILL else ""
         return f"{who} was killed by {text}{doing}{hint}"
     if failure.kind == "stall":
-        return failure.message
+        return failure.message + (f" Its log: {failure.log}" if failure.log else "")
     if failure.kind == "exit":
         return f"{who} exited with code {failure.code}{doing}" + (f": {text}" if text else "")
     return f"{who} failed{doing}: {text}"

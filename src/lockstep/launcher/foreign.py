@@ -37,10 +37,10 @@ def rank_here(workers: str | int | None) -> Placement | None:
 
 
 def refuse_watching(place: Placement, asked: bool) -> None:
-    """--max-restarts, --on-stall and --stall-after are for a launcher of ours, which watches its ranks. Raises UsageError where one was given."""
+    """--max-restarts, --on-stall, --stall-after and --debug are for a launcher of ours, which watches its ranks. Raises UsageError where one was given."""
     if asked:
         raise UsageError(
-            f"--max-restarts, --on-stall and --stall-after are for the launcher of the ranks, but {place.source} say that another one has started "
+            f"--max-restarts, --on-stall, --stall-after and --debug are for the launcher of the ranks, but {place.source} say that another one has started "
             f"rank {place.rank} of {place.size}: leave them out, or start the command once"
         )
 

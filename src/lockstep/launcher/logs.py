@@ -9,29 +9,43 @@ import sys
 from pathlib import Path
 from typing import Literal, TextIO
 
-Console = Literal["first", "all"]
+from lockstep.launcher.forward import connect
+from lockstep.launcher.log_place import log_of
+
+Console = Literal["first", "all", "joined"]
+"""Who may write to the terminal: rank 0; every rank, line by line; every rank, by way of the launcher, which joins equal lines."""
 
 _REDRAW = re.compile(r"\x1b\[\??\d*[ABCDGHJKhl]|\r(?!\n)")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
-def redirect(rank: int, console: Console, directory: Path | None) -> None:
+def redirect(rank: int, console: Console, directory: Path | None, *, pipes: Path | None = None, c_to_log: bool = False) -> None:
     """Set up this rank's stdout and stderr, whole lines at a time, so that ranks do not write into each other's lines.
 
     A rank that may not use the terminal has everything sent to `directory`/rank-N.log, what libraries written in C print included;
     without a directory that output is dropped. A rank that may use it keeps it, and copies Python's output to the file.
+
+    Args:
+        pipes: for "joined", where the launcher has made a pipe for each stream of each rank.
+        c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries that have been told to be talkative.
     """
+    if pipes is not None:
+        connect(pipes, rank)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)  # python -u would write each word of a line for itself
-    on_console = console == "all" or rank == 0
+    on_console = console != "first" or rank == 0
     if not on_console:
-        handle = os.open(os.devnull if directory is None else _file(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        handle = os.open(os.devnull if directory is None else log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.close(handle)
     elif directory is not None:
-        copy = open(_file(directory, rank), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
+        copy = open(os.open(log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
+        if c_to_log:
+            sys.stderr.flush()
+            sys.stderr = open(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115 - as above
+            os.dup2(copy.fileno(), 2)
         sys.stdout = Tee(sys.stdout, copy)
         sys.stderr = Tee(sys.stderr, copy)
 
@@ -69,7 +83,3 @@ class Tee(io.TextIOBase):
     @property
     def buffer(self) -> object:
         return self._stream.buffer
-
-
-def _file(directory: Path, rank: int) -> str:
-    return str(directory / f"rank-{rank}.log")

@@ -13,6 +13,8 @@ from lockstep import orphans
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.forward import forwarded
+from lockstep.launcher.log_place import LogPlace, log_of, log_place, tail
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
 from lockstep.launcher.stopping import Stop, noted
@@ -56,6 +58,7 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     heeds: bool = False,
     stalls: Stalls | None = None,
+    debug: bool = False,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
@@ -64,21 +67,24 @@ def supervise(
     step, save and leave first, until a second signal comes. Nothing is left running, whichever way this process ends.
 
     Args:
-        logs: an existing directory; each rank's output goes to rank-N.log there.
+        logs: an existing directory; each rank's output goes to rank-N.log there. Without, a temporary one, which is kept if a rank fails.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks, over this process's own.
         stalls: what is done where the ranks do not get on; default: the run ends after half a minute, naming who is waited for.
         heeds: the target heeds signals from its first moment on, and can be begun anew where it was stopped before it has come to that.
+        debug: have libraries say in the logs what they do, and add a line for every collective.
 
     Raises:
         UsageError: workers < 1.
     """
     if workers is not None and workers < 1:
         raise UsageError(f"workers={workers}: give at least 1")
-    options = [*_log_options(logs), "--console", console, *(["--heeds"] if heeds else [])]
-    with noted() as stop, run_directory() as directory:
+    with noted() as stop, run_directory() as directory, log_place(logs) as place:
         watch = Watch(directory, stop, stalls or Stalls())
-        outcome = _run(target, workers, stop, watch, directory, options, dict(environment or {}))
+        options = ["--logs", str(place.path), *(["--debug"] if debug else []), *(["--heeds"] if heeds else [])]
+        outcome = _run(target, workers, stop, watch, directory, console, options, dict(environment or {}))
+        if outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED and stop.number is None:
+            outcome = replace(outcome, failure=_with_log(outcome.failure, place, console))
     if stop.number is not None and outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number):
         outcome = replace(outcome, exit_code=stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
         print(f"stopped by {stop.name}; all ranks have ended", file=sys.stderr)
@@ -88,7 +94,14 @@ def supervise(
 
 
 def _run(
-    target: Target, workers: int | None, stop: Stop, watch: Watch, directory: Path, options: list[str], environment: dict[str, str]
+    target: Target,
+    workers: int | None,
+    stop: Stop,
+    watch: Watch,
+    directory: Path,
+    console: Console,
+    options: list[str],
+    environment: dict[str, str],
 ) -> Outcome:
     from lockstep.launcher import agent  # imports torch
 
@@ -98,13 +111,14 @@ def _run(
             return None not in now.codes.values()  # the others are leaving too
         return cause is not None and cause.standing == "cause"
 
-    with _pipe(directory) as pipe:
+    count = agent.gpus() or 1 if workers is None else workers
+    with _pipe(directory) as pipe, _console(console, directory, count) as printing:
         try:
             if stop.now(directory, {}):
                 raise agent.Stopped
             ended = agent.run_generation(
-                ["-P", "-m", "lockstep.launcher.worker", *options, *target.arguments()],
-                agent.gpus() or 1 if workers is None else workers,
+                ["-P", "-m", "lockstep.launcher.worker", *options, *printing, *target.arguments()],
+                count,
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
                 stopping=watch.must_end,
@@ -137,8 +151,23 @@ def _failures(directory: Path, codes: Mapping[int, int | None], pids: Mapping[in
     return list(found.values())
 
 
-def _log_options(logs: Path | None) -> list[str]:
-    return [] if logs is None else ["--logs", str(logs)]
+def _with_log(failure: Failure, place: LogPlace, console: Console) -> Failure:
+    """With its rank's log file, and the end of it where that was not on the terminal. A usage error needs neither."""
+    if failure.kind == "usage":
+        return failure
+    file = log_of(place.path, failure.rank)
+    place.keep = True
+    return replace(failure, log=str(file), tail=tail(file) if console == "first" and failure.rank > 0 else "")
+
+
+@contextmanager
+def _console(console: Console, directory: Path, count: int) -> Iterator[list[str]]:
+    """Print what ranks say, joined, where that is asked for and there are several; gives the ranks' options for it."""
+    if console != "joined" or count == 1:
+        yield ["--console", console]
+        return
+    with forwarded(directory, count):
+        yield ["--console", console, "--pipes", str(directory)]
 
 
 @contextmanager

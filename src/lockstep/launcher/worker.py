@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from lockstep import status
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import asked, failures, logs, processes, stalls
+from lockstep.launcher import asked, debug, failures, logs, processes, stalls
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.orphans import die_with_launcher
 
@@ -34,7 +34,9 @@ def main(argv: list[str] | None = None) -> None:
     records = os.environ.get(failures.DIRECTORY)
     if options.heeds:
         asked.listen()
-    logs.redirect(rank, options.console, options.logs)
+    if options.debug and options.logs is not None:
+        debug.switch_on(rank, options.logs)
+    logs.redirect(rank, options.console, options.logs, pipes=options.pipes, c_to_log=options.debug)
     if records is None:
         _run(options)
         return
@@ -57,9 +59,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--script", help="a Python file, run as __main__")
     target.add_argument("--module", help="a module, run as __main__")
-    parser.add_argument("--console", choices=("first", "all"), default="all", help="which ranks write to the terminal")
+    parser.add_argument("--console", choices=("first", "all", "joined"), default="all", help="which ranks write to the terminal")
     parser.add_argument("--heeds", action="store_true", help="note SIGTERM and SIGUSR1 from now on: the target asks whether they came")
+    parser.add_argument("--pipes", type=Path, help="for --console joined: where the launcher listens")
     parser.add_argument("--logs", type=Path, help="a directory for rank-N.log")
+    parser.add_argument("--debug", action="store_true", help="have libraries and collectives write to rank-N.log what they do")
     parser.add_argument("args", nargs="*", help="after --: the target's own arguments")
     return parser.parse_args(argv)
 

@@ -178,6 +178,7 @@ class SharedMemory:
                     part = slice_of(theirs.numel(), other, size)
                     everybodys[rank].data[part.start : part.stop].copy_(theirs[part.start : part.stop])
         self._words[self._mine + _COPIED] = self._gathers
+        self._group.ended(self._number)
 
     def settle(self) -> None:
         """Return when all have copied what they gathered last."""
@@ -244,7 +245,7 @@ class SharedMemory:
         while self._open and not work.finished:
             self._number = self._open[0].number
             self._open[0].complete()
-            self._open.popleft()
+            self._group.ended(self._open.popleft().number)
 
     @property
     def size(self) -> int:

@@ -1,0 +1,1 @@
+"""`lockstep doctor`: is this host, or are these hosts, fit to train?"""
