@@ -1,13 +1,24 @@
-"""A rank's place, as four launchers spell it, and the contradictions that must not reach a rendezvous."""
+"""A rank's place, as launchers spell it, and the contradictions that must not reach a rendezvous."""
 
 from __future__ import annotations
 
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.place import Placement, placement, rank_and_size
+from lockstep.place import Placement, placement, rank_and_size, started_by_others
 from lockstep.testing import run_ranks
 from lockstep.world import World
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
 
 
 def test_nothing_set_is_no_placement() -> None:
@@ -37,6 +48,18 @@ def test_nothing_set_is_no_placement() -> None:
         ),
         pytest.param({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 2, 1, 2, 0), id="MPICH"),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1", "PMI_RANK": "1", "PMI_SIZE": "2"}, (0, 1, 0, 1, 0), id="RANK comes first"),
+        pytest.param(
+            {"RANK": "3", "WORLD_SIZE": "4", "PET_NNODES": "4", "PET_NODE_RANK": "3"}, (3, 4, 0, 1, 3), id="PyTorchJob: a rank a pod"
+        ),
+        pytest.param(
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "PET_NNODES": "2"},
+            (5, 8, 1, 4, 1),
+            id="torchrun in a PyTorchJob",
+        ),
+        pytest.param(SRUN, (5, 6, 2, 3, 1), id="srun"),
+        pytest.param({**SRUN, "PMI_RANK": "5", "PMI_SIZE": "6"}, (5, 6, 2, 3, 1), id="srun --mpi=pmi2"),
+        pytest.param({**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2, 1, 2, 0), id="mpiexec inside of a job"),
+        pytest.param({**SRUN, "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, 2, 0), id="RANK before SLURM"),
     ],
 )
 def test_launchers(env: dict[str, str], expected: tuple[int, ...]) -> None:
@@ -57,11 +80,24 @@ def test_launchers(env: dict[str, str], expected: tuple[int, ...]) -> None:
         ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_RANK=4"),
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
+            "PET_NNODES=2, PET_NPROC_PER_NODE=4 and WORLD_SIZE=8 but no LOCAL_RANK: 1 process started in this pod, torchrun expected",
+        ),
+        ({**SRUN, "SLURM_PROCID": "6"}, r"SLURM_PROCID=6 does not lie in 0\.\.5, but SLURM_NTASKS=6"),
+        ({**SRUN, "SLURM_LOCALID": "3"}, r"SLURM_LOCALID=3 does not lie in 0\.\.2, but tasks on this node=3"),
     ],
 )
 def test_contradictions_name_variables_and_values(env: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         placement(env)
+
+
+def test_who_was_started_by_another_launcher_is_a_rank() -> None:
+    assert started_by_others(SRUN) == placement(SRUN)
+    assert started_by_others({**SRUN, "LOCKSTEP_PARENT": "1"}) is None
+    assert started_by_others({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert started_by_others({}) is None
 
 
 def test_rank_and_size_of_a_plain_process() -> None:

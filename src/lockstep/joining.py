@@ -17,9 +17,10 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from lockstep import meeting
+from lockstep import meeting, slurm_store
 from lockstep.errors import UsageError
 from lockstep.launcher import siblings
+from lockstep.launcher.job_step import step_of
 from lockstep.place import Placement
 
 
@@ -46,21 +47,24 @@ def find_store(place: Placement, init_method: str | None, timeout: timedelta | N
     """The key-value store that the ranks find each other through."""
     if init_method is None and place.size == 1:
         return dist.HashStore()
-    if init_method is not None or "MASTER_ADDR" in os.environ:
+    step = step_of(place, os.environ) if init_method is None else None
+    if init_method is not None or (step is None and "MASTER_ADDR" in os.environ):
         where = init_method or "env://"
         kwargs = {} if timeout is None else {"timeout": timeout}
         with _environment(RANK=str(place.rank), WORLD_SIZE=str(place.size)):
             store: dist.Store = next(iter(dist.rendezvous(where, place.rank, place.size, **kwargs)))[0]
         return store
+    if step is not None and place.local_size != place.size:
+        return slurm_store.across_hosts(step, timeout or timedelta(minutes=5))
     if place.local_size != place.size:
         raise UsageError(
             f"{place.size} ranks on several hosts need MASTER_ADDR and MASTER_PORT (the host and a free port of rank 0); {place.source} has set neither"
         )
-    return _store_among_siblings(place, timeout or timedelta(minutes=5))
+    key = siblings.key(os.environ) if step is None else f"slurm-{step.name}"
+    return _store_among_siblings(place, key, timeout or timedelta(minutes=5))
 
 
-def _store_among_siblings(place: Placement, timeout: timedelta) -> dist.Store:
-    key = siblings.key(os.environ)
+def _store_among_siblings(place: Placement, key: str, timeout: timedelta) -> dist.Store:
     if place.rank > 0:
         store = dist.TCPStore("127.0.0.1", siblings.find(key, timeout), place.size, is_master=False, timeout=timeout)
         store.add("found", 1)

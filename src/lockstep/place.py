@@ -1,7 +1,7 @@
 """Where this process stands among the ranks, read from what a launcher left in the environment.
 
-Four launchers leave four spellings of the same numbers; this is the only file that knows them. Pure: an environment goes in,
-a `Placement` or nothing comes out, and a contradiction is refused here, before anyone waits for a rank that cannot exist.
+Launchers have their own spellings of the same numbers; this is the only file that knows them (what SLURM means by its own stands in slurm.py).
+Pure: an environment goes in, a `Placement` or nothing comes out, and a contradiction is refused here, before anyone waits for a rank that cannot exist.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from lockstep import slurm
 from lockstep.errors import UsageError
+from lockstep.orphans import PARENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,10 @@ class _Spelling:
         return Placement(rank, size, local_rank, local_size, rank // local_size if node is None else node, source)
 
     def _local(self, env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-        """One host is assumed where the launcher names no local numbers."""
+        """One host is assumed where the launcher names no local numbers, and in a PyTorchJob one rank a pod."""
         local_rank, local_size = _number(env, self.local_rank), _number(env, self.local_size)
+        if local_rank is None and local_size is None and env.get("PET_NNODES"):
+            local_rank, local_size = _of_pod(env, size)
         if local_size is None:
             local_size = size if local_rank is None else max(size if local_rank == rank else 1, local_rank + 1)
         elif not 1 <= local_size <= size:
@@ -70,8 +75,8 @@ class _Spelling:
         return local_rank, local_size
 
 
-_SPELLINGS = (
-    _Spelling("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+_FIRST = _Spelling("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_MPI = (
     _Spelling("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     _Spelling("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -80,17 +85,36 @@ _SPELLINGS = (
 def placement(env: Mapping[str, str]) -> Placement | None:
     """Read this rank's place from a launcher's variables; None where no launcher left any.
 
-    Known are RANK/WORLD_SIZE (`lockstep run`, torchrun, PyTorchJob), OMPI_COMM_WORLD_* (Open MPI) and PMI_* (MPICH, Intel MPI);
-    the first pair that is set counts. Where a launcher names no local numbers one host is assumed. Reads nothing but `env`.
+    Known are RANK/WORLD_SIZE (`lockstep run`, torchrun, PyTorchJob), OMPI_COMM_WORLD_* (Open MPI), PMI_* (MPICH, Intel MPI) and
+    SLURM_PROCID/SLURM_NTASKS (srun); the first pair that is set counts. Where a launcher names no local numbers one host is assumed.
+    Reads nothing but `env`.
 
     Raises:
-        UsageError: one of a pair is missing, a value is not an integer, or a rank is not below its size.
+        UsageError: one of a pair is missing, a value is not an integer, a rank is not below its size, or SLURM's numbers contradict each other.
     """
-    for spelling in _SPELLINGS:
-        place = spelling.read(env)
-        if place is not None:
+    place = _FIRST.read(env)
+    if place is not None:
+        return place
+    mpi = next((place for place in (spelling.read(env) for spelling in _MPI) if place is not None), None)
+    if mpi is None:
+        return _of_slurm(env)
+    # srun --mpi=pmi2 sets PMI_* too, without local numbers. An mpirun inside of a job has numbers of its own, and SLURM's mean its daemons.
+    with suppress(UsageError):
+        place = _of_slurm(env)
+        if place is not None and (place.rank, place.size) == (mpi.rank, mpi.size):
             return place
-    return None
+    return mpi
+
+
+def started_by_others(env: Mapping[str, str]) -> Placement | None:
+    """The place of a process that torchrun, srun, mpirun or a cluster started as one of several ranks; None for any other.
+
+    Such a process is a rank, and not a command that starts ranks.
+    """
+    if PARENT in env:
+        return None
+    place = placement(env)
+    return place if place is not None and place.size > 1 else None
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -111,6 +135,26 @@ def rank_and_size() -> tuple[int, int]:
     raise UsageError(
         f"{names[0]}={place.rank} and {names[1]}={place.size} are set but no process group is open; call lockstep.init() first"
     )
+
+
+def _of_slurm(env: Mapping[str, str]) -> Placement | None:
+    step = slurm.step(env)
+    if step is None:
+        return None
+    _check_below(slurm.RANK, step.rank, slurm.SIZE, step.size)
+    _check_below(slurm.LOCAL_RANK, step.local_rank, "tasks on this node", step.local_size)
+    return Placement(step.rank, step.size, step.local_rank, step.local_size, step.node, f"{slurm.RANK} and {slurm.SIZE}")
+
+
+def _of_pod(env: Mapping[str, str], size: int) -> tuple[int, int]:
+    """A PyTorchJob's pod: PET_* are for torchrun, which would have set local numbers."""
+    each = env.get("PET_NPROC_PER_NODE", "1").strip() or "1"
+    if each != "1" or env["PET_NNODES"].strip() != str(size):
+        raise UsageError(
+            f"PET_NNODES={env['PET_NNODES']}, PET_NPROC_PER_NODE={each} and WORLD_SIZE={size} but no LOCAL_RANK: 1 process started in this pod, "
+            "torchrun expected; begin the pod's command with torchrun, which reads PET_*"
+        )
+    return 0, 1
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

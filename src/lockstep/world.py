@@ -1,6 +1,6 @@
 """Who am I among how many: `lockstep.init()` answers it once, for every way a script can be started.
 
-The same script runs under `lockstep run`, torchrun, mpirun, inside the user's own `mp.spawn`, and as plain `python`, which is a
+The same script runs under `lockstep run`, torchrun, mpirun, srun, inside the user's own `mp.spawn`, and as plain `python`, which is a
 world of one rank. A World owns everything that has a lifetime (groups, threads, files) and closes it last in, first out.
 """
 
@@ -358,7 +358,7 @@ def init(
 ) -> World:
     """Open the world that this process belongs to. All arguments are optional; as with `open()`, use it plainly or in a `with`.
 
-    Without arguments the launcher's variables decide (`lockstep run`, torchrun, mpirun, PyTorchJob), else this is a world of one.
+    Without arguments the launcher's variables decide (`lockstep run`, torchrun, mpirun, srun, PyTorchJob), else this is a world of one.
     Ranks that your own code spawned pass `rank` and `world_size`; without an address they find each other on this host.
     `backend`: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where torch was built with it.
     `timeout`: the longest that one collective may take; default: what `--timeout` of the launcher says, else torch's own.
@@ -419,23 +419,31 @@ def _already_open(rank: int | None, world_size: int | None, backend: str | None,
 def _adopt() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    found = placement(os.environ)
-    if found is None or (found.rank, found.size) != (rank, size):
+    found = _place_of(rank, size)
+    if found is None:
         local = device.index if device.index is not None else rank
         found = Placement(rank=rank, size=size, local_rank=local, local_size=size, node=0, source="adopted")
     store = dist.PrefixStore(f"lockstep/adopted/{next(_generations)}", dist.distributed_c10d._get_default_store())
     return World(found, device, store=store, timeout=_DEFAULT_TIMEOUT, adopted=True)
 
 
+def _place_of(rank: int, size: int) -> Placement | None:
+    """What the environment says of a rank that is known, if it speaks of that rank."""
+    with suppress(UsageError):
+        found = placement(os.environ)
+        if found is not None and (found.rank, found.size) == (rank, size):
+            return found
+    return None
+
+
 def _place(rank: int | None, world_size: int | None) -> Placement:
-    found = placement(os.environ)
     if rank is None and world_size is None:
-        return found or Placement(rank=0, size=1, local_rank=0, local_size=1, node=0, source="plain")
+        return placement(os.environ) or Placement(rank=0, size=1, local_rank=0, local_size=1, node=0, source="plain")
     if rank is None or world_size is None:
         raise UsageError(f"rank={rank} and world_size={world_size}: give both or neither")
     if world_size < 1 or not 0 <= rank < world_size:
         raise UsageError(f"rank={rank} and world_size={world_size}: ranks go from 0 to world_size - 1")
-    if found is not None and (found.rank, found.size) == (rank, world_size):
+    if found := _place_of(rank, world_size):
         return found
     local = int(os.environ.get("LOCAL_RANK", rank))
     return Placement(rank=rank, size=world_size, local_rank=local, local_size=world_size, node=0, source="arguments")

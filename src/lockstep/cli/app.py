@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, predict, run, train, tune, verify
+from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, predict, run, slurm, train, tune, verify
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("tune")(tune.tune)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("verify")(verify.verify)
+app.command("slurm")(slurm.slurm)
 app.command("audit")(audit.audit)
 app.command("lint")(lint.lint)
 app.command("doctor")(doctor.doctor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,7 @@ def run(
         bool, typer.Option("--debug", help="Have NCCL and torch write to the logs what they do, and add a line for every collective.")
     ] = False,
 ) -> None:
-    """Run SCRIPT (or -m MODULE) on several ranks of this host.
+    """Run SCRIPT (or -m MODULE) on several ranks of this host, or as one rank where srun or mpirun has started several of these.
 
     Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds the other ranks.
     Lines that several ranks print are shown once, as [0-3] text. When a rank fails the others are stopped, and its traceback is the
@@ -49,12 +50,23 @@ def run(
         raise UsageError("nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m package.train)")
     if debug and log is None:
         raise UsageError("--debug writes to the logs, which are removed when all goes well: say where they shall stay, with --log DIR")
+    from lockstep.launcher import worker
+    from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
+    from lockstep.launcher.job_step import exported
     from lockstep.launcher.log_place import directory_for_logs
     from lockstep.launcher.supervise import Target, supervise
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
 
     name, args = command[0], command[1:]
     target = Target(module=name, args=args) if module else Target(script=name, args=args)
+    here = rank_here(workers)
+    if here is not None:
+        refuse_watching(here, debug or on_stall != "abort" or stall_after != 30)
+        if log is not None:
+            log.mkdir(parents=True, exist_ok=True)
+        os.environ.update({**exported(here, os.environ), **timeout_for_ranks(timeout)})
+        work_as(here, lambda: worker.main([*(["--logs", str(log)] if log is not None else []), *target.arguments()]))
+        return
     if on_stall == "restart":
         raise UsageError("on_stall='restart' needs checkpoints to go on from: it is for lockstep train; choose wait or abort")
     stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.hardware import fitted
-from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
+from lockstep.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote
@@ -108,13 +109,15 @@ def train(
         typer.Option("--debug", help="Have NCCL and torch write to the ranks' logs what they do, and add a line for every collective."),
     ] = False,
 ) -> None:
-    """Train TASK data-parallel on several ranks of this host.
+    """Train TASK data-parallel on several ranks of this host, or as one rank where torchrun, srun or mpirun has started several of these.
 
     The number of ranks does not change the samples of a step. Progress goes to stderr; the one line on stdout is the last:
     what was trained, the metric, and a SHA-256 of the weights. Metrics, logs and checkpoints are in the run directory.
     """
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
+    from lockstep.launcher import asked
+    from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
     from lockstep.launcher.generations import RESTARTS, Workers, run_generations
     from lockstep.launcher.supervise import Outcome, Target, supervise
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
@@ -126,6 +129,11 @@ def train(
 
     stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
     environment = timeout_for_ranks(timeout)
+    here = rank_here(workers)
+    if here is not None:
+        asked.listen()  # from the first moment on: what it has to load takes seconds
+        refuse_watching(here, debug or max_restarts is not None or on_stall != "abort" or stall_after != 30)
+        os.environ.update(environment)
     place = locate(task)
     knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
     given = {name: value for name, value in knobs.items() if value is not None}
@@ -133,7 +141,7 @@ def train(
     settings = Settings(
         task=place,
         overrides=overrides_of(override or []),
-        workers=1 if workers is None else Workers.read(workers).most,
+        workers=here.size if here is not None else 1 if workers is None else Workers.read(workers).most,
         epochs=epochs,
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
@@ -145,9 +153,15 @@ def train(
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )
-    settings = fitted(settings, count_workers=workers is None)
-    if tuned is not None:
+    if here is None:
+        settings = fitted(settings, count_workers=workers is None)
+    if tuned is not None and (here is None or here.rank == 0):
         _say_tuned(tuned, settings, given)
+    if here is not None:
+        from lockstep.training.as_rank import train_as_rank  # imports torch
+
+        work_as(here, lambda: train_as_rank(settings, run, resume=resume, fresh=fresh))
+        return
     if resume and run is not None and (run / RESULT).exists():
         print(result.last_line(result.read(run / RESULT)))
         return
@@ -210,17 +224,8 @@ def _remote(url: str) -> Remote:
 
 def _insist(directory: RunDirectory, remote: Remote | None) -> None:
     """--resume: end the command where there is no checkpoint to go on from."""
-    if remote is not None and remote.steps():
-        return
-    from lockstep.checkpoints.folders import written
-    from lockstep.checkpoints.manifest import check
+    from lockstep.training.resume import why_not_resumable  # imports torch
 
-    why = "it has none"
-    for folder in reversed(written(directory.checkpoints)):
-        try:
-            check(folder)
-            return
-        except DamagedCheckpoint as error:
-            why = str(error)
-    print(f"lockstep: --resume: no checkpoint in {directory.path} can be gone on from: {why}", file=sys.stderr)
-    raise typer.Exit(ExitCode.NO_CHECKPOINT)
+    if why := why_not_resumable(directory, remote):
+        print(why, file=sys.stderr)
+        raise typer.Exit(ExitCode.NO_CHECKPOINT)

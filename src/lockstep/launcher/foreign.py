@@ -1,0 +1,75 @@
+"""A command that torchrun, srun, mpirun or a cluster has started once for each rank: it is a rank, and starts none.
+
+There is no launcher of ours then that would say in the end what went wrong. Every rank says it for itself: its own failure in full, and in one
+line what is only the consequence of another rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from lockstep.errors import ExitCode, UsageError
+from lockstep.launcher import failures
+from lockstep.place import Placement, started_by_others
+
+
+def rank_here(workers: str | int | None) -> Placement | None:
+    """This process's place if another launcher has started it as one of several ranks; `workers` is what the command was asked for.
+
+    Raises UsageError where another number was asked for, and in a shell of a job whose tasks nobody has started, unless a number was asked for.
+    """
+    try:
+        place = started_by_others(os.environ)
+    except UsageError:
+        if workers is not None:  # then this command starts them
+            return None
+        raise
+    if place is not None and workers is not None and str(workers) != str(place.size):
+        sizes = place.source.split(" and ")[1]
+        raise UsageError(
+            f"--workers {workers} but {sizes}={place.size}: this command was started as rank {place.rank} of {place.size} and starts no ranks; "
+            f"leave --workers out, or give {place.size}, or start the command once"
+        )
+    return place
+
+
+def refuse_watching(place: Placement, asked: bool) -> None:
+    """--max-restarts, --on-stall, --stall-after and --debug are for a launcher of ours, which watches its ranks. Raises UsageError where one was given."""
+    if asked:
+        raise UsageError(
+            f"--max-restarts, --on-stall, --stall-after and --debug are for the launcher of the ranks, but {place.source} say that another one has started "
+            f"rank {place.rank} of {place.size}: leave them out, or start the command once"
+        )
+
+
+def work_as(place: Placement, work: Callable[[], object]) -> None:
+    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code that `lockstep run` would pass on."""
+    terminal = os.dup(2)  # the work may send stderr elsewhere
+    try:
+        work()
+    except BaseException as error:
+        failure = failures.of_exception(error, place.rank)
+        if failure.code == ExitCode.OK:
+            raise
+        with suppress(OSError):
+            os.write(terminal, said(failure).encode())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(failure.code)  # threads of a communication library must not keep it
+    finally:
+        os.close(terminal)
+
+
+def said(failure: failures.Failure) -> str:
+    """What a rank has to say of its end: nothing where it was told to exit, and has said why."""
+    if failure.kind == "exit" and not failure.message:
+        return ""
+    if failure.kind == "usage":
+        return f"error (rank {failure.rank}): {failure.message}\n" if failure.rank else f"{failures.render(failure)}\n"
+    if failure.standing == "consequence":
+        return f"{failures.summary(failure)}\n"
+    return f"{failures.render(failure)}\n"

@@ -1,0 +1,105 @@
+"""`lockstep train` in a process that another launcher has started as one of several ranks.
+
+What our own launcher does before any rank starts, rank 0 does here when all have met: it claims the run directory, and tells the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoints.remote import Remote
+from lockstep.checks.start import compare_start
+from lockstep.errors import ExitCode, ReplicaDivergence, UsageError
+from lockstep.launcher import logs
+from lockstep.settings import Settings
+from lockstep.training import result
+from lockstep.training.opening import world_for
+from lockstep.training.resolve import resolve, short_name
+from lockstep.training.resume import why_not_resumable
+from lockstep.training.run_directory import RESULT, RunDirectory, take_over
+from lockstep.training.train import train_as
+from lockstep.world import World
+
+
+def train_as_rank(settings: Settings, run: Path | None, *, resume: bool = False, fresh: bool = False) -> None:
+    """Train on all ranks of the launcher's world. Rank 0 prints the last line, when the others have left.
+
+    Raises UsageError where the ranks were given different settings; SystemExit on the other ranks where rank 0 cannot use the run directory.
+    """
+    task = resolve(settings.task, settings.overrides)  # a mistake in it needs no meeting
+    with world_for(None, settings.device) as world:
+        _compare(world, {**asdict(settings), "run": None if run is None else str(run), "resume": resume, "fresh": fresh})
+        with _opened(world, settings, run, resume=resume, fresh=fresh) as directory:
+            finished = resume and directory.result.exists()
+            if not finished:
+                logs.redirect(world.rank, "first", directory.path)
+                train_as(task, settings, directory)
+        first = world.rank == 0
+    if first:
+        print(result.last_line(result.read(directory.result)))
+
+
+def _compare(world: World, given: dict[str, Any]) -> None:
+    try:
+        compare_start(world.group, {f"--{name.replace('_', '-')}": value for name, value in given.items()})
+    except ReplicaDivergence as error:
+        raise UsageError(f"the ranks were not started with the same command: {error}") from None
+
+
+@contextmanager
+def _opened(world: World, settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> Iterator[RunDirectory]:
+    """The run directory, on all ranks: claimed by rank 0, which also chooses its name where none is given."""
+    claimed, problem = None, None
+    if world.rank == 0:
+        try:
+            claimed = _claimed(settings, run, resume=resume, fresh=fresh)
+        except (UsageError, OSError, SystemExit) as error:
+            problem = error
+    code = 0 if problem is None else _code(problem)
+    said = json.loads(_from_first(world, json.dumps({"code": code, "path": claimed and str(claimed.path.absolute())})))
+    if said["code"]:
+        raise problem or SystemExit(said["code"])
+    with claimed or RunDirectory.of_launcher(Path(said["path"])) as directory:
+        yield directory
+
+
+def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
+    if resume and run is not None and (run / RESULT).exists():
+        return RunDirectory.of_launcher(run)
+    directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh)
+    try:
+        remote = None if settings.checkpoints is None else Remote(settings.checkpoints)
+        if remote is not None and fresh:
+            remote.set_aside()
+        if resume and (why := why_not_resumable(directory, remote)):
+            print(why, flush=True, file=sys.stderr)
+            raise SystemExit(ExitCode.NO_CHECKPOINT)
+        take_over(directory, settings)
+    except BaseException:
+        directory.release()
+        raise
+    return directory
+
+
+def _code(problem: BaseException) -> int:
+    if isinstance(problem, SystemExit):
+        return int(problem.code or 0)
+    return ExitCode.USAGE if isinstance(problem, UsageError) else ExitCode.FAILED
+
+
+def _from_first(world: World, text: str) -> str:
+    """Rank 0's text, on all ranks."""
+    octets = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    length = torch.tensor(len(octets))
+    world.control.broadcast(length, place="for the run directory").wait()
+    octets = octets if world.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+    world.control.broadcast(octets, place="for the run directory").wait()
+    return octets.numpy().tobytes().decode()

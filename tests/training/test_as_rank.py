@@ -1,0 +1,111 @@
+"""`lockstep train` as one of several ranks that torchrun or mpiexec started; srun: tests/launcher/slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.settings import Settings
+from lockstep.testing import run_ranks
+from lockstep.training.as_rank import train_as_rank
+from lockstep.training.run_directory import RunDirectory
+from lockstep.world import World
+from tests.test_launchers import MPIEXEC
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
+TASK = """
+from tests.training import toy
+
+def task(fail: bool = False):
+    print("making the task")
+    return toy.task(name="toy", on_step=at_step if fail else None, callbacks_on="all")
+
+def at_step(record):
+    import os
+    if record["step"] == 2 and os.environ.get("RANK", os.environ.get("PMI_RANK")) == "1":
+        raise ArithmeticError("in my task")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(TASK)
+    return tmp_path
+
+
+def start(command: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=110, check=False)
+
+
+def test_torchrun(folder: Path) -> None:
+    done = start(TORCHRUN, "lockstep", "train", "mine.py", "--exact", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "runs").iterdir()  # one name, made by rank 0 and agreed
+    result = json.loads((run / "result.json").read_text())
+    assert result["workers"] == 2
+    lines = [line for line in done.stdout.splitlines() if line != "making the task"]
+    (last,) = lines
+    assert last.startswith("toy: ")
+    assert last.endswith(f"weights sha256 {result['sha256']}")
+    alone = start([sys.executable, "-m"], "lockstep", "train", "mine.py", "--exact", cwd=folder)
+    assert alone.stdout.rpartition(" ")[2] == last.rpartition(" ")[2] + "\n", alone.stderr
+    assert (run / "rank-1.log").exists()
+
+
+def test_mpiexec_and_an_exception_on_one_rank(folder: Path) -> None:
+    done = start([*MPIEXEC, "-m"], "lockstep", "train", "mine.py", "--set", "fail=true", "--run", "run", cwd=folder)
+    assert done.returncode == 1, done.stderr
+    assert "toy: " not in done.stdout
+    assert 'raise ArithmeticError("in my task")' in done.stderr
+    assert any(line.startswith("rank 1 (pid") and line.endswith("failed: ArithmeticError: in my task") for line in done.stderr.splitlines())
+    assert "lockstep/training" not in done.stderr
+    assert not (folder / "run" / "result.json").exists()
+
+
+def _settings(**more: object) -> Settings:
+    return Settings(task="digits", workers=2, **more)  # type: ignore[arg-type]
+
+
+def _differently(world: World, folder: Path) -> str:
+    with pytest.raises(UsageError) as refused:
+        train_as_rank(_settings(steps=1 + world.rank), folder / "run")
+    with pytest.raises(UsageError) as elsewhere:
+        train_as_rank(_settings(), folder / f"run-{world.rank}")
+    return f"{refused.value}\n{elsewhere.value}"
+
+
+def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
+    expected = (
+        "the ranks were not started with the same command: --steps differs: rank 0 has 1, rank 1 has 2\n"
+        f"the ranks were not started with the same command: --run differs: rank 0 has {tmp_path}/run-0, rank 1 has {tmp_path}/run-1"
+    )
+    assert run_ranks(_differently, 2, args=(tmp_path,)) == [expected, expected]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _refused(world: World, folder: Path, resume: bool) -> tuple[str, str]:
+    with pytest.raises((UsageError, SystemExit)) as refused:
+        train_as_rank(_settings(), folder / "run", resume=resume)
+    return type(refused.value).__name__, str(refused.value)
+
+
+def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path / "run", "x"):
+        first, second = run_ranks(_refused, 2, args=(tmp_path, False))
+    assert first[0] == "UsageError"
+    assert f"run directory {tmp_path}/run is in use by process {os.getpid()} on " in first[1]
+    assert second == ("SystemExit", "2")
+
+
+def test_resume_without_a_checkpoint_is_77_on_all(tmp_path: Path) -> None:
+    assert run_ranks(_refused, 2, args=(tmp_path, True)) == [("SystemExit", "77"), ("SystemExit", "77")]
+    assert not (tmp_path / "run").exists()
