@@ -1,4 +1,4 @@
-"""`lockstep train`: a task on N ranks of this host, a run directory, and one last line."""
+"""`lockstep train`: a task on N ranks of this host or of several, a run directory, and one last line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli import hosts
 from lockstep.cli.hardware import fitted
 from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
 
@@ -92,8 +93,14 @@ def train(
         Path | None,
         typer.Option("--settings", metavar="FILE", show_default=False, help="Take these five from a file of `lockstep tune --out`."),
     ] = None,
+    nodes: hosts.Nodes = None,
+    meet: hosts.Meet = None,
+    node_rank: hosts.NodeRank = None,
+    token: hosts.TokenFile = None,
+    workers_per_node: hosts.WorkersPerNode = None,
+    join_timeout: hosts.JoinTimeout = None,
 ) -> None:
-    """Train TASK data-parallel on several ranks of this host.
+    """Train TASK data-parallel on several ranks of this host, or with --nodes of several.
 
     The number of ranks does not change the samples of a step. Progress goes to stderr; the one line on stdout is the last:
     what was trained, the metric, and a SHA-256 of the weights. Metrics, logs and checkpoints are in the run directory.
@@ -101,6 +108,7 @@ def train(
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
     from lockstep.launcher.generations import RESTARTS, Workers, run_generations
+    from lockstep.launcher.hosts.plan import Plan
     from lockstep.launcher.supervise import Outcome, Target, supervise
     from lockstep.settings import Settings, overrides_of
     from lockstep.training import result
@@ -108,6 +116,16 @@ def train(
     from lockstep.training.run_directory import RESULT, RunDirectory, take_over
     from lockstep.training.tuned import Tuned
 
+    plan = Plan.read(
+        nodes,
+        meet=meet,
+        node_rank=node_rank,
+        token=token,
+        workers=workers,
+        workers_per_node=workers_per_node,
+        join_timeout=join_timeout,
+        restarts=max_restarts,
+    )
     place = locate(task)
     knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
     given = {name: value for name, value in knobs.items() if value is not None}
@@ -115,7 +133,7 @@ def train(
     settings = Settings(
         task=place,
         overrides=overrides_of(override or []),
-        workers=1 if workers is None else Workers.read(workers).most,
+        workers=1 if workers is None or plan is not None else Workers.read(workers).most,
         epochs=epochs,
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
@@ -127,19 +145,38 @@ def train(
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )
-    settings = fitted(settings, count_workers=workers is None)
+    if plan is None:
+        settings = fitted(settings, count_workers=workers is None)
+    else:
+        hosts.fits_here(plan, settings)
     if tuned is not None:
         _say_tuned(tuned, settings, given)
     if resume and run is not None and (run / RESULT).exists():
         print(result.last_line(result.read(run / RESULT)))
         return
-    with RunDirectory.claim(run, short_name(place), fresh=fresh) as directory:
-        remote = None if checkpoints is None else _remote(checkpoints)
-        if remote is not None and fresh:
-            remote.set_aside()
-        if resume:
-            _insist(directory, remote)
-        take_over(directory, settings)
+
+    def claimed() -> RunDirectory:
+        directory = RunDirectory.claim(run, short_name(place), fresh=fresh)
+        try:
+            remote = None if checkpoints is None else _remote(checkpoints)
+            if remote is not None and fresh:
+                remote.set_aside()
+            if resume:
+                _insist(directory, remote)
+            take_over(directory, settings)
+        except BaseException:
+            directory.release()
+            raise
+        return directory
+
+    def finished(directory: RunDirectory) -> None:
+        if not directory.result.exists():
+            raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
+        print(result.last_line(result.read(directory.result)))
+
+    if plan is not None:
+        raise typer.Exit(hosts.train_over_hosts(plan, settings, claimed, run, finished))
+    with claimed() as directory:
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 
@@ -152,9 +189,7 @@ def train(
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists)
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
-        if not directory.result.exists():
-            raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
-        print(result.last_line(result.read(directory.result)))
+        finished(directory)
 
 
 def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from lockstep import orphans
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.hosts.messages import Share
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
 
@@ -56,6 +57,7 @@ def supervise(
     logs: Path | None = None,
     console: Console = "all",
     environment: Mapping[str, str] | None = None,
+    share: Share | None = None,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
@@ -66,6 +68,7 @@ def supervise(
         logs: an existing directory; each rank's output goes to rank-N.log there.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks, over this process's own.
+        share: this host's part where there are several; how it ended is then for the hosts to agree on, and not printed here.
 
     Raises:
         UsageError: workers < 1.
@@ -73,7 +76,9 @@ def supervise(
     if workers is not None and workers < 1:
         raise UsageError(f"workers={workers}: give at least 1")
     with _signals() as stop, run_directory() as directory:
-        outcome = _run(target, workers, stop, directory, [*_log_options(logs), "--console", console], dict(environment or {}))
+        outcome = _run(target, workers, stop, directory, [*_log_options(logs), "--console", console], dict(environment or {}), share)
+    if share is not None:
+        return outcome
     if stop.number is not None:
         name = "Ctrl-C" if stop.number == signal.SIGINT else failures.signal_name(stop.number)
         print(f"stopped by {name}; all ranks have ended", file=sys.stderr)
@@ -82,7 +87,15 @@ def supervise(
     return outcome
 
 
-def _run(target: Target, workers: int | None, stop: _Stop, directory: Path, options: list[str], environment: dict[str, str]) -> Outcome:
+def _run(
+    target: Target,
+    workers: int | None,
+    stop: _Stop,
+    directory: Path,
+    options: list[str],
+    environment: dict[str, str],
+    share: Share | None,
+) -> Outcome:
     from lockstep.launcher import agent  # imports torch
 
     def explained(now: agent.Ended) -> bool:
@@ -99,6 +112,7 @@ def _run(target: Target, workers: int | None, stop: _Stop, directory: Path, opti
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
                 stopping=lambda: stop.number is not None,
+                share=share,
             )
         except agent.Stopped:
             assert stop.number is not None

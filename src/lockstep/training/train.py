@@ -261,11 +261,17 @@ class Training:
         if (
             self.checkpoints is not None
             and self.checkpoints.step(self._state)
-            and self.settings.grow
             and self.stepper.steps != self.length.steps
+            and self._shall_grow()
         ):
             self.checkpoints.close()
             raise _Grow
+
+    def _shall_grow(self) -> bool:
+        """The same on all ranks."""
+        if not self.settings.grow_if_wanted:
+            return self.settings.grow
+        return self.world.agree(self.world.rank == 0 and self.directory is not None and self.directory.wanted.exists())
 
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""

@@ -1,0 +1,128 @@
+"""Hosts for tests: network namespaces of this machine, joined by a bridge. They share everything but the network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_SYNCHRONISED_SECONDS = 20.0
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Started:
+    """A command on a host."""
+
+    process: subprocess.Popen[str]
+    out: str = ""
+    err: str = ""
+
+    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        self.out, self.err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, self.out, self.err
+
+
+@dataclass
+class Host:
+    """One namespace: its name, its address, and the interface that has it."""
+
+    name: str
+    address: str
+    interface: str
+    started: list[Started] = field(default_factory=list)
+
+    def start(self, *words: str, cwd: Path, **variables: str) -> Started:
+        """Run `python words...` there."""
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT)]))
+        env = {**os.environ, "PYTHONPATH": path, **variables}
+        command = ["ip", "netns", "exec", self.name, sys.executable, *words]
+        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.started.append(Started(process))
+        return self.started[-1]
+
+    def lockstep(self, *words: str, cwd: Path, **variables: str) -> Started:
+        return self.start("-m", "lockstep", *words, cwd=cwd, **variables)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live in the namespace."""
+        listed = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True).stdout
+        found = []
+        for pid in listed.split():
+            try:
+                process = psutil.Process(int(pid))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def agent(self) -> psutil.Process:
+        """The agent's process: the oldest there."""
+        return min(self.processes(), key=lambda process: process.create_time())
+
+    def listeners(self) -> set[str]:
+        """Local addresses of listening TCP sockets, without ports."""
+        listed = subprocess.run(["ip", "netns", "exec", self.name, "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
+        return {line.split()[3].rpartition(":")[0] for line in listed.splitlines()}
+
+    def cut(self) -> None:
+        """Take its cable out."""
+        _ip("-n", self.name, "link", "set", self.interface, "down")
+
+    def wait_until_empty(self, seconds: float) -> list[str]:
+        """What still lives after so long."""
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return [" ".join(process.cmdline()) for process in left if process.is_running()]
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """So many hosts in one network. Skips the test where this user or system cannot make them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("ss") is None:
+        pytest.skip("network namespaces need root and iproute2 (ip and ss)")
+    tag = f"ls{os.getpid() % 100000}"
+    switch, made = f"{tag}s", []
+    try:
+        _ip("netns", "add", switch)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    try:
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number in range(count):
+            host = Host(f"{tag}{number}", f"10.78.0.{number + 1}", "wire0")
+            _ip("netns", "add", host.name)
+            made.append(host)
+            _ip("-n", host.name, "link", "add", host.interface, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
+            _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.name, "link", "set", host.interface, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for host in made:
+            for process in host.processes():
+                process.kill()
+            for started in host.started:
+                if started.process.poll() is None:
+                    started.process.kill()
+                started.process.communicate()
+            _ip("netns", "del", host.name)
+        _ip("netns", "del", switch)
