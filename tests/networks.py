@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces of this machine, joined by a bridge. They share everything but the network."""
+"""Hosts for tests: network namespaces of this machine, joined by a bridge, each with a name. They share everything else, its files too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
-_SYNCHRONISED_SECONDS = 20.0
+_NAMES = ("anna", "bert", "carl")
+_ETC = Path("/etc/netns")  # what stands in a namespace's folder there is seen in /etc within it
+_TOOLS = ("ip", "ss", "unshare", "hostname")
 
 
 def _ip(*words: str) -> None:
@@ -39,8 +41,11 @@ class Started:
 
 @dataclass
 class Host:
-    """One namespace: its name, its address, and the interface that has it."""
+    """One of them: its namespace, its name, its address, and the interface that has it."""
 
+    namespace: str
+
+    namespace: str
     name: str
     address: str
     interface: str
@@ -50,7 +55,8 @@ class Host:
         """Run `python words...` there."""
         path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT)]))
         env = {**os.environ, "PYTHONPATH": path, **variables}
-        command = ["ip", "netns", "exec", self.name, sys.executable, *words]
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
+        command = ["ip", "netns", "exec", self.namespace, *named, sys.executable, *words]
         process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.started.append(Started(process))
         return self.started[-1]
@@ -60,7 +66,7 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """All that live in the namespace."""
-        listed = subprocess.run(["ip", "netns", "pids", self.name], check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True).stdout
         found = []
         for pid in listed.split():
             try:
@@ -77,12 +83,12 @@ class Host:
 
     def listeners(self) -> set[str]:
         """Local addresses of listening TCP sockets, without ports."""
-        listed = subprocess.run(["ip", "netns", "exec", self.name, "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(["ip", "netns", "exec", self.namespace, "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
         return {line.split()[3].rpartition(":")[0] for line in listed.splitlines()}
 
     def cut(self) -> None:
         """Take its cable out."""
-        _ip("-n", self.name, "link", "set", self.interface, "down")
+        _ip("-n", self.namespace, "link", "set", self.interface, "down")
 
     def wait_until_empty(self, seconds: float) -> list[str]:
         """What still lives after so long."""
@@ -95,8 +101,9 @@ class Host:
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """So many hosts in one network. Skips the test where this user or system cannot make them."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("ss") is None:
-        pytest.skip("network namespaces need root and iproute2 (ip and ss)")
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"network namespaces need root and {', '.join(missing or _TOOLS)}")
     tag = f"ls{os.getpid() % 100000}"
     switch, made = f"{tag}s", []
     try:
@@ -107,14 +114,15 @@ def hosts(count: int) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number in range(count):
-            host = Host(f"{tag}{number}", f"10.78.0.{number + 1}", "wire0")
-            _ip("netns", "add", host.name)
+            host = Host(f"{tag}{number}", _NAMES[number], f"10.78.0.{number + 1}", "wire0")
+            _ip("netns", "add", host.namespace)
             made.append(host)
-            _ip("-n", host.name, "link", "add", host.interface, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
+            _know_each_other(host.namespace, count)
+            _ip("-n", host.namespace, "link", "add", host.interface, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
             _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            _ip("-n", host.name, "link", "set", host.interface, "up")
-            _ip("-n", host.name, "link", "set", "lo", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.namespace, "link", "set", host.interface, "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
         yield made
     finally:
         for host in made:
@@ -124,5 +132,13 @@ def hosts(count: int) -> Iterator[list[Host]]:
                 if started.process.poll() is None:
                     started.process.kill()
                 started.process.communicate()
-            _ip("netns", "del", host.name)
+            _ip("netns", "del", host.namespace)
+            shutil.rmtree(_ETC / host.namespace, ignore_errors=True)
         _ip("netns", "del", switch)
+
+
+def _know_each_other(namespace: str, count: int) -> None:
+    lines = ["127.0.0.1 localhost", *(f"10.78.0.{number + 1} {name}" for number, name in enumerate(_NAMES[:count]))]
+    (_ETC / namespace).mkdir(parents=True)
+    (_ETC / namespace / "hosts").write_text("\n".join(lines) + "\n")
+    (_ETC / namespace / "resolv.conf").write_text("")
