@@ -52,7 +52,7 @@ def test_a_pickle_is_never_looked_into() -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return pytest.fail, ("unpickled",)
 
-    guest, meeting = pair()
+    _, meeting = pair()
     for line in (pickle.dumps(Trap()), b"0" * 64 + b" " + pickle.dumps(Trap())):
         with pytest.raises(Stranger):
             meeting.opened(line)

@@ -117,7 +117,7 @@ def test_with_n_m_what_is_left_goes_on_at_once_and_who_comes_back_is_taken_in_at
     play.told()
     play.all.leave(BERT, "has gone", 3.0)
     play.all.report(ANNA, Report(failure=failure(0, 1, standing="consequence")), 3.5)
-    assert play.told() == {ANNA: ["again"]}
+    assert play.told() == {ANNA: ["stop", "again"]}
     play.all.tick(3.6)
     (message,) = play.told(ANNA)
     assert Roll.of(message).workers == [2]
@@ -149,7 +149,7 @@ def test_with_too_few_left_a_run_waits_for_who_may_come_back() -> None:
     play.all.leave(BERT, "has gone", 20.0)
     play.all.report(ANNA, Report(), 20.0)
     play.all.tick(21.0)
-    assert play.told() == {ANNA: ["again"]}
+    assert play.told() == {ANNA: ["stop", "again"]}
     play.joined(CARL, now=22.0)
     assert play.told() == {ANNA: ["roll"], CARL: ["roll"]}
     play.all.leave(CARL, "has gone", 23.0)

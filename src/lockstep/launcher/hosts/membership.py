@@ -131,7 +131,7 @@ class Membership:
                 line=f"error: after {patience:g} s {self._missing()}; start the command on every host, or give fewer --nodes",
             )
             self._finish(end)
-        elif now - self._since > _QUIET_SECONDS and (line := self._missing()) != self._said:
+        elif len(self._hosts) < self._plan.least and now - self._since > _QUIET_SECONDS and (line := self._missing()) != self._said:
             self._said = line
             self.outbox += [(key, {"kind": "waiting", "line": line}) for key in self._hosts]
 
@@ -165,7 +165,7 @@ class Membership:
         known = {host.who.node_rank for host in self._hosts.values() if host.who.node_rank is not None}
         absent = [str(rank) for rank in range(self._plan.most) if rank not in known]
         which = f" (--node-rank {', '.join(absent)})" if known and len(known) == len(self._hosts) and not self._plan.elastic else ""
-        count = self._plan.least - len(self._hosts)
+        count = max(1, self._plan.least - len(self._hosts))  # enough without the first host are one too few
         return f"{len(self._hosts)} of --nodes {self._plan.nodes} are here: {here}; {count} more must come{which}"
 
     # -- a generation ------------------------------------------------------------------------------------------------------------------
