@@ -97,7 +97,7 @@ def train_over_hosts(
                 start=start,
                 open=opened,
                 prepare=prepare,
-                grow=lambda: here[0].wanted.touch(),
+                grow=lambda about: RunDirectory.of_launcher(Path(about["run"])).wanted.touch(),
                 grown=lambda: here[0].grow.exists(),
                 finished=lambda: finished(here[0]),
             ),

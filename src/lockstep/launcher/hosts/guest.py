@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.hosts import channel
 from lockstep.launcher.hosts.channel import Greeting, Message, Signed, Stranger
 from lockstep.launcher.hosts.interfaces import family_of
-from lockstep.launcher.hosts.meeting import GREETING_SECONDS, HEARTBEAT_SECONDS, SILENCE_SECONDS, to_stderr
+from lockstep.launcher.hosts.meeting import GREETING_SECONDS, HEARTBEAT_SECONDS, LOADING_SECONDS, SILENCE_SECONDS, to_stderr
 from lockstep.launcher.hosts.messages import End, Newcomer, Report, Roll
 from lockstep.launcher.hosts.token import Token
 
@@ -50,7 +50,9 @@ class Guest:
         self._closed = threading.Event()
         self._clock_ns = 0
         self._asked_at = time.monotonic_ns()
-        self.on_grow: Callable[[], None] = lambda: None
+        self._about: dict[str, str] | None = None  # of the roll that has come last
+        self.on_grow: Callable[[Mapping[str, str]], None] = lambda about: None
+        """Called in this object's thread, with what the roll says of the run."""
         self._send({"kind": "clock"})
         self._thread = threading.Thread(target=self._run, name="lockstep-guest", daemon=True)
         self._thread.start()
@@ -133,8 +135,9 @@ class Guest:
                 heard = now
                 for line in self._lines.read():
                     self._understand(self._signed.opened(line))
-            if now - heard > SILENCE_SECONDS:
-                self._lose(f"has not been heard for {SILENCE_SECONDS:g} s: is the network gone?")
+            patience = SILENCE_SECONDS if self._about is not None else LOADING_SECONDS
+            if now - heard > patience:
+                self._lose(f"has not been heard for {patience:g} s: is the network gone?")
                 return
             if now - spoke > HEARTBEAT_SECONDS:
                 spoke = now
@@ -147,9 +150,11 @@ class Guest:
         elif kind == "stop":
             self._stopped = int(message["generation"])
         elif kind == "grow":
-            self.on_grow()
+            self.on_grow(self._about or {})
         elif kind in ("roll", "again", "end", "waiting"):
             self._ended = self._ended or kind == "end"
+            if kind == "roll":
+                self._about = dict(Roll.of(message).about)
             self._inbox.put(message)
 
     def _lose(self, why: str) -> None:

@@ -24,7 +24,9 @@ from lockstep.launcher.hosts.token import Token
 HEARTBEAT_SECONDS = 1.0
 SILENCE_SECONDS = 8.0
 """After which the other side of a connection is taken for gone."""
-GREETING_SECONDS = 4.0
+LOADING_SECONDS = 60.0
+"""The same while its process loads torch, in which its threads stand still for moments that a busy host makes long."""
+GREETING_SECONDS = 8.0
 _LOOK_SECONDS = 0.05
 _FLUSH_SECONDS = 3.0  # for the last word to reach everybody
 _MOST_UNPROVED = 64
@@ -53,7 +55,7 @@ class _Guest:
         self.sock, self.peer = sock, peer
         self.greeting = Greeting(token)
         self.signed: Signed | None = None
-        self.proved = self.told = False
+        self.proved = self.joined = self.told = False
         self.came = self.heard = self.spoke = now
         self.out = bytearray(self.greeting.line)
         self._in = bytearray()
@@ -176,6 +178,7 @@ class Meeting:
         if message["kind"] == "clock":
             guest.say({"kind": "clock", "now": time.monotonic_ns()})
         elif message["kind"] == "join":
+            guest.joined = True
             self._membership.join(number, Newcomer.of(message), now)
         elif message["kind"] == "report":
             self._membership.report(number, Report.of(message), now)
@@ -185,8 +188,8 @@ class Meeting:
         for number, guest in list(self._guests.items()):
             if not guest.proved and now - guest.came > GREETING_SECONDS:
                 self._drop(number)
-            elif guest.proved and now - guest.heard > SILENCE_SECONDS:
-                self._lose(number, f"has gone: nothing was heard of its agent for {SILENCE_SECONDS:g} s", now)
+            elif guest.proved and now - guest.heard > (patience := SILENCE_SECONDS if guest.joined else LOADING_SECONDS):
+                self._lose(number, f"has gone: nothing was heard of its agent for {patience:g} s", now)
         self._send(now)
 
     def _send(self, now: float) -> None:

@@ -44,8 +44,8 @@ class Run:
     """On the host that holds the meeting, once: what the others are told of the run."""
     prepare: Callable[[int], None] = lambda size: None
     """There too, before each generation of `size` ranks."""
-    grow: Callable[[], None] = lambda: None
-    """On rank 0's host: somebody waits, end at the next checkpoint."""
+    grow: Callable[[Mapping[str, str]], None] = lambda about: None
+    """On rank 0's host: somebody waits, end at the next checkpoint. Given what `open` returned, and called in another thread."""
     grown: Callable[[], bool] = lambda: False
     """On rank 0's host, after a generation: did it end for that?"""
     finished: Callable[[], None] = lambda: None
