@@ -33,7 +33,7 @@ class Started:
     out: str = ""
     err: str = ""
 
-    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+    def end(self, seconds: float = 180) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
         self.out, self.err = self.process.communicate(timeout=seconds)
         return self.process.returncode, self.out, self.err

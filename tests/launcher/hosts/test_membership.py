@@ -257,7 +257,7 @@ def test_a_host_that_goes_after_it_has_reported_takes_nothing_with_it() -> None:
     play.all.report(ANNA, Report(), 1.5)
     assert play.all.end is not None
     assert play.all.end.failure is not None
-    assert (play.all.end.failure.rank, play.all.end.code) == (2, 1)
+    assert (play.all.end.failure.kind, play.all.end.failure.rank, play.all.end.code) == ("exception", 2, 1)
 
 
 def test_who_leaves_before_it_begins_is_only_missing() -> None:

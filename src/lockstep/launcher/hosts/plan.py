@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.launcher.hosts.interfaces import host_and_port
 
 JOIN_SECONDS = 300.0
-REACH_SECONDS = 7.0
+REACH_SECONDS = 6.0
 """How long the first host may take to be reached, where --join-timeout was not given."""
 RESTARTS = 3
 
