@@ -50,6 +50,8 @@ class Settings:
     """The same bits at any number of workers: sums along one tree, deterministic algorithms, one intra-op thread unless `threads` says another."""
     grow: bool = False
     """End at the next checkpoint, so that the launcher can go on with more workers."""
+    grow_if_wanted: bool = False
+    """The same, where the launcher has asked for it by then: over several hosts, one may come at any time."""
     checkpoint_every: int | None = None
     """Steps from one checkpoint to the next. None: as often as costs less than 2 % of the time."""
     checkpoints: str | None = None

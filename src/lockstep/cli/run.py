@@ -1,4 +1,4 @@
-"""`lockstep run`: any script or module, on N ranks of this host."""
+"""`lockstep run`: any script or module, on N ranks of this host or of several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli import hosts
 from lockstep.errors import UsageError
 
 # Everything from the script's name on belongs to the script, also what looks like an option of ours.
@@ -19,7 +20,7 @@ def run(
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]", show_default=False, help="A Python file and its arguments.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks to start; default: the GPUs, else 1.")
+        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks over all hosts; default: the GPUs, else 1.")
     ] = None,
     timeout: Annotated[
         float | None,
@@ -39,8 +40,18 @@ def run(
     debug: Annotated[
         bool, typer.Option("--debug", help="Have NCCL and torch write to the logs what they do, and add a line for every collective.")
     ] = False,
+    nodes: hosts.Nodes = None,
+    meet: hosts.Meet = None,
+    node_rank: hosts.NodeRank = None,
+    token: hosts.TokenFile = None,
+    workers_per_node: hosts.WorkersPerNode = None,
+    join_timeout: hosts.JoinTimeout = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(min=0, show_default=False, help="With --nodes: how often all begin anew after a kill; default: 3 with N:M, else 0."),
+    ] = None,
 ) -> None:
-    """Run SCRIPT (or -m MODULE) on several ranks of this host, or as one rank where srun or mpirun has started several of these.
+    """Run SCRIPT (or -m MODULE) on several ranks of this host, with --nodes of several, or as one rank where srun or mpirun has started several.
 
     Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds the other ranks.
     Lines that several ranks print are shown once, as [0-3] text. When a rank fails the others are stopped, and its traceback is the
@@ -52,11 +63,36 @@ def run(
         raise UsageError("--debug writes to the logs, which are removed when all goes well: say where they shall stay, with --log DIR")
     from lockstep.launcher import worker
     from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
+    from lockstep.launcher.hosts.plan import Plan
     from lockstep.launcher.job_step import exported
     from lockstep.launcher.log_place import directory_for_logs
     from lockstep.launcher.supervise import Target, supervise
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
 
+    if on_stall == "restart":
+        raise UsageError("on_stall='restart' needs checkpoints to go on from: it is for lockstep train; choose wait or abort")
+    stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
+    environment = timeout_for_ranks(timeout)
+    plan = Plan.read(
+        nodes,
+        meet=meet,
+        node_rank=node_rank,
+        token=token,
+        workers=workers,
+        workers_per_node=workers_per_node,
+        join_timeout=join_timeout,
+        restarts=max_restarts,
+    )
+    if plan is not None:
+        raise typer.Exit(
+            hosts.run_script(
+                plan, command, module=module, logs=directory_for_logs(log), environment=environment, debug=debug, stalls=stalls
+            )
+        )
+    if max_restarts is not None:
+        raise UsageError(
+            f"--max-restarts {max_restarts} without --nodes: a script on this host alone is not begun anew; use lockstep train"
+        )
     name, args = command[0], command[1:]
     target = Target(module=name, args=args) if module else Target(script=name, args=args)
     here = rank_here(workers)
@@ -64,13 +100,9 @@ def run(
         refuse_watching(here, debug or on_stall != "abort" or stall_after != 30)
         if log is not None:
             log.mkdir(parents=True, exist_ok=True)
-        os.environ.update({**exported(here, os.environ), **timeout_for_ranks(timeout)})
+        os.environ.update({**exported(here, os.environ), **environment})
         work_as(here, lambda: worker.main([*(["--logs", str(log)] if log is not None else []), *target.arguments()]))
         return
-    if on_stall == "restart":
-        raise UsageError("on_stall='restart' needs checkpoints to go on from: it is for lockstep train; choose wait or abort")
-    stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
-    environment = timeout_for_ranks(timeout)
     outcome = supervise(
         target, workers, logs=directory_for_logs(log), console="joined", environment=environment, debug=debug, stalls=stalls
     )

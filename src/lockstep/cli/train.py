@@ -1,4 +1,4 @@
-"""`lockstep train`: a task on N ranks of this host, a run directory, and one last line."""
+"""`lockstep train`: a task on N ranks of this host or of several, a run directory, and one last line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lockstep.cli import hosts
 from lockstep.cli.hardware import fitted
 from lockstep.errors import ExitCode, UsageError
 
@@ -108,8 +109,14 @@ def train(
         bool,
         typer.Option("--debug", help="Have NCCL and torch write to the ranks' logs what they do, and add a line for every collective."),
     ] = False,
+    nodes: hosts.Nodes = None,
+    meet: hosts.Meet = None,
+    node_rank: hosts.NodeRank = None,
+    token: hosts.TokenFile = None,
+    workers_per_node: hosts.WorkersPerNode = None,
+    join_timeout: hosts.JoinTimeout = None,
 ) -> None:
-    """Train TASK data-parallel on several ranks of this host, or as one rank where torchrun, srun or mpirun has started several of these.
+    """Train TASK data-parallel on several ranks of this host, with --nodes of several, or as one rank where torchrun, srun or mpirun has started several.
 
     The number of ranks does not change the samples of a step. Progress goes to stderr; the one line on stdout is the last:
     what was trained, the metric, and a SHA-256 of the weights. Metrics, logs and checkpoints are in the run directory.
@@ -119,6 +126,7 @@ def train(
     from lockstep.launcher import asked
     from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
     from lockstep.launcher.generations import RESTARTS, Workers, run_generations
+    from lockstep.launcher.hosts.plan import Plan
     from lockstep.launcher.supervise import Outcome, Target, supervise
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
     from lockstep.settings import Settings, overrides_of
@@ -129,7 +137,19 @@ def train(
 
     stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
     environment = timeout_for_ranks(timeout)
-    here = rank_here(workers)
+    plan = Plan.read(
+        nodes,
+        meet=meet,
+        node_rank=node_rank,
+        token=token,
+        workers=workers,
+        workers_per_node=workers_per_node,
+        join_timeout=join_timeout,
+        restarts=max_restarts,
+    )
+    if plan is not None and stalls.then == "restart":
+        raise UsageError("--on-stall restart is for one host: with --nodes choose wait or abort")
+    here = None if plan is not None else rank_here(workers)
     if here is not None:
         asked.listen()  # from the first moment on: what it has to load takes seconds
         refuse_watching(here, debug or max_restarts is not None or on_stall != "abort" or stall_after != 30)
@@ -141,7 +161,7 @@ def train(
     settings = Settings(
         task=place,
         overrides=overrides_of(override or []),
-        workers=here.size if here is not None else 1 if workers is None else Workers.read(workers).most,
+        workers=here.size if here is not None else 1 if workers is None or plan is not None else Workers.read(workers).most,
         epochs=epochs,
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
@@ -153,7 +173,9 @@ def train(
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )
-    if here is None:
+    if plan is not None:
+        hosts.fits_here(plan, settings)
+    elif here is None:
         settings = fitted(settings, count_workers=workers is None)
     if tuned is not None and (here is None or here.rank == 0):
         _say_tuned(tuned, settings, given)
@@ -165,13 +187,31 @@ def train(
     if resume and run is not None and (run / RESULT).exists():
         print(result.last_line(result.read(run / RESULT)))
         return
-    with RunDirectory.claim(run, short_name(place), fresh=fresh) as directory:
-        remote = None if checkpoints is None else _remote(checkpoints)
-        if remote is not None and fresh:
-            remote.set_aside()
-        if resume:
-            _insist(directory, remote)
-        take_over(directory, settings)
+
+    def claimed() -> RunDirectory:
+        directory = RunDirectory.claim(run, short_name(place), fresh=fresh)
+        try:
+            remote = None if checkpoints is None else _remote(checkpoints)
+            if remote is not None and fresh:
+                remote.set_aside()
+            if resume:
+                _insist(directory, remote)
+            take_over(directory, settings)
+        except BaseException:
+            directory.release()
+            raise
+        return directory
+
+    def finished(directory: RunDirectory) -> None:
+        if not directory.result.exists():
+            raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
+        print(result.last_line(result.read(directory.result)))
+
+    if plan is not None:
+        raise typer.Exit(
+            hosts.train_over_hosts(plan, settings, claimed, run, finished, environment=environment, debug=debug, stalls=stalls)
+        )
+    with claimed() as directory:
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 
@@ -185,9 +225,7 @@ def train(
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists, after_stalls=stalls.then == "restart")
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
-        if not directory.result.exists():
-            raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
-        print(result.last_line(result.read(directory.result)))
+        finished(directory)
 
 
 def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One generation of ranks on this host, run by torch's elastic agent.
+"""One generation of ranks on this host, alone or among others, run by torch's elastic agent.
 
 What is ours: a rendezvous whose store listens on loopback only, ranks' processes that are looked at without being reaped (so that
 a whole process group can be ended safely), a short moment for the true cause to show before the others are stopped, and silence.
@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.launcher.agent_environment import SIGNALS
+from lockstep.launcher.hosts.interfaces import family_of
+from lockstep.launcher.hosts.messages import Roll, Share
 
 _LOOK_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # how long a rank's complaint about a peer waits for that peer's own record
@@ -36,7 +38,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the ranks stood when the generation was over: before anyone was stopped by us."""
+    """How this host's ranks stood when the generation was over: before anyone was stopped by us."""
 
     pids: Mapping[int, int]
     codes: Mapping[int, int | None]
@@ -54,16 +56,18 @@ def run_generation(
     environment: Mapping[str, str],
     explained: Callable[[Ended], bool],
     stopping: Callable[[Mapping[int, int]], bool],
+    share: Share | None = None,
 ) -> Ended:
-    """Run `command` (arguments for this Python) as ranks 0..workers-1 of this host until all end well or the first does not.
+    """Run `command` (arguments for this Python) on `workers` ranks of this host until all end well or the first does not.
 
     When a rank fails, `explained` is asked whether what is known tells the cause; if not, it is asked again for a second. Then the
     others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping(pids by rank)` is asked 20 times a second.
+    With `share` these are some of the ranks of several hosts; they are stopped too when it is called off.
 
     Raises:
         Stopped: `stopping` was true.
     """
-    rendezvous = _Rendezvous()
+    rendezvous = _Alone() if share is None else _Among(share.roll)
     # torchelastic substitutes ${local_rank} and the like in arguments; $$ is its spelling of a plain $.
     spec = WorkerSpec(
         role="lockstep",
@@ -75,7 +79,7 @@ def run_generation(
         monitor_interval=_LOOK_SECONDS,
     )
     with _silence():
-        agent = _Agent(spec, _Streams(environment), explained, stopping)
+        agent = _Agent(spec, _Streams(environment), explained, stopping, share)
         agent.run()
     return agent.ended()
 
@@ -85,13 +89,15 @@ def gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-class _Rendezvous(RendezvousHandler):
-    """This host alone. Its store is the one the ranks meet through; the socket is bound here because torch's listens everywhere."""
+def serve_store(address: str) -> tuple[TCPStore, int]:
+    """The store that ranks meet through, and its port. The socket is bound here because torch's listens everywhere."""
+    listener = socket.create_server((address, 0), family=family_of(address))
+    port: int = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
 
-    def __init__(self) -> None:
-        listener = socket.create_server((_LOOPBACK, 0))
-        self._port: int = listener.getsockname()[1]
-        self._store = TCPStore(_LOOPBACK, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+class _Known(RendezvousHandler):
+    """Nothing to find out: who takes part is known when the agent is made."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -102,9 +108,6 @@ class _Rendezvous(RendezvousHandler):
 
     def get_run_id(self) -> str:
         return "lockstep"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=RendezvousStoreInfo(_LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
         return False
@@ -117,6 +120,27 @@ class _Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class _Alone(_Known):
+    """This host alone. Its store is the one the ranks meet through."""
+
+    def __init__(self) -> None:
+        self._store, self._port = serve_store(_LOOPBACK)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=RendezvousStoreInfo(_LOOPBACK, self._port))
+
+
+class _Among(_Known):
+    """This host among others, as the meeting has told. The agent itself needs no store: the ranks' own is the meeting's."""
+
+    def __init__(self, roll: Roll) -> None:
+        self._roll = roll
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        where = RendezvousStoreInfo(self._roll.address, self._roll.port)
+        return RendezvousInfo(HashStore(), rank=self._roll.index, world_size=len(self._roll.hosts), bootstrap_store_info=where)
 
 
 class _Streams(LogsSpecs):
@@ -141,9 +165,16 @@ class _Agent(LocalElasticAgent):
     _pcontext: SubprocessContext | None
 
     def __init__(
-        self, spec: WorkerSpec, streams: _Streams, explained: Callable[[Ended], bool], stopping: Callable[[Mapping[int, int]], bool]
+        self,
+        spec: WorkerSpec,
+        streams: _Streams,
+        explained: Callable[[Ended], bool],
+        stopping: Callable[[Mapping[int, int]], bool],
+        share: Share | None,
     ) -> None:
         super().__init__(spec, streams, exit_barrier_timeout=1)
+        self._share = share
+        self._first_rank = 0 if share is None else share.roll.first_rank
         self._explained = explained
         self._stopping = stopping
         self._settled_at: float | None = None
@@ -152,6 +183,15 @@ class _Agent(LocalElasticAgent):
     def ended(self) -> Ended:
         assert self._over is not None
         return self._over
+
+    def _assign_worker_ranks(self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec) -> list[Worker]:
+        """Torch's agents would exchange their numbers through the store; here they are known."""
+        size = spec.local_world_size if self._share is None else self._share.roll.size
+        numbers = [(local, self._first_rank + local) for local in range(spec.local_world_size)]
+        return [Worker(local, rank, role_rank=rank, world_size=size, role_world_size=size) for local, rank in numbers]
+
+    def _exit_barrier(self) -> None:
+        """Nobody waits here for the agents of other hosts: the meeting tells when all have ended."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with _variable(SIGNALS, "none"):
@@ -162,13 +202,14 @@ class _Agent(LocalElasticAgent):
         now = self._look()
         if self._stopping({rank: pid for rank, pid in now.pids.items() if now.codes[rank] is None}):
             raise Stopped
+        called_off = self._share is not None and self._share.called_off()
         failed = any(code for code in now.codes.values())
-        if not failed and None in now.codes.values():
+        if not failed and not called_off and None in now.codes.values():
             return RunResult(state=WorkerState.HEALTHY)
-        if failed and not self._settled(now):
+        if failed and not called_off and not self._settled(now):
             return RunResult(state=WorkerState.HEALTHY)
-        self._over = now
-        if failed:
+        self._over = self._over or now  # asked again, it would show those that were ended here
+        if failed or called_off:
             self._end_ranks()
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -186,7 +227,7 @@ class _Agent(LocalElasticAgent):
 
     def _ranks(self) -> dict[int, subprocess.Popen[bytes]]:
         handlers = self._pcontext.subprocess_handlers if self._pcontext else {}
-        return {rank: handler.proc for rank, handler in handlers.items()}
+        return {self._first_rank + local: handler.proc for local, handler in handlers.items()}
 
     def _end_ranks(self) -> None:
         """End every rank's process group. A rank that has died is not reaped yet, so its number still means its group."""

@@ -25,8 +25,9 @@ from lockstep.errors import ExitCode, LoaderWorkerKilled, PeerFailed, UsageError
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
 
-Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit"]
-"""loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited for, and ended by the launcher."""
+Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit", "host"]
+"""loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited for, and ended by the launcher. host: not the
+rank but its whole host has gone."""
 Standing = Literal["cause", "timeout", "consequence"]
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -52,7 +53,7 @@ class Failure:
     pid: int
     host: str
     monotonic_ns: int
-    """When it happened, on this host's monotonic clock."""
+    """When it happened, on this host's monotonic clock; over several hosts on that of the one where they meet."""
     traceback: str = ""
     """The exception with its frames, those of the launcher left out; "" where there is none to show."""
     where: str = ""
@@ -69,8 +70,8 @@ class Failure:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal was the cause, which need not come back in another try."""
-        return self.kind in ("signal", "loader")
+        """Whether a signal was the cause, or the loss of a host, which need not come back in another try."""
+        return self.kind in ("signal", "loader", "host")
 
 
 def note_time(error: BaseException) -> int:
@@ -185,6 +186,8 @@ def summary(failure: Failure) -> str:
     who = f"rank {failure.rank} (pid {failure.pid}, {failure.host}{f', log {failure.log}' if failure.log else ''})"
     text = failure.message.strip().partition("\n")[0]
     doing = f" {failure.doing}" if failure.doing else ""
+    if failure.kind == "host":
+        return f"host {failure.host} {text}"
     if failure.kind == "signal":
         hint = "; often the system's answer when memory runs out" if failure.code == 128 + signal.SIGKILL else ""
         return f"{who} was killed by {text}{doing}{hint}"

@@ -61,6 +61,8 @@ class Stall:
     message: str
     stack: str
     """Where that rank is, outermost first; "" where it cannot be seen."""
+    elsewhere: bool = False
+    """All ranks of this host wait: for another, or the network."""
 
 
 class Watcher:
@@ -168,7 +170,7 @@ def explain(sights: Mapping[int, Sight], quiet: float) -> Stall | None:
     waiting = [rank for rank in sorted(sights) if rank not in guilty and sights[rank].view.waits]
     first = sights[guilty[0]]
     step = max(sight.view.step for sight in sights.values())
-    parts = [f"STALL {quiet:.0f} s:"]
+    parts, elsewhere = [f"STALL {quiet:.0f} s:"], False
     if waiting:
         missing = first.view.number + 1
         text = next((sights[rank].view.collectives[missing] for rank in waiting if missing in sights[rank].view.collectives), None)
@@ -181,7 +183,7 @@ def explain(sights: Mapping[int, Sight], quiet: float) -> Stall | None:
         verb = "waits" if len(waiting) == 1 else "wait"
         parts.append(f"{named(waiting)} {verb} in #{missing}{f' ({text})' if text else ''}, step {step}.")
         parts += [f"{_capital(named([rank]))} {never} {doing(sights[rank], quiet)}." for rank in guilty]
-    elif all(sights[rank].view.waits for rank in guilty):
+    elif elsewhere := all(sights[rank].view.waits for rank in guilty):
         text = first.view.collectives.get(first.view.number, "")
         parts.append(
             f"all ranks of this host wait in #{first.view.number}{f' ({text})' if text else ''}, step {step}: for other hosts, or the network."
@@ -189,7 +191,7 @@ def explain(sights: Mapping[int, Sight], quiet: float) -> Stall | None:
     else:
         parts.append(f"no rank gets on, step {step}.")
         parts += [f"{_capital(named([rank]))} is {doing(sights[rank], quiet)}." for rank in guilty]
-    return Stall(guilty[0], " ".join(parts), first.stack)
+    return Stall(guilty[0], " ".join(parts), first.stack, elsewhere)
 
 
 def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:

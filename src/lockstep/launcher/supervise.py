@@ -14,6 +14,7 @@ from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.forward import forwarded
+from lockstep.launcher.hosts.messages import Share
 from lockstep.launcher.log_place import LogPlace, log_of, log_place, tail
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
@@ -59,6 +60,7 @@ def supervise(
     heeds: bool = False,
     stalls: Stalls | None = None,
     debug: bool = False,
+    share: Share | None = None,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
@@ -73,6 +75,7 @@ def supervise(
         stalls: what is done where the ranks do not get on; default: the run ends after half a minute, naming who is waited for.
         heeds: the target heeds signals from its first moment on, and can be begun anew where it was stopped before it has come to that.
         debug: have libraries say in the logs what they do, and add a line for every collective.
+        share: this host's part where there are several; how it ended is then for the hosts to agree on, and not printed here.
 
     Raises:
         UsageError: workers < 1.
@@ -80,11 +83,13 @@ def supervise(
     if workers is not None and workers < 1:
         raise UsageError(f"workers={workers}: give at least 1")
     with noted() as stop, run_directory() as directory, log_place(logs) as place:
-        watch = Watch(directory, stop, stalls or Stalls())
+        watch = Watch(directory, stop, stalls or Stalls(), alone=share is None)
         options = ["--logs", str(place.path), *(["--debug"] if debug else []), *(["--heeds"] if heeds else [])]
-        outcome = _run(target, workers, stop, watch, directory, console, options, dict(environment or {}))
+        outcome = _run(target, workers, stop, watch, directory, console, options, dict(environment or {}), share)
         if outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED and stop.number is None:
             outcome = replace(outcome, failure=_with_log(outcome.failure, place, console))
+    if share is not None:
+        return outcome
     if stop.number is not None and outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number):
         outcome = replace(outcome, exit_code=stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
         print(f"stopped by {stop.name}; all ranks have ended", file=sys.stderr)
@@ -102,6 +107,7 @@ def _run(
     console: Console,
     options: list[str],
     environment: dict[str, str],
+    share: Share | None,
 ) -> Outcome:
     from lockstep.launcher import agent  # imports torch
 
@@ -122,6 +128,7 @@ def _run(
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
                 stopping=watch.must_end,
+                share=share,
             )
         except agent.Stopped:
             if watch.failure is not None:

@@ -51,8 +51,9 @@ def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
 class Watch:
     """Of one generation, whose ranks leave their pages and records in `directory`."""
 
-    def __init__(self, directory: Path, stop: Stop, stalls: Stalls) -> None:
-        self._directory, self._stop, self._stalls = directory, stop, stalls
+    def __init__(self, directory: Path, stop: Stop, stalls: Stalls, *, alone: bool = True) -> None:
+        """`alone`: there are no other hosts, whose ranks these might be waiting for."""
+        self._directory, self._stop, self._stalls, self._alone = directory, stop, stalls, alone
         self._watcher = Watcher(directory, stalls.after)
         self._oom_kills = oom_kills()
         self.failure: Failure | None = None
@@ -64,7 +65,7 @@ class Watch:
             return True
         stall = self._watcher.look(pids)
         if stall is not None:
-            if self._stalls.then != "wait":
+            if self._stalls.then != "wait" and (self._alone or not stall.elsewhere):
                 self.failure = _failure(stall, pids)
                 return True
             _say("\n".join(part for part in (stall.stack, stall.message) if part))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import socket
 import time
@@ -23,6 +24,7 @@ from lockstep.settings import Settings
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
 _LOCK = "lock"
+_MARK = "mark"
 _CHECKPOINTS = "checkpoints"
 _BEFORE = "before-"
 
@@ -47,6 +49,11 @@ class RunDirectory:
     def grow(self) -> Path:
         """There where the ranks have ended at a checkpoint to go on with more workers."""
         return self.path / "grow"
+
+    @property
+    def wanted(self) -> Path:
+        """There where the ranks are asked to end at their next checkpoint, because more hosts have come."""
+        return self.path / "wanted"
 
     @property
     def checkpoints(self) -> Path:
@@ -88,6 +95,23 @@ class RunDirectory:
     @classmethod
     def of_launcher(cls, path: Path) -> RunDirectory:
         """The same folder, in a rank: the launcher, which outlives it, holds the lock."""
+        return cls(path)
+
+    def leave_mark(self) -> str:
+        """Write something that nobody else can know into the folder: who reads it looks at the same folder."""
+        mark = secrets.token_hex(8)
+        (self.path / _MARK).write_text(mark, encoding="utf-8")
+        return mark
+
+    @classmethod
+    def shared(cls, path: Path, mark: str) -> RunDirectory:
+        """The folder that another host has claimed. Raises UsageError where this host sees another one under that name, or none."""
+        file = path / _MARK
+        if not file.exists() or file.read_text(encoding="utf-8") != mark:
+            raise UsageError(
+                f"run directory {path} on {socket.gethostname()} is not the one that the first host has claimed: "
+                "give --run DIR in a folder that all hosts share"
+            )
         return cls(path)
 
     def release(self) -> None:
@@ -133,7 +157,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _says_nothing(file: Path) -> bool:
-    return file.name in (_LOCK, "settings.json") or (file.suffix == ".log" and file.stat().st_size == 0)
+    return file.name in (_LOCK, _MARK, "settings.json") or (file.suffix == ".log" and file.stat().st_size == 0)
 
 
 def _unused(name: str) -> Path:

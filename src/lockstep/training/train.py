@@ -268,8 +268,8 @@ class Training:
         if (
             self.checkpoints is not None
             and self.checkpoints.step(self._state)
-            and self.settings.grow
             and self.stepper.steps != self.length.steps
+            and self._shall_grow()
         ):
             self.checkpoints.close()
             raise _Grow
@@ -284,6 +284,12 @@ class Training:
         then = "saved: the same command goes on" if saved else "nothing is saved: there is no run directory"
         journal.event("preempted", f"stopped as asked after step {steps}{of}, {then}", step=steps)
         raise Preempted(steps, saved)
+
+    def _shall_grow(self) -> bool:
+        """The same on all ranks."""
+        if not self.settings.grow_if_wanted:
+            return self.settings.grow
+        return self.world.agree(self.world.rank == 0 and self.directory is not None and self.directory.wanted.exists())
 
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""
