@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -158,7 +159,7 @@ def test_the_same_failure_is_the_last_word_on_every_host(pair: list[Host], folde
     assert (code, other_code) == (1, 1)
     assert err.splitlines()[-4:] == other_err.splitlines()[-4:]
     assert last(err).startswith("rank 3 (pid ")
-    assert last(err).endswith(", bert (10.78.0.2)) failed: ValueError: boom")
+    assert re.fullmatch(r"rank 3 \(pid \d+, bert \(10.78.0.2\), log \S+\) failed: ValueError: boom", last(err))
     assert "raise SystemExit(7)" in err
 
 

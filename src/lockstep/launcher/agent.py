@@ -26,12 +26,14 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from lockstep.launcher import processes
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.launcher.hosts.interfaces import family_of
 from lockstep.launcher.hosts.messages import Roll, Share
 
 _LOOK_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # how long a rank's complaint about a peer waits for that peer's own record
+_DYING_SECONDS = 20.0  # how much longer it waits for a peer that is seen to be dying
 _GRACE_SECONDS = 0.5  # between SIGTERM and SIGKILL
 _LOOPBACK = "127.0.0.1"
 
@@ -217,7 +219,12 @@ class _Agent(LocalElasticAgent):
     def _settled(self, now: Ended) -> bool:
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_SECONDS
-        return self._explained(now) or time.monotonic() > self._settled_at
+        if self._explained(now):
+            return True
+        late = time.monotonic() - self._settled_at
+        # One that was killed is gone for its peers as soon as its first thread is, and for the system when its last, perhaps a nice one, is.
+        dying = any(code is None and processes.state(now.pids[rank]) == "Z" for rank, code in now.codes.items())
+        return late > (_DYING_SECONDS if dying else 0)
 
     def _look(self) -> Ended:
         ranks = self._ranks()
