@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,26 @@ def test_where_hosts_are_fixed_a_killed_agent_ends_the_run_with_its_name(pair: l
     assert pair[1].wait_until_empty(5) == []
     code, _, err = anna.end()
     assert (code, last(err).partition("; with it went ranks ")[0]) == (1, "host bert (10.78.0.2) has gone: its agent ended without a word")
+
+
+def test_one_agent_that_is_asked_stops_all_hosts_saved_and_the_same_command_goes_on(
+    pair: list[Host], folder: Path, undisturbed: str
+) -> None:
+    command = ["train", "my_task.py", "--exact", "--workers", "4", "--run", "run", *options("2")]
+    anna, bert = (host.lockstep(*command, "--node-rank", str(rank), cwd=folder, GATED="1") for rank, host in enumerate(pair))
+    for rank in range(3):
+        wait_for(folder / f"at-1-{rank}", anna, bert)
+    bert.process.send_signal(signal.SIGTERM)
+    (folder / "go-1").touch()
+    (code, _, err), (other_code, _, other_err) = anna.end(), bert.end()
+    assert (code, other_code) == (75, 75), err + other_err
+    assert last(err) == last(other_err) == "stopped as asked; all ranks of all hosts have ended"
+    assert re.search(r"^stopped as asked after step \d+ of 16, saved: the same command goes on$", err, re.MULTILINE)
+    anna, bert = (host.lockstep(*command, "--node-rank", str(rank), cwd=folder) for rank, host in enumerate(pair))
+    (code, out, err), (other_code, _, _) = anna.end(), bert.end()
+    assert (code, other_code) == (0, 0), err
+    assert "resumed from step " in err
+    assert out.endswith(f" | weights sha256 {undisturbed}\n")
 
 
 def test_the_same_failure_is_the_last_word_on_every_host(pair: list[Host], folder: Path) -> None:
