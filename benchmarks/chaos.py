@@ -128,7 +128,7 @@ def faults(count: int, seed: int) -> Iterator[Fault]:
     for _ in range(count):
         phase = draw.choice(PHASES)
         yield Fault(
-            victim=draw.choice(VICTIMS),
+            victim=draw.choice(VICTIMS[:2] if phase == "start-up" else VICTIMS),  # loader workers come with the first step
             phase=phase,
             workers=draw.randint(1, 4),
             steps=draw.randint(1, MOST_STEPS),
@@ -252,9 +252,11 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
         }
         if not wait_for(reached[fault.phase], run):
             return report.unrecoverable(fault, run)
+    elif fault.victim == "rank" and not wait_for(lambda: bool(run.processes()["rank"]), run):
+        return report.unrecoverable(fault, run)
     time.sleep(fault.delay)
     alive = run.processes()
-    victim = fault.victim if alive[fault.victim] else "launcher"  # while it starts there is nobody else yet
+    victim = fault.victim if alive[fault.victim] else "launcher"  # a loader worker lives for an epoch
     if not alive[victim]:
         return report.unrecoverable(fault, run)
     chosen = alive[victim][int(fault.which * len(alive[victim]))]

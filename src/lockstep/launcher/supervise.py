@@ -18,7 +18,7 @@ from lockstep.launcher.hosts.messages import Share
 from lockstep.launcher.log_place import LogPlace, log_of, log_place, tail
 from lockstep.launcher.logs import Console
 from lockstep.launcher.private import run_directory
-from lockstep.launcher.stopping import Stop, noted
+from lockstep.launcher.stopping import noted
 from lockstep.launcher.watch import Stalls, Watch
 
 
@@ -85,7 +85,7 @@ def supervise(
     with noted() as stop, run_directory() as directory, log_place(logs) as place:
         watch = Watch(directory, stop, stalls or Stalls(), alone=share is None)
         options = ["--logs", str(place.path), *(["--debug"] if debug else []), *(["--heeds"] if heeds else [])]
-        outcome = _run(target, workers, stop, watch, directory, console, options, dict(environment or {}), share)
+        outcome = _run(target, workers, watch, console, options, dict(environment or {}), share)
         if outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED and stop.number is None:
             outcome = replace(outcome, failure=_with_log(outcome.failure, place, console))
     if share is not None:
@@ -101,15 +101,15 @@ def supervise(
 def _run(
     target: Target,
     workers: int | None,
-    stop: Stop,
     watch: Watch,
-    directory: Path,
     console: Console,
     options: list[str],
     environment: dict[str, str],
     share: Share | None,
 ) -> Outcome:
     from lockstep.launcher import agent  # imports torch
+
+    directory, stop = watch.directory, watch.stop
 
     def explained(now: agent.Ended) -> bool:
         cause = failures.first(_failures(directory, now.codes, now.pids))

@@ -53,7 +53,7 @@ class Watch:
 
     def __init__(self, directory: Path, stop: Stop, stalls: Stalls, *, alone: bool = True) -> None:
         """`alone`: there are no other hosts, whose ranks these might be waiting for."""
-        self._directory, self._stop, self._stalls, self._alone = directory, stop, stalls, alone
+        self.directory, self.stop, self._stalls, self._alone = directory, stop, stalls, alone
         self._watcher = Watcher(directory, stalls.after)
         self._oom_kills = oom_kills()
         self.failure: Failure | None = None
@@ -61,7 +61,7 @@ class Watch:
 
     def must_end(self, pids: Mapping[int, int]) -> bool:
         """Whether the ranks, of which `pids` live, are to be ended now."""
-        if self._stop.now(self._directory, pids):
+        if self.stop.now(self.directory, pids):
             return True
         stall = self._watcher.look(pids)
         if stall is not None:
@@ -75,7 +75,7 @@ class Watch:
 
     def explained(self, failure: Failure) -> Failure:
         """With what the rank was doing last, and whether the kernel has killed for memory."""
-        view = status.read(status.file_of(self._directory, failure.rank))
+        view = status.read(status.file_of(self.directory, failure.rank))
         doing = "" if view is None or not view.step else f"at step {view.step}, {stalls.DOING[view.phase]}"
         killed = oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
         return replace(failure, doing=doing, note=f"cgroup oom_kill +{killed}: the host's memory ran out" if killed > 0 else failure.note)
