@@ -304,7 +304,7 @@ def disturbed(run: Run, count: int, seed: int) -> Report:
         if newest < before:
             report.problems.append(f"fault {number}: the newest checkpoint is of step {newest}, and there was one of {before}")
         before = newest
-        report.lost.append(max(0, reached - newest))
+        report.lost.append(max(0, reached - newest) if run.computing() else 0)  # else it was counted before
         print(
             f"{number}/{count}: {fault.victim}, {fault.phase}, {fault.workers} workers: at step {reached}, back to {newest}",
             file=sys.stderr,
