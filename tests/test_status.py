@@ -67,7 +67,7 @@ def test_phases_within_phases_and_what_each_has_taken(page: Path) -> None:
         assert seen(page).phase == "evaluate"
         with pytest.raises(ValueError, match="x"), status.inside("data"):
             raise ValueError("x")
-        assert seen(page).phase == "evaluate"
+        assert seen(page).phase == "data", "that is where it came from"
     view = seen(page)
     assert view.phase == "start"
     assert view.totals_ns["evaluate"] > 0

@@ -131,14 +131,12 @@ def enter(phase: str) -> str:
 
 @contextmanager
 def inside(phase: str) -> Iterator[None]:
-    """A phase within another."""
+    """A phase within another. An exception that leaves it leaves it noted: that is where it came from."""
     before = enter(phase)
-    try:
-        yield
-    finally:
-        page = _page
-        if page is not None and page.mine:
-            page.enter(_INDEX[before])
+    yield
+    page = _page
+    if page is not None and page.mine:
+        page.enter(_INDEX[before])
 
 
 def step(number: int) -> None:

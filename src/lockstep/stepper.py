@@ -209,7 +209,7 @@ class Stepper:
             finally:  # also when the user's loop breaks off: step() then sums what was there
                 self._buffers.shut(self._micro.weight, self._micro.row)
                 self._micro = None
-                status.enter("data")
+            status.enter("data")
 
     def follow_layout(self) -> None:
         """Where buckets have been laid anew the update follows. Every rank calls it alike; `micro_batches` does."""
@@ -255,7 +255,7 @@ class Stepper:
             (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
         finally:
             self.reducer.expecting = False
-            status.enter("forward")
+        status.enter("forward")
 
     def _send_facts(self) -> None:
         assert self._facts is not None

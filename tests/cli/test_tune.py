@@ -89,7 +89,7 @@ def test_one_worker_has_nothing_to_sum_and_its_command_needs_no_file(folder: Pat
 def test_a_tasks_own_error_is_the_users_traceback(folder: Path, place: str, last: str) -> None:
     done = lockstep("tune", "my_task.py", "--workers", "2", "--seconds", "3", "--set", f"place={place}", "--out", "tuned.json", cwd=folder)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.search(rf"rank [01] \(.*\) failed: {re.escape(last)}", done.stderr.splitlines()[-1])
+    assert re.search(rf"rank [01] \(.*\) failed( at step .*)?: {re.escape(last)}", done.stderr.splitlines()[-1])
     assert 'my_task.py", line' in done.stderr
     assert "lockstep/tuning" not in done.stderr
     assert not (folder / "tuned.json").exists()
