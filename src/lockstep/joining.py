@@ -9,6 +9,7 @@ import gc
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep import meeting, slurm_store
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.launcher import siblings
 from lockstep.launcher.job_step import step_of
+from lockstep.launcher.watch import TIMEOUT
 from lockstep.place import Placement
 
 
@@ -81,6 +83,15 @@ def _store_among_siblings(place: Placement, key: str, timeout: timedelta) -> dis
     finally:
         siblings.withdraw(key)
     return store
+
+
+def timeout_of_launcher() -> timedelta | None:
+    """What --timeout has said that one collective may take."""
+    if os.environ.get("NCCL_TIMEOUT"):
+        text = f"NCCL_TIMEOUT={os.environ['NCCL_TIMEOUT']} is set, but neither NCCL nor torch reads it; use --timeout, or init(timeout=...)"
+        warnings.warn(text, LockstepWarning, stacklevel=4)
+    seconds = os.environ.get(TIMEOUT)
+    return None if seconds is None else timedelta(seconds=float(seconds))
 
 
 @contextmanager

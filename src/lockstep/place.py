@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from lockstep import slurm
 from lockstep.errors import UsageError
 from lockstep.orphans import PARENT
+from lockstep.slurm import number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class _Spelling:
     node: str | None = None
 
     def read(self, env: Mapping[str, str]) -> Placement | None:
-        rank, size = _number(env, self.rank), _number(env, self.size)
+        rank, size = number_of(env, self.rank), number_of(env, self.size)
         if rank is None and size is None:
             return None
         if rank is None or size is None:
@@ -54,13 +55,13 @@ class _Spelling:
             raise UsageError(f"{have}={env[have]} is set but {lack} is not: set both, or neither for a single process")
         _check_below(self.rank, rank, self.size, size)
         local_rank, local_size = self._local(env, rank, size)
-        node = _number(env, self.node) if self.node else None
+        node = number_of(env, self.node) if self.node else None
         source = f"{self.rank} and {self.size}"
         return Placement(rank, size, local_rank, local_size, rank // local_size if node is None else node, source)
 
     def _local(self, env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
         """One host is assumed where the launcher names no local numbers, and in a PyTorchJob one rank a pod."""
-        local_rank, local_size = _number(env, self.local_rank), _number(env, self.local_size)
+        local_rank, local_size = number_of(env, self.local_rank), number_of(env, self.local_size)
         if local_rank is None and local_size is None and env.get("PET_NNODES"):
             local_rank, local_size = _of_pod(env, size)
         if local_size is None:
@@ -155,16 +156,6 @@ def _of_pod(env: Mapping[str, str], size: int) -> tuple[int, int]:
             "torchrun expected; begin the pod's command with torchrun, which reads PET_*"
         )
     return 0, 1
-
-
-def _number(env: Mapping[str, str], name: str) -> int | None:
-    text = env.get(name, "").strip()
-    if not text:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r} is not an integer") from None
 
 
 def _check_below(rank_name: str, rank: int, size_name: str, size: int) -> None:

@@ -62,11 +62,11 @@ def step(env: Mapping[str, str]) -> Step | None:
     Raises:
         UsageError: this is a batch script's own shell in a job of several tasks, or fewer tasks were started than were asked for.
     """
-    rank = _number(env, RANK)
-    number = _number(env, _STEP)
+    rank = number_of(env, RANK)
+    number = number_of(env, _STEP)
     if rank is None or number in _SHELLS:
         return None
-    size = _number(env, "SLURM_STEP_NUM_TASKS") or _number(env, SIZE)
+    size = number_of(env, "SLURM_STEP_NUM_TASKS") or number_of(env, SIZE)
     spread = next((_counts(name, env[name]) for name in _SPREAD if env.get(name)), None)
     if size is not None:
         _refuse_fewer(env, size, spread)
@@ -75,8 +75,8 @@ def step(env: Mapping[str, str]) -> Step | None:
         return None
     if size is None:
         raise UsageError(f"{RANK}={rank} is set but {SIZE} is not: start the script with srun, which sets both")
-    node = _number(env, "SLURM_NODEID") or 0
-    local_rank = _number(env, LOCAL_RANK)
+    node = number_of(env, "SLURM_NODEID") or 0
+    local_rank = number_of(env, LOCAL_RANK)
     if local_rank is None:
         local_rank = rank if spread is None or len(spread) == 1 else 0
     hosts = next((env[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(name)), "")
@@ -93,7 +93,7 @@ def step(env: Mapping[str, str]) -> Step | None:
 
 
 def _refuse_batch_script(env: Mapping[str, str], size: int | None) -> None:
-    expected = size or (_number(env, _ASKED_PER_NODE) or 1) * _nodes(env)
+    expected = size or (number_of(env, _ASKED_PER_NODE) or 1) * _nodes(env)
     if expected > 1:
         raise UsageError(
             f"the job has {expected} tasks but this is the batch script's own shell: 1 process started, {expected} expected; "
@@ -103,7 +103,7 @@ def _refuse_batch_script(env: Mapping[str, str], size: int | None) -> None:
 
 def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -> None:
     """--ntasks-per-node is what the fullest host shall run; `srun -n 1` and `--ntasks=1` beside it start fewer."""
-    asked = _number(env, _ASKED_PER_NODE)
+    asked = number_of(env, _ASKED_PER_NODE)
     nodes = _nodes(env)
     fullest = max(spread) if spread else -(-size // nodes)
     if asked is not None and fullest < asked:
@@ -114,7 +114,7 @@ def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -
 
 
 def _nodes(env: Mapping[str, str]) -> int:
-    return _number(env, "SLURM_STEP_NUM_NODES") or _number(env, "SLURM_NNODES") or 1
+    return number_of(env, "SLURM_STEP_NUM_NODES") or number_of(env, "SLURM_NNODES") or 1
 
 
 def _processes(count: int) -> str:
@@ -126,7 +126,7 @@ def _on_node(env: Mapping[str, str], node: int, size: int, spread: list[int] | N
         return spread[node]
     if tasks := env.get("SLURM_GTIDS"):
         return len(tasks.split(","))
-    return _number(env, _ASKED_PER_NODE) or size
+    return number_of(env, _ASKED_PER_NODE) or size
 
 
 def _counts(name: str, text: str) -> list[int]:
@@ -140,7 +140,8 @@ def _counts(name: str, text: str) -> list[int]:
     return counts
 
 
-def _number(env: Mapping[str, str], name: str) -> int | None:
+def number_of(env: Mapping[str, str], name: str) -> int | None:
+    """A launcher's variable; None where it is unset or empty. Raises UsageError where it is no whole number."""
     text = env.get(name, "").strip()
     if not text:
         return None

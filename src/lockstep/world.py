@@ -11,9 +11,8 @@ import itertools
 import logging
 import os
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -30,11 +29,10 @@ from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible, share_memory
 from lockstep.collectives.tags import call_site, share_page
 from lockstep.determinism import Determinism
-from lockstep.errors import LockstepError, LockstepWarning, UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.hosts import find_hosts
-from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks
+from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks, timeout_of_launcher
 from lockstep.launcher import asked
-from lockstep.launcher.watch import TIMEOUT
 from lockstep.place import Placement, placement
 
 Tagging = Literal["host", "all", "off"]
@@ -269,7 +267,7 @@ class World:
 
         Save then, and leave with exit code 75 (`lockstep train` does). The launcher tells all ranks when it or one of them gets such a signal.
         """
-        self.own(_Restored(asked.listen()))
+        self.own(ExitStack()).callback(asked.listen())
 
     @property
     def asked_to_stop(self) -> bool:
@@ -340,13 +338,6 @@ class World:
             self.close(failed=error is not None)
 
 
-class _Restored:
-    """What is put back when the world closes."""
-
-    def __init__(self, restore: Callable[[], None]) -> None:
-        self.close = restore
-
-
 def init(
     rank: int | None = None,
     world_size: int | None = None,
@@ -374,7 +365,7 @@ def init(
         raise UsageError(f"tags={tags!r}: choose one of {', '.join(get_args(Tagging))}")
     if dist.is_initialized():
         return _already_open(rank, world_size, backend, init_method)
-    timeout = timeout or _timeout_of_launcher()
+    timeout = timeout or timeout_of_launcher()
     place = _place(rank, world_size)
     backend = choose_backend(backend, place)
     device = torch.device("cpu")
@@ -395,14 +386,6 @@ def init(
     world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False, tags=tags, tuning=tuning)
     world.own(SharedCores(place.local_size))
     return world
-
-
-def _timeout_of_launcher() -> timedelta | None:
-    if os.environ.get("NCCL_TIMEOUT"):
-        text = f"NCCL_TIMEOUT={os.environ['NCCL_TIMEOUT']} is set, but neither NCCL nor torch reads it; use --timeout, or init(timeout=...)"
-        warnings.warn(text, LockstepWarning, stacklevel=4)
-    seconds = os.environ.get(TIMEOUT)
-    return None if seconds is None else timedelta(seconds=float(seconds))
 
 
 def _already_open(rank: int | None, world_size: int | None, backend: str | None, init_method: str | None) -> World:

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ class Remote:
             files.check_room(directory, sum(entry.bytes for entry in entries))
             for entry in entries:
                 self._bring(step, entry.name, folder, entry.bytes)
-            files.read(folder)
-            return files.read(files.put_in_place(folder, folder_of(directory, step)))
+            found = files.read(folder)
+            return replace(found, folder=files.put_in_place(folder, folder_of(directory, step)))
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{self.url}: {error}", error.file) from None
         except OSError as error:

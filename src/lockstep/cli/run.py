@@ -97,11 +97,10 @@ def run(
     target = Target(module=name, args=args) if module else Target(script=name, args=args)
     here = rank_here(workers)
     if here is not None:
-        refuse_watching(here, debug or on_stall != "abort" or stall_after != 30)
-        if log is not None:
-            log.mkdir(parents=True, exist_ok=True)
+        refuse_watching(here, debug or stalls != Stalls())
+        logs = directory_for_logs(log)
         os.environ.update({**exported(here, os.environ), **environment})
-        work_as(here, lambda: worker.main([*(["--logs", str(log)] if log is not None else []), *target.arguments()]))
+        work_as(here, lambda: worker.main([*(["--logs", str(logs)] if logs is not None else []), *target.arguments()]))
         return
     outcome = supervise(
         target, workers, logs=directory_for_logs(log), console="joined", environment=environment, debug=debug, stalls=stalls

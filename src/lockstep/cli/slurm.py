@@ -6,14 +6,11 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lockstep.errors import ExitCode, UsageError
-
-if TYPE_CHECKING:
-    pass
 
 
 def slurm(

@@ -13,10 +13,9 @@ import typer
 
 from lockstep.cli import hosts
 from lockstep.cli.hardware import fitted
-from lockstep.errors import ExitCode, UsageError
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.checkpoints.remote import Remote
     from lockstep.settings import Settings
     from lockstep.training.run_directory import RunDirectory
     from lockstep.training.tuned import Tuned
@@ -131,8 +130,9 @@ def train(
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
     from lockstep.settings import Settings, overrides_of
     from lockstep.training import result
-    from lockstep.training.resolve import locate, short_name
-    from lockstep.training.run_directory import RESULT, RunDirectory, take_over
+    from lockstep.training.claim import claimed
+    from lockstep.training.resolve import locate
+    from lockstep.training.run_directory import RESULT
     from lockstep.training.tuned import Tuned
 
     stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
@@ -152,7 +152,7 @@ def train(
     here = None if plan is not None else rank_here(workers)
     if here is not None:
         asked.listen()  # from the first moment on: what it has to load takes seconds
-        refuse_watching(here, debug or max_restarts is not None or on_stall != "abort" or stall_after != 30)
+        refuse_watching(here, debug or max_restarts is not None or stalls != Stalls())
         os.environ.update(environment)
     place = locate(task)
     knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
@@ -188,19 +188,8 @@ def train(
         print(result.last_line(result.read(run / RESULT)))
         return
 
-    def claimed() -> RunDirectory:
-        directory = RunDirectory.claim(run, short_name(place), fresh=fresh)
-        try:
-            remote = None if checkpoints is None else _remote(checkpoints)
-            if remote is not None and fresh:
-                remote.set_aside()
-            if resume:
-                _insist(directory, remote)
-            take_over(directory, settings)
-        except BaseException:
-            directory.release()
-            raise
-        return directory
+    def claim() -> RunDirectory:
+        return claimed(settings, run, resume=resume, fresh=fresh)
 
     def finished(directory: RunDirectory) -> None:
         if not directory.result.exists():
@@ -208,10 +197,8 @@ def train(
         print(result.last_line(result.read(directory.result)))
 
     if plan is not None:
-        raise typer.Exit(
-            hosts.train_over_hosts(plan, settings, claimed, run, finished, environment=environment, debug=debug, stalls=stalls)
-        )
-    with claimed() as directory:
+        raise typer.Exit(hosts.train_over_hosts(plan, settings, claim, run, finished, environment=environment, debug=debug, stalls=stalls))
+    with claim() as directory:
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 
@@ -252,18 +239,3 @@ def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> No
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
-
-
-def _remote(url: str) -> Remote:
-    from lockstep.checkpoints.remote import Remote  # imports torch
-
-    return Remote(url)
-
-
-def _insist(directory: RunDirectory, remote: Remote | None) -> None:
-    """--resume: end the command where there is no checkpoint to go on from."""
-    from lockstep.training.resume import why_not_resumable  # imports torch
-
-    if why := why_not_resumable(directory, remote):
-        print(why, file=sys.stderr)
-        raise typer.Exit(ExitCode.NO_CHECKPOINT)

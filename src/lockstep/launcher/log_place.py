@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.launcher.private import start_time, user_directory
+from lockstep.launcher.private import new_directory, owner_lives, user_directory
 
 KEPT = 10
 """How many directories of failed runs are kept; older ones are removed."""
@@ -36,7 +35,7 @@ def log_place(asked: Path | None) -> Iterator[LogPlace]:
         return
     home = user_directory()
     _sweep(home)
-    place = LogPlace(Path(tempfile.mkdtemp(prefix=f"logs-{os.getpid()}-{start_time(os.getpid())}-", dir=home)))
+    place = LogPlace(new_directory(home, "logs"))
     try:
         yield place
     finally:
@@ -79,10 +78,9 @@ def tail(file: Path, lines: int = 15) -> str:
 def _sweep(home: Path) -> None:
     kept = []
     for old in home.glob("logs-*"):
-        _, pid, started, *_ = [*old.name.split("-"), "", ""]
         if (old / _MARK).exists():
             kept.append(old)
-        elif not (pid.isdigit() and str(start_time(int(pid))) == started):
+        elif not owner_lives(old):
             shutil.rmtree(old, ignore_errors=True)
     kept.sort(key=_when)
     for old in kept[: max(0, len(kept) - KEPT + 1)]:

@@ -35,14 +35,24 @@ def run_directory() -> Iterator[Path]:
     """A new empty directory for one run of this process, removed at the end; those of killed processes are removed first."""
     home = user_directory()
     for old in home.glob("run-*"):
-        _, pid, started, *_ = [*old.name.split("-"), "", ""]
-        if not (pid.isdigit() and str(start_time(int(pid))) == started):
+        if not owner_lives(old):
             shutil.rmtree(old, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-{start_time(os.getpid())}-", dir=home))
+    path = new_directory(home, "run")
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def new_directory(home: Path, kind: str) -> Path:
+    """A directory in `home` whose name says that it is this process's."""
+    return Path(tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-{start_time(os.getpid())}-", dir=home))
+
+
+def owner_lives(path: Path) -> bool:
+    """Whether the process that made `path` with `new_directory` still runs."""
+    _, pid, started, *_ = [*path.name.split("-"), "", ""]
+    return pid.isdigit() and str(start_time(int(pid))) == started
 
 
 def start_time(pid: int) -> int:

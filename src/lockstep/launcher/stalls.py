@@ -102,12 +102,15 @@ class Watcher:
         now = self._clock()
         if len(pids) < 2 or not self._slow.due(now):
             return None
-        views = {rank: view for rank in pids if (view := status.read(status.file_of(self._directory, rank))) is not None}
-        return self._slow.look(views, now)
+        return self._slow.look(self._views(pids), now)
+
+    def _views(self, pids: Mapping[int, int]) -> dict[int, View]:
+        """Of those that have a page by now."""
+        return {rank: view for rank in pids if (view := status.read(status.file_of(self._directory, rank))) is not None}
 
     def _lenience(self, pids: Mapping[int, int]) -> float:
         """How many times as long as otherwise what goes on may take."""
-        views = [view for rank in pids if (view := status.read(status.file_of(self._directory, rank))) is not None]
+        views = list(self._views(pids).values())
         if not any(view.waits for view in views):
             if all(view.phase in _USERS for view in views):
                 return math.inf
@@ -116,11 +119,7 @@ class Watcher:
         return _LENIENT if min((view.step for view in views), default=0) < 2 else 1
 
     def _sights(self, pids: Mapping[int, int]) -> dict[int, Sight]:
-        found = {}
-        for rank, pid in pids.items():
-            view = status.read(status.file_of(self._directory, rank))
-            if view is not None:
-                found[rank] = Sight(pid, view, processes.state(pid))
+        found = {rank: Sight(pids[rank], view, processes.state(pids[rank])) for rank, view in self._views(pids).items()}
         for rank in suspects(found):
             found[rank] = self._with_stack(rank, found[rank])
         return found

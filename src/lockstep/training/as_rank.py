@@ -6,7 +6,6 @@ What our own launcher does before any rank starts, rank 0 does here when all hav
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,16 +14,15 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoints.remote import Remote
 from lockstep.checks.start import compare_start
 from lockstep.errors import ExitCode, ReplicaDivergence, UsageError
 from lockstep.launcher import logs
 from lockstep.settings import Settings
 from lockstep.training import result
+from lockstep.training.claim import claimed
 from lockstep.training.opening import world_for
-from lockstep.training.resolve import resolve, short_name
-from lockstep.training.resume import why_not_resumable
-from lockstep.training.run_directory import RESULT, RunDirectory, take_over
+from lockstep.training.resolve import resolve
+from lockstep.training.run_directory import RESULT, RunDirectory
 from lockstep.training.train import train_as
 from lockstep.world import World
 
@@ -57,36 +55,24 @@ def _compare(world: World, given: dict[str, Any]) -> None:
 @contextmanager
 def _opened(world: World, settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> Iterator[RunDirectory]:
     """The run directory, on all ranks: claimed by rank 0, which also chooses its name where none is given."""
-    claimed, problem = None, None
+    mine, problem = None, None
     if world.rank == 0:
         try:
-            claimed = _claimed(settings, run, resume=resume, fresh=fresh)
+            mine = _claimed(settings, run, resume=resume, fresh=fresh)
         except (UsageError, OSError, SystemExit) as error:
             problem = error
     code = 0 if problem is None else _code(problem)
-    said = json.loads(_from_first(world, json.dumps({"code": code, "path": claimed and str(claimed.path.absolute())})))
+    said = json.loads(_from_first(world, json.dumps({"code": code, "path": mine and str(mine.path.absolute())})))
     if said["code"]:
         raise problem or SystemExit(said["code"])
-    with claimed or RunDirectory.of_launcher(Path(said["path"])) as directory:
+    with mine or RunDirectory.of_launcher(Path(said["path"])) as directory:
         yield directory
 
 
 def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
     if resume and run is not None and (run / RESULT).exists():
         return RunDirectory.of_launcher(run)
-    directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh)
-    try:
-        remote = None if settings.checkpoints is None else Remote(settings.checkpoints)
-        if remote is not None and fresh:
-            remote.set_aside()
-        if resume and (why := why_not_resumable(directory, remote)):
-            print(why, flush=True, file=sys.stderr)
-            raise SystemExit(ExitCode.NO_CHECKPOINT)
-        take_over(directory, settings)
-    except BaseException:
-        directory.release()
-        raise
-    return directory
+    return claimed(settings, run, resume=resume, fresh=fresh)
 
 
 def _code(problem: BaseException) -> int:

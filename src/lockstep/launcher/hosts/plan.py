@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.errors import UsageError
+from lockstep.launcher.generations import RESTARTS
 from lockstep.launcher.hosts.interfaces import host_and_port
 
 JOIN_SECONDS = 300.0
 REACH_SECONDS = 6.0
 """How long the first host may take to be reached, where --join-timeout was not given."""
-RESTARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
