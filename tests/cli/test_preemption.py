@@ -45,7 +45,7 @@ class Training:
         self.process: subprocess.Popen[str] | None = None
         (folder / "my_task.py").write_text(TASK)
 
-    def start(self, workers: int = 2) -> None:
+    def start(self, workers: int | str = 2) -> None:
         command = [sys.executable, "-m", "lockstep", "train", "my_task.py", "--exact", "--workers", str(workers), "--run", "run"]
         command += ["--loader-workers", "1"]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -189,3 +189,23 @@ def test_a_second_signal_does_not_wait(training: Training) -> None:
     training.process.send_signal(signal.SIGINT)
     ended, _, err = training.end()
     assert (ended, err) == (130, "stopped by Ctrl-C; all ranks have ended\n")
+
+
+def test_a_rank_that_is_killed_meanwhile_begins_nothing_anew(training: Training) -> None:
+    (training.folder / "slowly").touch()
+    training.start(workers="1:2")
+    training.until(lambda: training.steps() >= 2)
+    rank = next(child for child in training.everybody()[-1].children() if child.environ()["RANK"] == "1")
+    rank.suspend()  # the others cannot take the step after which they would leave
+    assert training.process is not None
+    training.process.send_signal(signal.SIGTERM)
+    assert training.process.stderr is not None
+    while "stopping after this step" not in training.process.stderr.readline():
+        pass
+    rank.kill()
+    ended, _, err = training.end()
+    assert ended == 75, err
+    assert f"rank 1 (pid {rank.pid}, " in err
+    assert "was killed by signal 9" in err
+    assert "going on with" not in err
+    assert err.endswith("stopped by signal 15 (SIGTERM); all ranks have ended\n")

@@ -34,3 +34,11 @@ def test_a_complaint_waits_a_second_for_its_cause(monkeypatch: pytest.MonkeyPatc
 def test_and_longer_for_a_peer_that_is_dying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first thread is dead, which is what the others see; a thread of it that hardly gets the processor is not, and the kernel waits for it."""
     assert settling(monkeypatch, False, {10: "Z", 11: "Z"}) == [False, False, False, False, False, True]
+
+
+def test_where_all_have_ended_nobody_is_asked_whether_they_must() -> None:
+    """Ranks that leave as they were asked to may do so between two looks: that is not "ended at once"."""
+    ended = agent.run_generation(
+        ["-c", "raise SystemExit(75)"], 2, environment={}, explained=lambda now: True, stopping=lambda living: not living
+    )
+    assert ended.codes == {0: 75, 1: 75}

@@ -63,7 +63,7 @@ def run_generation(
     """Run `command` (arguments for this Python) on `workers` ranks of this host until all end well or the first does not.
 
     When a rank fails, `explained` is asked whether what is known tells the cause; if not, it is asked again for a second. Then the
-    others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping(pids by rank)` is asked 20 times a second.
+    others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping(pids by rank)` is asked 20 times a second, of those that live.
     With `share` these are some of the ranks of several hosts; they are stopped too when it is called off.
 
     Raises:
@@ -202,7 +202,8 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         now = self._look()
-        if self._stopping({rank: pid for rank, pid in now.pids.items() if now.codes[rank] is None}):
+        living = {rank: pid for rank, pid in now.pids.items() if now.codes[rank] is None}
+        if living and self._stopping(living):
             raise Stopped
         called_off = self._share is not None and self._share.called_off()
         failed = any(code for code in now.codes.values())

@@ -90,8 +90,11 @@ def supervise(
             outcome = replace(outcome, failure=_with_log(outcome.failure, place, console))
     if share is not None:
         return outcome
-    if stop.number is not None and outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number):
-        outcome = replace(outcome, exit_code=stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
+    killed = outcome.failure if outcome.failure is not None and outcome.failure.killed else None
+    if stop.number is not None and (killed is not None or outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number)):
+        if killed is not None:  # while it was to stop: nothing is begun anew for that
+            print(failures.summary(killed), file=sys.stderr)
+        outcome = Outcome(stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
         print(f"stopped by {stop.name}; all ranks have ended", file=sys.stderr)
     elif outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED:
         print(failures.render(outcome.failure), file=sys.stderr)
