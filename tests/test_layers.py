@@ -12,7 +12,7 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "slurm", "status", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "lint"},
+    {"errors", "place", "slurm", "status", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "method", "lint"},
     {"collectives", "data", "launcher", "meeting", "joining", "slurm_store", "hosts", "determinism"},
     {"world", "backend"},
     {"gradients", "checks", "checkpoints"},
@@ -33,7 +33,7 @@ LAYERS = [
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ["launcher", "settings", "place", "slurm", "orphans", "errors", "cli", "lint"]  # import it late or not at all
+WITHOUT_TORCH = ["launcher", "settings", "method", "place", "slurm", "orphans", "errors", "cli", "lint"]  # import it late or not at all
 LAUNCHER_WITH_TORCH = {"agent.py", "spawn.py"}
 
 

@@ -10,16 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lockstep.errors import UsageError
+from lockstep.method import Method, Reduce
 from lockstep.task import PRECISIONS, Precision
 
 Device = Literal["auto", "cpu", "cuda"]
-Reduce = Literal["auto", "native", "central", "shared_memory", "hierarchical"]
-Update = Literal["replicated", "sharded"]
 
 FILE = "settings.json"
+METHOD = ("reduce", "exact", "compress", "update", "staleness", "sync_every", "outer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +44,16 @@ class Settings:
     """None: the task's own."""
     reduce: Reduce = "auto"
     """How gradients are summed. auto: through shared memory where all ranks are on the CPU of one host, else by the backend."""
-    update: Update = "replicated"
-    """Who applies them: every rank everything, or each its share. The weights are the same."""
+    compress: str | None = None
+    """In how many bits they travel: bf16, fp16, int8, powersgd:RANK, topk:SHARE. It changes the weights."""
+    update: str = "replicated"
+    """Who applies them: every rank everything, or each its share, with the same weights; or a server, without waiting for each other."""
+    staleness: int | str | None = None
+    """Of the server: steps that a rank may be ahead of the slowest, or inf."""
+    sync_every: int | None = None
+    """Steps that every rank takes on its own between two meetings. It changes the weights."""
+    outer: str | None = None
+    """What a meeting does: average, nesterov."""
     exact: bool = False
     """The same bits at any number of workers: sums along one tree, deterministic algorithms, one intra-op thread unless `threads` says another."""
     grow: bool = False
@@ -78,26 +86,28 @@ class Settings:
             raise UsageError(f"loader_workers={self.loader_workers!r}: give a whole number, 0 to load in the rank itself")
         choices = {
             "device": ("auto", "cpu", "cuda"),
-            "reduce": get_args(Reduce),
-            "update": get_args(Update),
             "precision": (None, *PRECISIONS),
         }
         for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 raise UsageError(f"{name}={value!r} is unknown: choose one of {', '.join(choice for choice in known if choice)}")
+        self.method()
+        if self.precision == "fp16" and (self.sync_every is not None or self.update.startswith("server")):
+            raise UsageError("precision='fp16' needs one loss scale for all ranks, and these would each find their own: use bf16")
 
-        if self.exact and self.reduce in ("central", "hierarchical"):
-            raise UsageError(
-                f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it out, or choose native or shared_memory"
-            )
+    def method(self) -> Method:
+        """How the ranks' work becomes one training. Raises UsageError for what makes no sense together."""
+        return Method(**{name: getattr(self, name) for name in METHOD})
 
     def differences(self, before: Settings) -> list[str]:
         """In what a run with these settings would be another training than one with those of `before`, in words."""
         decides = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
         decides += ["threads", "bucket_mb"] if self.exact else []  # in float32 the order of a sum, and so its last bits
         pairs = [(name, getattr(before, name), getattr(self, name)) for name in decides]
-        return [f"{name} was {_shown(theirs)} and is {_shown(ours)}" for name, theirs, ours in pairs if theirs != ours]
+        ours, theirs = self.method().recipe(), before.method().recipe()
+        pairs += [(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]
+        return [f"{name} was {_shown(before)} and is {_shown(now)}" for name, before, now in pairs if before != now]
 
     def write(self, directory: Path) -> None:
         """As settings.json in `directory`."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import randomness, status
+from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
@@ -35,6 +36,7 @@ from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
+from lockstep.method import Method
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.update import Applied
@@ -110,6 +112,10 @@ class Stepper:
         reduce: str = "auto",
         update: str = "replicated",
         exact: bool = False,
+        compress: str | None = None,
+        staleness: float | str | None = None,
+        sync_every: int | None = None,
+        outer: str | None = None,
         bucket_mb: float | None = None,
         unused: Unused = "error",
         checks: Checks = "full",
@@ -122,14 +128,22 @@ class Stepper:
         if unused not in POLICIES:
             raise UsageError(f"unused={unused!r}: choose one of {', '.join(POLICIES)}")
         check_checks(checks)
+        self.method = Method(
+            reduce=reduce, exact=exact, compress=compress, update=update, staleness=staleness, sync_every=sync_every, outer=outer
+        )
+        if self.method.alone and scaler is not None and scaler.is_enabled():
+            raise UsageError("a loss scaler needs one scale for all ranks, and ranks that step alone would each find their own: use bf16")
         self.world = world or World.current()
         if checks != "off":
             compare_start(*set_up_of(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
-        self.reducer, self.model = reducer_of(model, reduce, exact, bucket_mb, self.world)
+        alone = self.world.group.alone() if self.method.alone else self.world.group
+        self.reducer, self.model = reducer_of(model, self.method, bucket_mb, self.world, alone)
         self.group = self.reducer.group
+        self.everyone = self.world.group if self.method.alone else self.group
+        """All ranks of this training; `group` are those whose gradients are summed in a step, this rank alone where it steps alone."""
         self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
-        self.update = choose_update(update)
+        self.update = choose_update(self.method)
         left_out = self._left_out()
         self.update.bind(self.reducer, optimizer)
         if left_out and self.world.rank == 0:
@@ -269,6 +283,11 @@ class Stepper:
         """Take over a whole optimizer's state, made with any number of ranks and either update. Every rank calls it."""
         self.update.load_state_dict(state)
 
+    def keepers(self) -> list[Keeps]:
+        """What has a state of its own beside the optimizer's."""
+        found: list[Any] = [self.reducer.reduction, self.update]
+        return [each for each in found if hasattr(each, "kept")]
+
     def request_stop(self) -> None:
         """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of them. (`World.heed_signals`: a signal asks too.)"""
         self._stop = True
@@ -308,7 +327,7 @@ class Stepper:
             weight=facts.weight,
             stop=facts.stop > 0,
             samples_by_rank=facts.samples_by_rank,
-            bytes_sent=self.group.bytes_sent,
+            bytes_sent=self.everyone.bytes_sent,
             outcome=outcome,
         )
 

@@ -15,6 +15,7 @@ from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
 from lockstep.gradients.replicate import replicate
+from lockstep.method import Method
 from lockstep.world import World
 
 
@@ -25,23 +26,33 @@ def set_up_of(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[G
     return world.group, {**model_fields(model), **fields}
 
 
-def reducer_of(model: nn.Module, reduce: str, exact: bool, bucket_mb: float | None, world: World) -> tuple[Reducer, nn.Module]:
+def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world: World, group: Group) -> tuple[Reducer, nn.Module]:
+    """`group`: the ranks whose gradients are summed, all of the world's or this one alone."""
     if bucket_mb is not None and not bucket_mb > 0:
         raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
     if isinstance(model, DistributedDataParallel):
-        if exact:
+        if method.alone or method.compress is not None:
+            what = (
+                f"compress={method.compress!r}"
+                if method.compress
+                else f"sync_every={method.sync_every}"
+                if method.local
+                else f"update={method.update!r}"
+            )
+            raise UsageError(f"{what} needs the bare module: the wrapped model's reducer sums every gradient as it is, in every backward")
+        if method.exact:
             raise UsageError("exact=True needs the bare module: the wrapped model's reducer adds micro-batches in another order")
         if bucket_mb is not None:
             raise UsageError(
                 f"bucket_mb={bucket_mb}: the wrapped model has its own buckets; give bucket_cap_mb= to DistributedDataParallel"
             )
-        if reduce != "auto":
+        if method.reduce != "auto":
             raise UsageError(
-                f"reduce={reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
+                f"reduce={method.reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
             )
         return model.give_up_reducer(), model.module
     replicate(model, world.group)
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
-    if exact:
-        return exact_reducer(model, reduce, world.group, bucket_bytes), model
-    return Reducer(model, world.group, reduction(reduce, world.group), bucket_bytes=bucket_bytes), model
+    if method.exact:
+        return exact_reducer(model, method.reduce, group, bucket_bytes), model
+    return Reducer(model, group, reduction(method.reduce, group), bucket_bytes=bucket_bytes), model

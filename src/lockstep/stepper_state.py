@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import weights
-from lockstep.checkpoints.pieces import Piece, shared_out, sizes
+from lockstep.checkpoints.pieces import METHOD, Piece, method_kept, method_pieces, shared_out, sizes
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.stepper import Stepper
@@ -29,13 +29,15 @@ class Taken:
 
 def take(stepper: Stepper) -> Taken:
     """The state as it is now. Tensors that all ranks have are shared out among them. Raises UsageError for what only pickle could keep."""
-    group = stepper.group
+    group = stepper.everyone
     model = weights(stepper.model)
     name_of = _names(stepper)
     everywhere, mine = stepper.update.pieces(name_of)
+    common, own = method_pieces(stepper.keepers(), group.rank)
     groups = stepper.optimizer.param_groups
     state = {
         "steps": stepper.steps,
+        "method": stepper.method.recipe(),
         "order of gradients": stepper.reducer.order,
         "optimizer": {
             "kind": _kind(stepper.optimizer),
@@ -51,7 +53,7 @@ def take(stepper: Stepper) -> Taken:
         "scheduler": None if stepper.scheduler is None else encoded(stepper.scheduler.state_dict(), "the scheduler's state"),
         "scaler": None if stepper.scaler is None else encoded(stepper.scaler.state_dict(), "the scaler's state"),
     }
-    pieces = [*shared_out(everywhere, group.rank, group.size, sizes(model)), *mine]
+    pieces = [*shared_out([*everywhere, *common], group.rank, group.size, sizes(model)), *mine, *own]
     return Taken(model if group.rank == 0 else None, pieces, state)
 
 
@@ -65,6 +67,9 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     optimizer, name_of = state["optimizer"], _names(stepper)
     if optimizer["kind"] != _kind(stepper.optimizer):
         raise UsageError(f"the checkpoint was made with {optimizer['kind']}, and the optimizer is {_kind(stepper.optimizer)}: use the same")
+    method, before = stepper.method.recipe(), state.get("method", {})
+    if method != before:
+        raise UsageError(f"the checkpoint was made with {_said(before)}, and this training is with {_said(method)}: use the same")
     names = [[name_of(each) for each in members] for members in stepper.update.wholes()]
     saved = [each["parameters"] for each in optimizer["groups"]]
     if names != saved:
@@ -77,7 +82,11 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     with torch.no_grad():
         for name, tensor in theirs.items():
             ours[name].copy_(tensor)
-    stepper.load_optimizer_state_dict(_optimizer_state(checkpoint, optimizer))
+    tensors = dict(checkpoint.optimizer())
+    stepper.load_optimizer_state_dict(_optimizer_state(checkpoint, tensors, optimizer))
+    kept = method_kept({name.removeprefix(METHOD): tensor for name, tensor in tensors.items() if name.startswith(METHOD)})
+    for part in stepper.keepers():
+        part.take_back(*kept)
     for what, target in (("scheduler", stepper.scheduler), ("scaler", stepper.scaler)):
         if (target is None) != (state[what] is None):
             raise UsageError(f"the checkpoint was made {'without' if state[what] is None else 'with'} a {what}: use the same")
@@ -87,7 +96,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     stepper.steps = int(state["steps"])
 
 
-def _optimizer_state(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer_state(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:
     """In the form of torch's `Optimizer.state_dict`."""
     numbers: dict[str, int] = {}
     groups = []
@@ -98,7 +107,9 @@ def _optimizer_state(checkpoint: Checkpoint, saved: Mapping[str, Any]) -> dict[s
     states: dict[int, dict[str, Any]] = {}
     for name, values in saved["numbers"].items():
         states.setdefault(numbers[name], {}).update(decoded(values))
-    for key, tensor in checkpoint.optimizer():
+    for key, tensor in tensors.items():
+        if key.startswith(METHOD):
+            continue
         state, _, name = key.partition("/")
         if name not in numbers:
             raise DamagedCheckpoint(f"{checkpoint.folder.name}: it holds {key}, of a parameter that its optimizer does not have", key)
@@ -134,6 +145,10 @@ def _compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
                 f"the checkpoint is another model's: {name} is {list(theirs[name].shape)} {theirs[name].dtype} there, and "
                 f"{list(tensor.shape)} {tensor.dtype} here"
             )
+
+
+def _said(recipe: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in recipe.items()) or "every gradient summed as it is"
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

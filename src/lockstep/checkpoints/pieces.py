@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from lockstep.errors import DamagedCheckpoint
 
+METHOD = "method/"
+"""Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for what only one rank has."""
 _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
@@ -39,6 +42,38 @@ class Piece:
     def key(self) -> str:
         """In a file."""
         return self.name if self.shape is None else f"{self.name}[{self.start}:{self.start + self.data.numel()}]"
+
+
+class Keeps(Protocol):
+    """A part of a training that has a state of its own, in tensors: what compression still owes, a meeting's momentum."""
+
+    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """By name, without ranks: what all ranks have alike, and what only this one has. Every rank calls it."""
+        ...
+
+    def take_back(self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from it. `by_rank` has a place for every rank that there was then, which may be more or fewer than there are now."""
+        ...
+
+
+def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[Piece], list[Piece]]:
+    """What these keep: what all ranks have, and what only this one has."""
+    kept = [part.kept() for part in parts]
+    everywhere = [Piece(f"{METHOD}{name}", tensor) for common, _ in kept for name, tensor in common.items()]
+    return everywhere, [Piece(f"{METHOD}rank-{rank}/{name}", tensor) for _, own in kept for name, tensor in own.items()]
+
+
+def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """From what a checkpoint has behind METHOD: what was common, and what each rank had."""
+    common: dict[str, Tensor] = {}
+    by_rank: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"rank-(\d+)/(.*)", name, re.DOTALL)
+        if match is None:
+            common[name] = tensor
+        else:
+            by_rank.setdefault(int(match[1]), {})[match[2]] = tensor
+    return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]
 
 
 def write_pieces(file: Path, pieces: Sequence[Piece]) -> None:

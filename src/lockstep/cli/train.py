@@ -83,10 +83,29 @@ def train(
     update: Annotated[
         str | None,
         typer.Option(
-            metavar="replicated|sharded",
+            metavar="replicated|sharded|server",
             show_default=False,
-            help="Who applies them: every rank all of them, the default, or each its share.",
+            help="Who applies them: every rank all of them, the default; each its share; or a server, without waiting for each other.",
         ),
+    ] = None,
+    staleness: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS|inf", show_default=False, help="Of the server: how far a rank may be ahead of the slowest; default: 4."
+        ),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bf16|fp16|int8|powersgd:RANK|topk:SHARE", show_default=False, help="How gradients travel; default: as they are."
+        ),
+    ] = None,
+    sync_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", show_default=False, help="Steps that every rank takes alone between two meetings.")
+    ] = None,
+    outer: Annotated[
+        str | None,
+        typer.Option(metavar="average|nesterov", show_default=False, help="What a meeting makes of the replicas; default: average."),
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="The same bits at any number of workers: one order of addition, deterministic algorithms.")
@@ -168,6 +187,10 @@ def train(
         precision=precision,  # type: ignore[arg-type]
         compile=compile,
         exact=exact,
+        compress=compress,
+        staleness=staleness,
+        sync_every=sync_every,
+        outer=outer,
         checkpoint_every=checkpoint_every,
         checkpoints=checkpoints,
         settings_file=None if settings_file is None else str(settings_file),

@@ -192,6 +192,10 @@ class Group:
         self.find_hosts = lambda: None
         self._of_process_group.pop(self.process_group, None)
 
+    def alone(self) -> Group:
+        """This rank alone: everything that it does is the identity, and no other rank hears of it."""
+        return Group(self.process_group, ranks=(self.ranks[self.rank],), rank=0)
+
     @classmethod
     def default(cls) -> Group:
         """The Group of torch's default process group."""

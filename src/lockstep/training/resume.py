@@ -50,6 +50,7 @@ def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str,
         "exact": settings.exact,
         "early_stopping": None if task.early_stopping is None else str(task.early_stopping),
         "optimizer": finite(encoded(groups, "the optimizer's group")),
+        "method": settings.method().recipe() or None,
     }
 
 

@@ -21,7 +21,8 @@ from lockstep.data.windows import Window
 from lockstep.errors import Preempted, TaskError, UsageError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
-from lockstep.settings import Device, Reduce, Settings, Update
+from lockstep.method import Reduce
+from lockstep.settings import METHOD, Device, Settings
 from lockstep.stepper import Stepper, StepResult
 from lockstep.task import Precision, Task
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
@@ -48,8 +49,12 @@ def train(
     precision: Precision | None = None,
     compile: bool | None = None,
     reduce: Reduce = "auto",
-    update: Update = "replicated",
+    update: str = "replicated",
     exact: bool = False,
+    compress: str | None = None,
+    staleness: int | str | None = None,
+    sync_every: int | None = None,
+    outer: str | None = None,
     bucket_mb: float = 25,
     threads: int | None = None,
     checkpoint_every: int | None = None,
@@ -65,6 +70,9 @@ def train(
         device, precision, compile: None or "auto" follows the hardware and the task.
         reduce, update, bucket_mb: how gradients are summed, who applies them, and how many MiB of them travel together.
         exact: the same bits come out at any number of workers.
+        compress: in how many bits gradients travel: bf16, fp16, int8, powersgd:RANK, topk:SHARE.
+        staleness: with update="server", the steps that a rank may be ahead of the slowest, or "inf".
+        sync_every, outer: steps that every rank takes alone between two meetings, and what these do: average, nesterov.
         threads: intra-op threads of each rank while it trains; None: the cores of the host shared among its ranks.
         checkpoint_every: steps from one checkpoint to the next; None: as often as costs less than 2 % of the time.
         checkpoints: a URL that fsspec knows (s3://bucket/run): every checkpoint is copied there, and a run directory without one goes on from it.
@@ -95,6 +103,10 @@ def train(
             reduce=reduce,
             update=update,
             exact=exact,
+            compress=compress,
+            staleness=staleness,
+            sync_every=sync_every,
+            outer=outer,
             bucket_mb=bucket_mb,
             threads=threads,
             checkpoint_every=checkpoint_every,
@@ -145,9 +157,7 @@ class Training:
             scaler=grad_scaler(self.precision, world.device),
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
-            reduce=settings.reduce,
-            update=settings.update,
-            exact=settings.exact,
+            **{name: getattr(settings, name) for name in METHOD},
             bucket_mb=settings.bucket_mb,
             world=world,
         )
@@ -179,7 +189,7 @@ class Training:
         reduction = "" if self.world.size == 1 else f"gradients by {self.stepper.reducer.reduction.name}{buckets}, "
         more = [] if settings.threads is None else [f"{settings.threads} thread{'s' * (settings.threads > 1)} a rank"]
         more += [f"{settings.loader_workers} loader worker{'s' * (settings.loader_workers > 1)} a rank"] if settings.loader_workers else []
-        return ", ".join([f"{reduction}{self.stepper.update.name} update", *more])
+        return ", ".join([f"{reduction}{self.stepper.method.describe()} update", *more])
 
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
@@ -361,7 +371,7 @@ class Training:
             epochs=self.epochs_done,
             steps=self.stepper.steps,
             workers=self.world.size,
-            update=self.stepper.update.name,
+            update=self.stepper.method.describe(),
             reduce=self.stepper.reducer.reduction.name,
             seconds=seconds,
             stopped_early=self.stopped_early,

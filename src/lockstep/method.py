@@ -1,0 +1,277 @@
+"""How the ranks' work becomes one training: which of the ways are chosen, and which of them go together.
+
+    reduce      how gradients are summed           compress    in how many bits they travel
+    update      who applies them                   sync_every  how often replicas meet
+    exact       in one order of addition, at any number of ranks
+
+A choice that has options of its own is one text, `name:option=value,...`. No torch here: the command line refuses before any rank starts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from lockstep.errors import UsageError
+
+Reduce = Literal["auto", "native", "central", "shared_memory", "hierarchical"]
+CAST = ("bf16", "fp16")
+COMPRESSIONS = (*CAST, "int8", "powersgd:RANK", "topk:SHARE")
+UPDATES = ("replicated", "sharded", "server")
+OUTERS = ("average", "nesterov")
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """`bf16`, `fp16`, `int8`, `powersgd:4` (the rank of the factors), `topk:0.01` (the share of elements that travel)."""
+
+    kind: str
+    amount: float | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Compression:
+        """Raises UsageError."""
+        kind, colon, value = text.partition(":")
+        if kind in ("powersgd", "topk") and colon:
+            amount = _number("compress", value, text)
+            if kind == "powersgd" and not (amount.is_integer() and amount >= 1):
+                raise UsageError(f"compress={text!r}: the rank of PowerSGD's factors is a whole number of at least 1, as in powersgd:4")
+            if kind == "topk" and not 0 < amount <= 1:
+                raise UsageError(f"compress={text!r}: the share of elements that travel lies between 0 and 1, as in topk:0.01")
+            return cls(kind, amount)
+        if text not in (*CAST, "int8"):
+            hints = {"powersgd": "say which rank, as in powersgd:4", "topk": "say which share, as in topk:0.01"}
+            hint = hints.get(kind, f"choose one of {', '.join(COMPRESSIONS)}")
+            raise UsageError(f"compress={text!r} is unknown: {hint}")
+        return cls(text)
+
+    def __str__(self) -> str:
+        return self.kind if self.amount is None else f"{self.kind}:{self.amount:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """What a meeting makes of the replicas: their weighted average, or a step of SGD with Nesterov momentum along it (DiLoCo)."""
+
+    kind: str = "average"
+    lr: float = 1.0
+    momentum: float = 0.0
+    after: int = 0
+    """Steps that are taken with every gradient summed before local ones begin (post-local SGD)."""
+    fragments: int = 1
+    """Parts of the model that meet one after the other, spread over the steps between two meetings (Streaming DiLoCo)."""
+    overlap: int = 0
+    """Steps that are computed while a meeting's sums travel."""
+
+    @classmethod
+    def read(cls, text: str) -> Outer:
+        """`average`, `nesterov:lr=0.7,momentum=0.9`, `nesterov:fragments=4,overlap=2`, `average:after=100`. Raises UsageError."""
+        kind, given = _options("outer", text)
+        if kind not in OUTERS:
+            raise UsageError(f"outer={text!r} is unknown: choose one of {', '.join(OUTERS)}")
+        values: dict[str, Any] = {"lr": 0.7, "momentum": 0.9} if kind == "nesterov" else {}
+        known = [each.name for each in fields(cls) if each.name != "kind" and (kind == "nesterov" or each.name not in ("lr", "momentum"))]
+        for name, value in given.items():
+            if name not in known:
+                raise UsageError(f"outer={text!r}: {kind} has no option {name!r}; it has {', '.join(known)}")
+            number = _number("outer", value, text)
+            whole = name in ("after", "fragments", "overlap")
+            least = {"fragments": 1, "after": 0, "overlap": 0}.get(name, 0)
+            if (
+                number < least
+                or (whole and not number.is_integer())
+                or (name == "momentum" and number >= 1)
+                or (name == "lr" and not number)
+            ):
+                raise UsageError(f"outer={text!r}: {name} is {'a whole number' if whole else 'a number'} {_RANGES[name]}")
+            values[name] = int(number) if whole else number
+        return cls(kind, **values)
+
+
+_RANGES = {
+    "lr": "above 0",
+    "momentum": "from 0 to below 1",
+    "after": "of at least 0",
+    "fragments": "of at least 1",
+    "overlap": "of at least 0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An asynchronous parameter server."""
+
+    shards: int | None = None
+    """The first so many ranks hold the parameters; None: all. A rank that holds none can be done without when it dies."""
+    lr: str = "constant"
+    """by-age: a gradient that is `a` updates old is taken with 1 / (1 + a) of the learning rate."""
+
+    @classmethod
+    def read(cls, text: str) -> Server:
+        """`server`, `server:shards=1`, `server:lr=by-age`. Raises UsageError."""
+        _, given = _options("update", text)
+        shards = None
+        for name, value in given.items():
+            if name == "shards":
+                number = _number("update", value, text)
+                if number < 1 or not number.is_integer():
+                    raise UsageError(f"update={text!r}: shards is a whole number of at least 1")
+                shards = int(number)
+            elif name != "lr" or value not in ("constant", "by-age"):
+                raise UsageError(f"update={text!r}: server has the options shards=N and lr=by-age")
+        return cls(shards, given.get("lr", "constant"))
+
+
+def _options(name: str, text: str) -> tuple[str, dict[str, str]]:
+    kind, colon, rest = text.partition(":")
+    given: dict[str, str] = {}
+    for pair in rest.split(",") if colon else ():
+        key, equals, value = pair.partition("=")
+        if not equals or key in given:
+            raise UsageError(f"{name}={text!r}: options are written {kind}:name=value,name=value, each once")
+        given[key] = value
+    return kind, given
+
+
+def _number(name: str, value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"{name}={text!r}: {value!r} is no number")
+    return number
+
+
+DEFAULT_STALENESS = 4.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    """Raises UsageError, in one sentence, for values that cannot work and for choices that make no sense together."""
+
+    reduce: str = "auto"
+    exact: bool = False
+    compress: str | None = None
+    update: str = "replicated"
+    staleness: float | str | None = None
+    """Of the server: windows that a rank may be ahead of the slowest; 0: synchronous, "inf": no bound. None: 4."""
+    sync_every: int | None = None
+    """Steps that every rank takes on its own before replicas meet. None: gradients are summed in every step."""
+    outer: str | None = None
+    """What a meeting does; None: average."""
+    compression: Compression | None = field(init=False, default=None)
+    local: Outer | None = field(init=False, default=None)
+    server: Server | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        kind = self.update.partition(":")[0]
+        choices: Mapping[str, tuple[str, tuple[str, ...]]] = {
+            "reduce": (self.reduce, get_args(Reduce)),
+            "update": (kind if kind == "server" else self.update, UPDATES),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise UsageError(f"{name}={value!r} is unknown: choose one of {', '.join(known)}")
+        if self.compress is not None:
+            object.__setattr__(self, "compression", Compression.read(self.compress))
+        if kind == "server":
+            object.__setattr__(self, "server", Server.read(self.update))
+        self._check_sync_every()
+        self._check_staleness()
+        for problem in self._refusals():
+            raise UsageError(problem)
+
+    def _check_sync_every(self) -> None:
+        every = self.sync_every
+        if every is None:
+            if self.outer is not None:
+                raise UsageError(
+                    f"outer={self.outer!r} says what a meeting does, and replicas that never part have none: give sync_every too"
+                )
+            return
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise UsageError(f"sync_every={every!r}: give the steps between two meetings, a whole number of at least 1")
+        local = Outer.read(self.outer or "average")
+        if local.fragments > every:
+            raise UsageError(f"outer={self.outer!r} with sync_every={every}: so many fragments do not fit between two meetings, one a step")
+        if local.overlap >= every:
+            raise UsageError(
+                f"outer={self.outer!r} with sync_every={every}: a meeting must be over before the next one of the same fragment"
+            )
+        object.__setattr__(self, "local", local)
+
+    def _check_staleness(self) -> None:
+        if self.staleness is None:
+            return
+        if self.server is None:
+            raise UsageError(f"staleness={self.staleness!r} bounds how far ranks are apart at a server: give update='server' too")
+        try:
+            value = float(self.staleness)
+        except (TypeError, ValueError):
+            value = math.nan
+        if math.isnan(value) or value < 0 or not (math.isinf(value) or value.is_integer()) or isinstance(self.staleness, bool):
+            raise UsageError(f"staleness={self.staleness!r}: give the steps that a rank may be ahead, a whole number from 0, or inf")
+
+    def _refusals(self) -> list[str]:
+        """What makes no sense together."""
+        found = []
+        if self.exact:
+            if self.reduce in ("central", "hierarchical"):
+                found.append(
+                    f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it out, or choose native or shared_memory"
+                )
+            for what, given in (("compress", self.compress), ("sync_every", self.sync_every), ("update", self.server and self.update)):
+                if given is not None:
+                    found.append(
+                        f"{what}={given!r} with exact: what it computes depends on the number of workers, so the same bits on any number cannot be had"
+                    )
+        if self.compress is not None and self.reduce not in ("auto", "native"):
+            found.append(
+                f"compress={self.compress!r} with reduce={self.reduce!r}: compressed gradients have carriers of their own; leave reduce out"
+            )
+        if self.sync_every is not None and self.update != "replicated":
+            found.append(
+                f"sync_every={self.sync_every} with update={self.update!r}: ranks that step alone each need a whole optimizer; choose replicated"
+            )
+        if self.server is not None:
+            if self.compress is not None:
+                found.append(
+                    f"compress={self.compress!r} with update={self.update!r}: what a server is told travels as it is; leave one out"
+                )
+            if self.reduce != "auto":
+                found.append(f"reduce={self.reduce!r} with update={self.update!r}: a server adds gradients up itself; leave reduce out")
+        return found
+
+    @property
+    def alone(self) -> bool:
+        """Whether a rank steps, or pushes, with gradients of its own: nothing is summed in a step."""
+        return self.local is not None or self.server is not None
+
+    @property
+    def world_size_free(self) -> bool:
+        """Whether the number of ranks enters the mathematics nowhere, beyond the rounding of a sum."""
+        return not self.alone and self.compress is None
+
+    def recipe(self) -> dict[str, Any]:
+        """What of it decides the weights, beyond the rounding of a sum. Empty for data parallelism as everybody knows it."""
+        given = {"compress": self.compress, "sync_every": self.sync_every, "outer": self.outer}
+        if self.server is not None:
+            given |= {"update": self.update, "staleness": str(self.bound)}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def bound(self) -> float:
+        """The staleness that is allowed."""
+        return DEFAULT_STALENESS if self.staleness is None else float(self.staleness)
+
+    def describe(self) -> str:
+        """For the last line of a run: who updates, and what else is not the rule."""
+        if self.local is not None:
+            return f"local steps, meeting every {self.sync_every}, {self.outer or 'average'}{f', {self.compress}' if self.compress else ''}"
+        if self.server is not None:
+            bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
+            return f"{self.update}, {bound}"
+        return f"{self.update}{f', {self.compress}' if self.compress else ''}"
