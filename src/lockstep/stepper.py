@@ -39,10 +39,13 @@ from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.method import Method
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
+from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.update import Applied
 from lockstep.world import World
 
 Batch = TypeVar("Batch")
+
+NOTHING = "every rank's weight is 0: the window holds nothing to learn from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class StepResult:
     """One step, the same on all ranks.
 
     `loss` is the sum of losses over the sum of weights, of the whole global batch, before the update (nan where all weights are 0);
-    `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches).
+    `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches); `together`
+    that all ranks hold the same model now. Where ranks step alone, `loss` and `weight` are this rank's own, and `stop` is heard at meetings.
     On a GPU, `norm`, `applied` and `reason` wait for the gradient: look at them when you need them.
     """
 
@@ -60,6 +64,7 @@ class StepResult:
     samples_by_rank: tuple[int, ...]
     bytes_sent: int
     outcome: Applied
+    together: bool = True
 
     @property
     def norm(self) -> float | None:
@@ -131,49 +136,67 @@ class Stepper:
         self.method = Method(
             reduce=reduce, exact=exact, compress=compress, update=update, staleness=staleness, sync_every=sync_every, outer=outer
         )
+        if self.method.alone and scheduler is not None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: a rank without micro-batches steps the scheduler all the same
         if self.method.alone and scaler is not None and scaler.is_enabled():
             raise UsageError("a loss scaler needs one scale for all ranks, and ranks that step alone would each find their own: use bf16")
         self.world = world or World.current()
         if checks != "off":
             compare_start(*set_up_of(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
-        alone = self.world.group.alone() if self.method.alone else self.world.group
-        self.reducer, self.model = reducer_of(model, self.method, bucket_mb, self.world, alone)
-        self.group = self.reducer.group
-        self.everyone = self.world.group if self.method.alone else self.group
-        """All ranks of this training; `group` are those whose gradients are summed in a step, this rank alone where it steps alone."""
-        self.reducer.guarded, self.reducer.expecting = True, False
         self.optimizer = optimizer
-        self.update = choose_update(self.method)
-        left_out = self._left_out()
-        self.update.bind(self.reducer, optimizer)
-        if left_out and self.world.rank == 0:
-            warnings.warn(
-                f"the optimizer does not hold {shortly(left_out)}: their gradients are summed, and never applied. Give them to the optimizer, "
-                "or freeze them",
-                LockstepWarning,
-                stacklevel=2,
-            )
+        self._bucket_mb, self._unused_policy, self._trace_nonfinite, self._checks = bucket_mb, unused, trace_nonfinite, checks
+        self.steps = 0
+        self._clip, self.scaler, self.scheduler, self._seed = clip, scaler, scheduler, seed
+        self._work_with(model)
         self.exact = exact
         if exact:
             self.world.compute_deterministically()
-        self.steps = 0
-        self._clip, self.scaler, self.scheduler, self._seed = clip, scaler, scheduler, seed
-        self._buffers = MovingBuffers(self.model, self.group, self.world.device)
-        self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
-        self._unused = UnusedCheck(self.reducer, unused)
-        self._trace = NonFiniteTrace(self.reducer, always=trace_nonfinite)
         self._compares_data = checks != "off"
         self._open_outcome: tuple[Applied, Facts] | None = None  # of the last step, while only a GPU knows it
         self._looks_at_once = self.world.device.type == "cpu" or scheduler is not None
-        self._replicas = ReplicaCheck(self.group) if checks == "full" else None
         self._stop = False
         self._backwards = 0  # in this window
         self._warned: set[str] = set()
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
+        self._samples: tuple[int, ...] = ()  # of each rank in this window, where no message tells
         self._loss_scale = 1.0
+
+    def _work_with(self, model: nn.Module) -> None:
+        """Take charge of the model's gradients, as the method has it now."""
+        alone = self._is_alone()
+        self.reducer, self.model = reducer_of(model, self.method, self._bucket_mb, self.world, alone=alone)
+        self.group = self.reducer.group
+        self.everyone = self.world.group if alone else self.group
+        """All ranks of this training; `group` are those whose gradients are summed in a step, this rank alone where it steps alone."""
+        self.reducer.guarded, self.reducer.expecting = True, False
+        self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full")
+        left_out = self._left_out()
+        self.update.bind(self.reducer, self.optimizer)
+        if left_out and self.world.rank == 0 and self.steps == 0:
+            warnings.warn(
+                f"the optimizer does not hold {shortly(left_out)}: their gradients are summed, and never applied. Give them to the optimizer, "
+                "or freeze them",
+                LockstepWarning,
+                stacklevel=3,
+            )
+        self._buffers = MovingBuffers(self.model, self.group, self.world.device)
+        self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
+        self._unused = UnusedCheck(self.reducer, self._unused_policy)
+        self._trace = NonFiniteTrace(self.reducer, always=self._trace_nonfinite)
+        self._replicas = ReplicaCheck(self.group) if self._checks == "full" else None
+
+    def _is_alone(self) -> bool:
+        """Whether the next step is this rank's own."""
+        return self.method.alone and (self.method.local is None or self.steps >= self.method.local.after)
+
+    def part_if_due(self) -> None:
+        """Begin to step alone, where the method has that begin after some steps. Every rank calls it alike; `micro_batches` does."""
+        if self._is_alone() and self.group is self.everyone:
+            self.reducer.reset()
+            self._work_with(self.model)
 
     def _left_out(self) -> list[str]:
         """Parameters that are trained by name but not by the optimizer: usually forgotten, always paid for."""
@@ -193,6 +216,7 @@ class Stepper:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
         status.step(self.steps + 1)
         self._settle()
+        self.part_if_due()
         self._compare_data(window)
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
         self.reducer.reset(None if ours is None else ours.cut)
@@ -206,6 +230,7 @@ class Stepper:
         self._backwards, self.reducer.stray = 0, False
         self._facts = FactsMessage(self.group, self.world.device, slots)
         self._loss_scale = self._scale_for(window)
+        self._samples = () if self.group is self.everyone else self._shares(ours)
         step = self.steps if ours is None else ours.step
         status.enter("data")
         for place, (batch, last) in enumerate(_with_last(window)):
@@ -224,6 +249,14 @@ class Stepper:
                 self._buffers.shut(self._micro.weight, self._micro.row)
                 self._micro = None
             status.enter("data")
+
+    def _shares(self, window: Window | None) -> tuple[int, ...]:
+        """How many samples of the window each rank walks, by the way it is cut."""
+        size = self.everyone.size
+        if window is None:
+            return (0,) * size
+        cut = window.cut
+        return tuple(sum(len(cut.positions(slot)) for slot in cut.share(rank, size)) for rank in range(size))
 
     def follow_layout(self) -> None:
         """Where buckets have been laid anew the update follows. Every rank calls it alike; `micro_batches` does."""
@@ -321,15 +354,35 @@ class Stepper:
             self._settle()
         if self._replicas is not None:
             self._replicas(self._replicated)
+        met = None
+        if isinstance(self.update, LocalSteps):
+            met = self.update.after_step(facts.weight if outcome.applied else 0.0, stop=facts.stop > 0)
         status.enter("loop")
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,
-            stop=facts.stop > 0,
-            samples_by_rank=facts.samples_by_rank,
+            stop=facts.stop > 0 if self.group is self.everyone else met is not None and met.stop,
+            samples_by_rank=self._samples or facts.samples_by_rank,
             bytes_sent=self.everyone.bytes_sent,
             outcome=outcome,
+            together=self.together,
         )
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks hold the same model: always, but between the meetings of local steps."""
+        return not isinstance(self.update, LocalSteps) or self.update.together
+
+    def meet(self) -> bool:
+        """Have replicas that step alone meet now, for an evaluation or an end. Every rank calls it; whether one of them asks to stop.
+
+        Does nothing where they have not parted since the last meeting, or never do.
+        """
+        if not isinstance(self.update, LocalSteps):
+            return False
+        self._settle()
+        met = self.update.meet(stop=self._stop or self.world.asked_to_stop)
+        return met is not None and met.stop
 
     def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""
@@ -353,7 +406,7 @@ class Stepper:
 
     def _apply(self, facts: Facts, divisor: float) -> Applied:
         if facts.weight == 0:
-            return Applied(reason="every rank's weight is 0: the window holds nothing to learn from")
+            return Applied(reason=NOTHING)
         self._unused()
         if not math.isfinite(facts.loss) and self.scaler is None:
             return Applied(reason=f"the loss is {facts.loss}: this update would make every weight nan")
@@ -365,7 +418,8 @@ class Stepper:
             return
         (outcome, facts), self._open_outcome = self._open_outcome, None
         reason = outcome.reason
-        if reason is None:
+        nothing_here = self.group is not self.everyone and facts.weight == 0
+        if reason is None or nothing_here:  # alone, a rank without micro-batches keeps to the others' learning rate
             if self.scheduler is not None:
                 self.scheduler.step()
             return

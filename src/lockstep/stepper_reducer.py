@@ -10,6 +10,7 @@ from lockstep.checks.start import model_fields
 from lockstep.collectives.group import Group
 from lockstep.data_parallel import DistributedDataParallel
 from lockstep.errors import UsageError
+from lockstep.gradients.alone import Alone
 from lockstep.gradients.exact.choice import exact_reducer
 from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
@@ -26,8 +27,8 @@ def set_up_of(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[G
     return world.group, {**model_fields(model), **fields}
 
 
-def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world: World, group: Group) -> tuple[Reducer, nn.Module]:
-    """`group`: the ranks whose gradients are summed, all of the world's or this one alone."""
+def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world: World, *, alone: bool) -> tuple[Reducer, nn.Module]:
+    """`alone`: this rank steps with its own gradients; what would sum them is for meetings."""
     if bucket_mb is not None and not bucket_mb > 0:
         raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
     if isinstance(model, DistributedDataParallel):
@@ -54,5 +55,11 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
     replicate(model, world.group)
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:
-        return exact_reducer(model, method.reduce, group, bucket_bytes), model
-    return Reducer(model, group, reduction(method.reduce, group), bucket_bytes=bucket_bytes), model
+        return exact_reducer(model, method.reduce, world.group, bucket_bytes), model
+    chosen = reduction(method.reduce, world.group)
+    if not alone:
+        return Reducer(model, world.group, chosen, bucket_bytes=bucket_bytes), model
+    if method.local is not None and method.local.fragments > 1:  # fragments consist of whole buckets
+        octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
+    return Reducer(model, world.group.alone(), Alone(chosen), bucket_bytes=bucket_bytes), model

@@ -15,6 +15,7 @@ from lockstep.checkpoints.pieces import METHOD, Piece, method_kept, method_piece
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.stepper import Stepper
+from lockstep.updates.local_steps import LocalSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ def take(stepper: Stepper) -> Taken:
     """The state as it is now. Tensors that all ranks have are shared out among them. Raises UsageError for what only pickle could keep."""
     group = stepper.everyone
     model = weights(stepper.model)
+    if isinstance(stepper.update, LocalSteps):
+        model = stepper.update.model(model)
     name_of = _names(stepper)
     everywhere, mine = stepper.update.pieces(name_of)
     common, own = method_pieces(stepper.keepers(), group.rank)
@@ -76,6 +79,8 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         raise UsageError(
             f"the checkpoint's optimizer has other parameter groups ({_shape(saved)} parameters) than this one ({_shape(names)})"
         )
+    stepper.steps = int(state["steps"])
+    stepper.part_if_due()
     stepper.reducer.lay(state["order of gradients"])
     stepper.follow_layout()
     ours = weights(stepper.model)  # only now: the layout may have moved them
@@ -93,7 +98,6 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         if target is not None:
             target.load_state_dict(decoded(state[what]))
     stepper.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: a scheduler that steps now is not too early
-    stepper.steps = int(state["steps"])
 
 
 def _optimizer_state(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class MovingBuffers:
         total = sum(start.numel() for start in flat)
         self._moved = torch.full((max(1, slots), total), ABSENT if slots else 0.0, dtype=wide, device=self._device)
         for numbers, start, piece in zip(kinds, flat, self._moved.split([start.numel() for start in flat], 1), strict=True):
-            sizes = [_real(self._buffer(number)).numel() for number in numbers]
+            sizes = [real(self._buffer(number)).numel() for number in numbers]
             self._start.update(zip(numbers, start.split(sizes), strict=True))
             self._kinds.append(_Kind(numbers, start, piece, piece.split(sizes, 1)))
         self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
@@ -99,7 +99,7 @@ class MovingBuffers:
         if not self._fresh:
             for number, start in self._start.items():
                 if not self._resized(number):
-                    buffer = _real(self._buffer(number))
+                    buffer = real(self._buffer(number))
                     buffer.copy_(start.view(buffer.shape))
         self._fresh = False
         self._seen = self._marks()
@@ -110,13 +110,13 @@ class MovingBuffers:
         for kind in self._kinds:
             if self._agreed and not any(map(self._resized, kind.numbers)):
                 now = _flat([self._buffer(number) for number in kind.numbers])
-                kind.moved[slot].add_(_movement(now, kind.start).to(kind.moved) * weight)
+                kind.moved[slot].add_(movement(now, kind.start).to(kind.moved) * weight)
                 continue
             for number, piece in zip(kind.numbers, kind.pieces, strict=True):
                 if not self._resized(number):
-                    movement = _movement(_flat([self._buffer(number)]), self._start[number]).to(piece)
-                    piece[slot].add_(movement * weight)
-                    if not self._agreed and movement.any():
+                    far = movement(_flat([self._buffer(number)]), self._start[number]).to(piece)
+                    piece[slot].add_(far * weight)
+                    if not self._agreed and far.any():
                         self._touched[number] = 1
         self._look()
 
@@ -147,8 +147,8 @@ class MovingBuffers:
         for kind in self._kinds:
             for number, (piece, *_) in zip(kind.numbers, kind.pieces, strict=True):
                 if not self._resized(number):
-                    buffer = _real(self._buffer(number))
-                    buffer.copy_(_after(self._start[number], piece).view(buffer.shape))
+                    buffer = real(self._buffer(number))
+                    buffer.copy_(moved_by(self._start[number], piece).view(buffer.shape))
         self._start, self._kinds = {}, []
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
@@ -166,23 +166,23 @@ class MovingBuffers:
         self._agreed = True
 
 
-def _real(tensor: Tensor) -> Tensor:
+def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _flat(buffers: Sequence[Tensor]) -> Tensor:
     """A copy of all elements, one after the other."""
-    return torch.cat([_real(buffer).detach().reshape(-1) for buffer in buffers])
+    return torch.cat([real(buffer).detach().reshape(-1) for buffer in buffers])
 
 
-def _movement(now: Tensor, before: Tensor) -> Tensor:
+def movement(now: Tensor, before: Tensor) -> Tensor:
     """How far elements have moved. Subtracted in their own dtype: a large counter that moves by 1 moves by 1; inf minus inf is no movement."""
     if now.dtype == torch.bool:
         now, before = now.to(torch.int8), before.to(torch.int8)
     return torch.where(now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before)
 
 
-def _after(before: Tensor, moved: Tensor) -> Tensor:
+def moved_by(before: Tensor, moved: Tensor) -> Tensor:
     """The values that elements have after moving by the mean movement."""
     if before.dtype == torch.bool:
         return (before.to(moved) + moved) >= 0.5

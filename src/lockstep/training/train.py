@@ -309,6 +309,7 @@ class Training:
         return self.stepper.step()
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
+        self.stepper.meet()  # an evaluation, and a result, are of one model
         if self.evaluation is None:
             return
         began = time.perf_counter()

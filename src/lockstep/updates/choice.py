@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+from lockstep.collectives.group import Group
 from lockstep.method import Method
+from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.replicated import Replicated
 from lockstep.updates.sharded import Sharded
 from lockstep.updates.update import Update
 
 
-def choose_update(method: Method) -> Update:
-    """A new one."""
+def choose_update(method: Method, model: nn.Module, everyone: Group, *, alone: bool, checks: bool) -> Update:
+    """A new one. `alone`: this rank steps without the others now, which it need not from the beginning; `checks`: replicas are compared."""
+    if alone and method.local is not None:
+        assert method.sync_every is not None
+        return LocalSteps(everyone, model, method.sync_every, method.local, checks=checks)
     return Sharded() if method.update == "sharded" else Replicated()

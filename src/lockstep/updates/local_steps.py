@@ -1,0 +1,319 @@
+"""Local steps: every rank steps alone with its own optimizer, and the replicas meet every H steps.
+
+    step        forward, backward, inner optimizer: on this rank's micro-batches, with no message at all
+    meeting     how far each replica has moved since the last one is averaged, and all go on from one place (outer.py)
+    fragment    some buckets of the parameters, which meet together; with several, one after the other, spread over the H steps
+
+A movement is weighted by what the replica has learned from since (samples, tokens), so an idle rank does not hold the others back,
+and with H = 1 and plain SGD the meeting is gradient averaging. Inner optimizer states stay where they are. With `overlap` a fragment's
+sum travels while the next steps are computed; when it is there the replica goes on from halfway between itself and the new place
+(Streaming DiLoCo, Douillard et al., 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep import status
+from lockstep.checkpoints.pieces import Piece
+from lockstep.checks.replicas import ReplicaCheck
+from lockstep.collectives.group import Group, Work
+from lockstep.errors import UsageError
+from lockstep.gradients.alone import Alone
+from lockstep.gradients.bucket import Bucket, view_of
+from lockstep.gradients.reducer import Reducer
+from lockstep.method import Outer
+from lockstep.updates.meeting_buffers import MeetingBuffers
+from lockstep.updates.outer import OuterStep
+from lockstep.updates.replicated import Replicated, whole_pieces
+from lockstep.updates.update import Applied
+
+_MIXED = 0.5  # of a replica that went on while its fragment met, the share that stays
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What the ranks told each other: the weight of all movements, and whether somebody asks to stop."""
+
+    weight: float
+    stop: bool
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A fragment whose movements are being summed."""
+
+    fragment: int
+    lands: int
+    """The step after which it is made use of."""
+    weight: float
+    works: list[Work]
+
+
+class LocalSteps:
+    """An update of this rank alone, and the meetings. Every rank makes the same steps in the same order, also where it has nothing to learn from."""
+
+    name = "local steps"
+
+    def __init__(self, everyone: Group, model: nn.Module, every: int, outer: Outer, *, checks: bool) -> None:
+        self._everyone, self._model, self._every, self._outer = everyone, model, every, outer
+        self._inner = Replicated()
+        self._buffers = MeetingBuffers(model, everyone)
+        self._check = ReplicaCheck(everyone) if checks else None
+        self.taken = 0
+        """Local steps so far."""
+        self._flights: list[_Flight] = []
+
+    def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
+        assert isinstance(reducer.reduction, Alone)
+        self._inner.bind(reducer, optimizer)
+        self._reducer, self._optimizer, self._meeting = reducer, optimizer, reducer.reduction.meeting
+        reducer.lay(reducer.order)  # and keep that order, which is the same on all ranks: nothing leaves early
+        self._lay()
+
+    def _lay(self) -> None:
+        reducer = self._reducer
+        self._generation = reducer.generation
+        self._names, self._buckets = reducer.names, list(reducer.buckets)
+        self._step = OuterStep(self._outer, [self._copied(bucket) for bucket in reducer.buckets])
+        self._fragments = fragments_of([bucket.sum.numel() for bucket in reducer.buckets], self._outer.fragments)
+        self._since = [0.0] * len(self._fragments)
+        self._moving: list[Bucket] = list(reducer.buckets)
+        if self._outer.overlap:  # the gradients of the steps that are computed meanwhile need their place
+            memory = self._meeting.memory(reducer.layout)
+            self._moving = [Bucket(plan, reducer.parameters, room) for plan, room in zip(reducer.layout.buckets, memory, strict=True)]
+
+    @torch.no_grad()
+    def _copied(self, bucket: Bucket) -> Tensor:
+        """The parameters of a bucket, laid as it is."""
+        flat = torch.zeros_like(bucket.sum)
+        for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
+            view_of(flat, span, parameter).copy_(parameter)
+        return flat
+
+    def follow(self) -> None:
+        """Layers were added, frozen or unfrozen. Every rank calls it in the same step."""
+        if self._reducer.generation == self._generation:  # laid anew for the same parameters: only ever before the first step
+            self._lay()
+            return
+        if not self.together:
+            raise UsageError(
+                "parameters were added, frozen or unfrozen between two meetings, while they differ among the ranks: do it where "
+                "StepResult.together is true, or call stepper.meet() first"
+            )
+        known = set(self._names)
+        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
+            if name not in known:
+                self._everyone.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
+        momenta = self._named(self._step.momenta)
+        self._reducer.lay(self._reducer.order)
+        self._lay()
+        self._fill(self._step.momenta, momenta)
+
+    # -- this rank's own step ------------------------------------------------------------------------------------------------------
+
+    def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
+        return self._inner.apply(divisor, clip, scaler)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._inner.load_state_dict(state)
+
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        return self._inner.wholes()
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        """Rank 0's optimizer is the one that a training of another kind finds; the others' are kept by rank."""
+        self._name_of = name_of
+        return [], self._inner.pieces(name_of)[0] if self._everyone.rank == 0 else []
+
+    # -- meetings ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks hold the same model: nobody has taken a step since the last meeting of all fragments. The same on all ranks."""
+        return not self._flights and self._parted_at == self.taken
+
+    _parted_at = 0  # the number of local steps at the last meeting of all fragments, without overlap
+
+    def after_step(self, weight: float, *, stop: bool) -> Met | None:
+        """This rank has taken a step, on so much: meet where it is time. Every rank calls it."""
+        self.taken += 1
+        self._since = [since + weight for since in self._since]
+        self._buffers.learned(weight)
+        self._land(lambda flight: flight.lands <= self.taken)
+        due = [
+            f
+            for f in range(len(self._fragments))
+            if self.taken % self._every == (f + 1) * self._every // len(self._fragments) % self._every
+        ]
+        met = None
+        for fragment in due:
+            last = fragment == len(self._fragments) - 1
+            met = self._send(fragment, self.taken + self._outer.overlap, stop=stop, buffers=last)
+            if not self._outer.overlap:
+                self._land(lambda flight: True)
+        if met is not None and len(self._fragments) == 1 and not self._outer.overlap:
+            self._meeting_over()
+        return met
+
+    def meet(self, *, stop: bool = False) -> Met | None:
+        """All fragments now, where somebody has taken a step since. Every rank calls it."""
+        if self.together:
+            return None
+        self._land(lambda flight: True)
+        met = None
+        for fragment in range(len(self._fragments)):
+            met = self._send(fragment, self.taken, stop=stop, buffers=fragment == len(self._fragments) - 1)
+            self._land(lambda flight: True, mixed=False)
+        self._meeting_over()
+        return met
+
+    def _meeting_over(self) -> None:
+        self._parted_at = self.taken
+        if self._check is not None:
+            self._check(lambda: list(zip(self._reducer.names, self._reducer.parameters, strict=True)))
+
+    @torch.no_grad()
+    def _send(self, fragment: int, lands: int, *, stop: bool, buffers: bool) -> Met:
+        """Start the sum of a fragment's movements."""
+        with status.inside("reduce"):
+            weight = self._since[fragment]
+            facts = torch.tensor([weight, float(stop), *self._buffers.changed(buffers)], dtype=torch.float64)
+            self._everyone.host.all_reduce_small(facts, place=f"for the facts of a meeting after local step {self.taken}").wait()
+            total, stops, *changed = facts.tolist()
+            works = []
+            for index in self._fragments[fragment]:
+                bucket = self._moving[index]
+                self._movement(bucket, self._step.starts[index], weight)
+                works.append(self._meeting.start(bucket))
+            self._flights.append(_Flight(fragment, lands, total, works))
+            self._since[fragment] = 0.0
+            if buffers:
+                self._buffers.meet(changed, total)
+        return Met(total, stops > 0)
+
+    def _movement(self, bucket: Bucket, start: Tensor, weight: float) -> None:
+        """Into the bucket: how far its parameters have moved, times what moved them."""
+        bucket.sum.zero_()
+        if weight == 0:
+            return
+        for span, view, parameter in zip(bucket.spans, bucket.views, bucket.parameters, strict=True):
+            torch.sub(view_of(start, span, parameter), parameter, out=view)
+        bucket.sum.mul_(weight)
+
+    @torch.no_grad()
+    def _land(self, due: Callable[[_Flight], bool], *, mixed: bool = True) -> None:
+        """Make use of the sums that have arrived, or are waited for."""
+        for flight in [each for each in self._flights if due(each)]:
+            self._flights.remove(flight)
+            with status.inside("reduce"):
+                for work in flight.works:
+                    work.wait()
+            keep = _MIXED if mixed and self._outer.overlap else 0.0
+            for index in self._fragments[flight.fragment]:
+                bucket = self._moving[index]
+                if flight.weight > 0:
+                    self._step.move(index, bucket.sum.div_(flight.weight))
+                for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
+                    place = view_of(self._step.starts[index], span, parameter)
+                    if keep:
+                        parameter.lerp_(place, 1 - keep)
+                    else:
+                        parameter.copy_(place)
+                bucket.sum.zero_()
+
+    # -- what a checkpoint keeps ---------------------------------------------------------------------------------------------------
+
+    def model(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The model that all ranks agree on: as it was at the last meeting, where some have gone on since."""
+        return {**weights, **({} if self.together else {**self._named(self._step.starts), **self._buffers.starts()})}
+
+    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        common = {f"outer/momentum/{name}": value for name, value in self._named(self._step.momenta).items()}
+        common["outer/taken"] = torch.tensor([self.taken, self._parted_at])
+        own: dict[str, Tensor] = {}
+        for flight in self._flights:  # the sums are the same on all ranks
+            for work in flight.works:
+                work.wait()
+            flight.works = []
+            common[f"outer/flight/{flight.fragment}"] = torch.tensor([flight.lands, flight.weight], dtype=torch.float64)
+            sums = [self._moving[index] for index in self._fragments[flight.fragment]]
+            for bucket in sums:
+                for span, view in zip(bucket.spans, bucket.views, strict=True):
+                    common[f"outer/flying/{span.name}"] = view
+        if not self.together:
+            own |= {f"replica/{name}": each.detach() for name, each in zip(self._reducer.names, self._reducer.parameters, strict=True)}
+            own |= {f"buffer/{name}": each for name, each in self._buffers.now().items()}
+            own["since"] = torch.tensor([*self._since, self._buffers.since], dtype=torch.float64)
+        if self._everyone.rank > 0:
+            wholes = [each for members in self.wholes() for each in members]
+            own |= {f"inner/{piece.name}": piece.data for piece in whole_pieces(self._optimizer, wholes, self._name_of)}
+        return common, own
+
+    @torch.no_grad()
+    def take_back(self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]) -> None:
+        """A rank that was there goes on from its own replica; a new one from where all started."""
+        self.taken, self._parted_at = (int(value) for value in common["outer/taken"].tolist())
+        for index, bucket in enumerate(self._reducer.buckets):
+            self._step.starts[index] = self._copied(bucket)
+        self._buffers.restart()
+        self._fill(self._step.momenta, _under(common, "outer/momentum/"))
+        self._flights = []
+        for key, (lands, weight) in ((key, value.tolist()) for key, value in common.items() if key.startswith("outer/flight/")):
+            self._flights.append(_Flight(int(key.rpartition("/")[2]), int(lands), weight, []))
+        flying = _under(common, "outer/flying/")
+        for bucket in self._moving:
+            for span, view in zip(bucket.spans, bucket.views, strict=True):
+                if span.name in flying:
+                    view.copy_(flying[span.name])
+        own = by_rank[self._everyone.rank] if self._everyone.rank < len(by_rank) else {}
+        replica = _under(own, "replica/")
+        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
+            if name in replica:
+                parameter.copy_(replica[name])
+        self._buffers.take(_under(own, "buffer/"))
+        if "since" in own and len(own["since"]) == len(self._since) + 1:
+            *self._since, self._buffers.since = own["since"].tolist()
+        self._take_inner(_under(own, "inner/"))
+
+    def _take_inner(self, states: Mapping[str, Tensor]) -> None:
+        for key, value in states.items():
+            state, _, name = key.partition("/")
+            parameter = dict(zip(self._reducer.names, self._reducer.parameters, strict=True)).get(name)
+            if parameter is not None:
+                self._optimizer.state[parameter][state].copy_(value)
+
+    def _named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The parameters' places in flat tensors that are laid as the buckets."""
+        return {
+            span.name: view_of(flat, span, parameter)
+            for flat, bucket in zip(flats, self._buckets, strict=bool(flats))
+            for span, parameter in zip(bucket.spans, bucket.parameters, strict=True)
+        }
+
+    def _fill(self, flats: Sequence[Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, place in self._named(flats).items():
+            if name in values:
+                place.copy_(values[name])
+
+
+def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
+    """Buckets of these sizes as `count` runs of about equal size, fewer where there are fewer buckets. None is empty."""
+    total, before, found = sum(sizes), 0, dict[int, list[int]]()
+    for index, size in enumerate(sizes):
+        found.setdefault(min(count - 1, int(count * (before + size / 2) / total)), []).append(index)
+        before += size
+    return list(found.values())
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,74 @@
+"""Buffers of replicas that step alone (BatchNorm statistics): at a meeting they move by the weighted mean of their movements since the last.
+
+What no rank's forward has changed does not travel, and keeps its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.collectives.group import Group
+from lockstep.gradients.buffers import moved_by, movement, real
+
+
+class MeetingBuffers:
+    """Those of one model. `changed`, `meet` and `restart` are called alike by all ranks."""
+
+    def __init__(self, model: nn.Module, everyone: Group) -> None:
+        self._model, self._everyone = model, everyone
+        self.since = 0.0
+        """The weight of this rank's steps since the last meeting."""
+        self.restart()
+
+    def restart(self) -> None:
+        """All ranks have the same buffers now."""
+        self._start = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        self.since = 0.0
+
+    def learned(self, weight: float) -> None:
+        self.since += weight
+
+    def now(self) -> dict[str, Tensor]:
+        return {name: buffer.detach() for name, buffer in self._model.named_buffers()}
+
+    def starts(self) -> dict[str, Tensor]:
+        """As they were at the last meeting."""
+        return {name: value for name, value in self._start.items() if name in self.now()}
+
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Put these in their places."""
+        for name, buffer in self.now().items():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])
+
+    def changed(self, wanted: bool) -> list[float]:
+        """Of each buffer 1 where this rank's has moved, for the facts of the meeting."""
+        if not wanted:
+            return []
+        return [float(not _same(buffer, self._start.get(name))) for name, buffer in self.now().items()]
+
+    @torch.no_grad()
+    def meet(self, changed: Sequence[float], total: float) -> None:
+        """`changed`: of each buffer, how many ranks have moved it; `total`: the weight of all ranks. A cache whose shape changes is left alone."""
+        buffers = self.now()
+        moving = [name for (name, buffer), count in zip(buffers.items(), changed, strict=True) if count and self._still(name, buffer)]
+        if moving:
+            wide = torch.float64 if any(buffers[name].dtype == torch.float64 for name in moving) else torch.float32
+            moved = [movement(real(buffers[name]), real(self._start[name])).reshape(-1).to(wide) * self.since for name in moving]
+            flat = torch.cat(moved)
+            self._everyone.all_reduce_small(flat, place="for the buffers of a meeting").wait()
+            flat.mul_(1 / total if total > 0 else 0.0)
+            for name, mean in zip(moving, flat.split([each.numel() for each in moved]), strict=True):
+                start = real(self._start[name])
+                real(buffers[name]).copy_(moved_by(start, mean.view(start.shape)))
+        self.restart()
+
+    def _still(self, name: str, buffer: Tensor) -> bool:
+        return name in self._start and self._start[name].shape == buffer.shape
+
+
+def _same(now: Tensor, before: Tensor | None) -> bool:
+    return before is not None and now.shape == before.shape and torch.equal(now, before)
