@@ -56,8 +56,9 @@ class Outer:
     """What a meeting makes of the replicas: their weighted average, or a step of SGD with Nesterov momentum along it (DiLoCo)."""
 
     kind: str = "average"
-    lr: float = 1.0
-    momentum: float = 0.0
+    lr: float = 0.7
+    """Of Nesterov's step; as `momentum`, the values of the DiLoCo paper."""
+    momentum: float = 0.9
     after: int = 0
     """Steps that are taken with every gradient summed before local ones begin (post-local SGD)."""
     fragments: int = 1
@@ -65,38 +66,35 @@ class Outer:
     overlap: int = 0
     """Steps that are computed while a meeting's sums travel."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in OUTERS:
+            raise UsageError(f"outer={self.kind!r} is unknown: choose one of {', '.join(OUTERS)}")
+        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
+            raise UsageError(f"outer={str(self)!r}: lr is a number above 0, momentum one from 0 to below 1")
+        for name, least in (("after", 0), ("fragments", 1), ("overlap", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"outer={str(self)!r}: {name} is a whole number of at least {least}")
+        if self.kind == "average" and (self.lr, self.momentum) != (0.7, 0.9):
+            raise UsageError(f"outer={str(self)!r}: an average has neither lr nor momentum; choose nesterov")
+
     @classmethod
     def read(cls, text: str) -> Outer:
         """`average`, `nesterov:lr=0.7,momentum=0.9`, `nesterov:fragments=4,overlap=2`, `average:after=100`. Raises UsageError."""
         kind, given = _options("outer", text)
-        if kind not in OUTERS:
-            raise UsageError(f"outer={text!r} is unknown: choose one of {', '.join(OUTERS)}")
-        values: dict[str, Any] = {"lr": 0.7, "momentum": 0.9} if kind == "nesterov" else {}
-        known = [each.name for each in fields(cls) if each.name != "kind" and (kind == "nesterov" or each.name not in ("lr", "momentum"))]
+        known = [each.name for each in fields(cls) if each.name != "kind"]
+        values: dict[str, Any] = {}
         for name, value in given.items():
             if name not in known:
-                raise UsageError(f"outer={text!r}: {kind} has no option {name!r}; it has {', '.join(known)}")
+                raise UsageError(f"outer={text!r}: there is no option {name!r}; there are {', '.join(known)}")
             number = _number("outer", value, text)
-            whole = name in ("after", "fragments", "overlap")
-            least = {"fragments": 1, "after": 0, "overlap": 0}.get(name, 0)
-            if (
-                number < least
-                or (whole and not number.is_integer())
-                or (name == "momentum" and number >= 1)
-                or (name == "lr" and not number)
-            ):
-                raise UsageError(f"outer={text!r}: {name} is {'a whole number' if whole else 'a number'} {_RANGES[name]}")
-            values[name] = int(number) if whole else number
+            values[name] = number if name in ("lr", "momentum") or not number.is_integer() else int(number)
         return cls(kind, **values)
 
-
-_RANGES = {
-    "lr": "above 0",
-    "momentum": "from 0 to below 1",
-    "after": "of at least 0",
-    "fragments": "of at least 1",
-    "overlap": "of at least 0",
-}
+    def __str__(self) -> str:
+        """As `read` takes it, without what is as always."""
+        given = [f"{each.name}={getattr(self, each.name):g}" for each in fields(self)[1:] if getattr(self, each.name) != each.default]
+        return f"{self.kind}:{','.join(given)}" if given else self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +152,13 @@ class Method:
 
     reduce: str = "auto"
     exact: bool = False
-    compress: str | None = None
+    compress: str | Compression | None = None
     update: str = "replicated"
     staleness: float | str | None = None
     """Of the server: windows that a rank may be ahead of the slowest; 0: synchronous, "inf": no bound. None: 4."""
     sync_every: int | None = None
     """Steps that every rank takes on its own before replicas meet. None: gradients are summed in every step."""
-    outer: str | None = None
+    outer: str | Outer | None = None
     """What a meeting does; None: average."""
     compression: Compression | None = field(init=False, default=None)
     local: Outer | None = field(init=False, default=None)
@@ -176,7 +174,8 @@ class Method:
             if value not in known:
                 raise UsageError(f"{name}={value!r} is unknown: choose one of {', '.join(known)}")
         if self.compress is not None:
-            object.__setattr__(self, "compression", Compression.read(self.compress))
+            given = self.compress
+            object.__setattr__(self, "compression", given if isinstance(given, Compression) else Compression.read(given))
         if kind == "server":
             object.__setattr__(self, "server", Server.read(self.update))
         self._check_sync_every()
@@ -194,7 +193,7 @@ class Method:
             return
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise UsageError(f"sync_every={every!r}: give the steps between two meetings, a whole number of at least 1")
-        local = Outer.read(self.outer or "average")
+        local = self.outer if isinstance(self.outer, Outer) else Outer.read(self.outer or "average")
         if local.fragments > every:
             raise UsageError(f"outer={self.outer!r} with sync_every={every}: so many fragments do not fit between two meetings, one a step")
         if local.overlap >= every:
@@ -223,14 +222,18 @@ class Method:
                 found.append(
                     f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it out, or choose native or shared_memory"
                 )
-            for what, given in (("compress", self.compress), ("sync_every", self.sync_every), ("update", self.server and self.update)):
+            for what, given in (
+                ("compress", self.compression and str(self.compression)),
+                ("sync_every", self.sync_every),
+                ("update", self.server and self.update),
+            ):
                 if given is not None:
                     found.append(
                         f"{what}={given!r} with exact: what it computes depends on the number of workers, so the same bits on any number cannot be had"
                     )
         if self.compress is not None and self.reduce not in ("auto", "native"):
             found.append(
-                f"compress={self.compress!r} with reduce={self.reduce!r}: compressed gradients have carriers of their own; leave reduce out"
+                f"compress={str(self.compression)!r} with reduce={self.reduce!r}: compressed gradients have carriers of their own; leave reduce out"
             )
         if self.sync_every is not None and self.update != "replicated":
             found.append(
@@ -239,7 +242,7 @@ class Method:
         if self.server is not None:
             if self.compress is not None:
                 found.append(
-                    f"compress={self.compress!r} with update={self.update!r}: what a server is told travels as it is; leave one out"
+                    f"compress={str(self.compression)!r} with update={self.update!r}: what a server is told travels as it is; leave one out"
                 )
             if self.reduce != "auto":
                 found.append(f"reduce={self.reduce!r} with update={self.update!r}: a server adds gradients up itself; leave reduce out")
@@ -257,7 +260,8 @@ class Method:
 
     def recipe(self) -> dict[str, Any]:
         """What of it decides the weights, beyond the rounding of a sum. Empty for data parallelism as everybody knows it."""
-        given = {"compress": self.compress, "sync_every": self.sync_every, "outer": self.outer}
+        given: dict[str, Any] = {"compress": self.compression and str(self.compression), "sync_every": self.sync_every}
+        given["outer"] = self.local and str(self.local)
         if self.server is not None:
             given |= {"update": self.update, "staleness": str(self.bound)}
         return {name: value for name, value in given.items() if value is not None}
@@ -270,8 +274,8 @@ class Method:
     def describe(self) -> str:
         """For the last line of a run: who updates, and what else is not the rule."""
         if self.local is not None:
-            return f"local steps, meeting every {self.sync_every}, {self.outer or 'average'}{f', {self.compress}' if self.compress else ''}"
+            return f"local steps, meeting every {self.sync_every}, {self.local}{f', {self.compression}' if self.compression else ''}"
         if self.server is not None:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"
-        return f"{self.update}{f', {self.compress}' if self.compress else ''}"
+        return f"{self.update}{f', {self.compression}' if self.compression else ''}"

@@ -36,7 +36,7 @@ from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
-from lockstep.method import Method
+from lockstep.method import Compression, Method, Outer
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.local_steps import LocalSteps
@@ -117,10 +117,10 @@ class Stepper:
         reduce: str = "auto",
         update: str = "replicated",
         exact: bool = False,
-        compress: str | None = None,
+        compress: str | Compression | None = None,
         staleness: float | str | None = None,
         sync_every: int | None = None,
-        outer: str | None = None,
+        outer: str | Outer | None = None,
         bucket_mb: float | None = None,
         unused: Unused = "error",
         checks: Checks = "full",

@@ -261,8 +261,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def take_back(self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]) -> None:
-        """A rank that was there goes on from its own replica; a new one from where all started."""
-        self.taken, self._parted_at = (int(value) for value in common["outer/taken"].tolist())
+        """A rank that was there goes on from its own replica; a new one from where all started. Nothing is kept before local steps begin."""
+        self.taken, self._parted_at = (int(value) for value in common.get("outer/taken", torch.zeros(2)).tolist())
         for index, bucket in enumerate(self._reducer.buckets):
             self._step.starts[index] = self._copied(bucket)
         self._buffers.restart()

@@ -1,0 +1,423 @@
+"""Local steps against a plain simulation of the replicas in one process; what a meeting tells, costs, keeps and refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import lockstep
+from lockstep.checkpoints import files
+from lockstep.errors import ReplicaDivergence, UsageError, WorkerFailed
+from lockstep.method import Outer
+from lockstep.testing import run_ranks
+from lockstep.updates.local_steps import LocalSteps, fragments_of
+from lockstep.world import World
+
+Make = Callable[[nn.Module], Optimizer]
+Rows = Sequence[int]
+
+
+class Net(nn.Module):
+    """Layers of different sizes, a scalar, a frozen parameter and one in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(2, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(45, 17)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(17), requires_grad=False)
+        self.head = nn.Linear(17, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head((self.first(self.conv(x).flatten(1)) * self.scale + self.frozen).tanh())
+        return y
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+
+
+def batch(rank: int, step: int, rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(rows, 2, 3, 3, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def rows_of(rank: int, step: int) -> int:
+    """Other weights on every rank; rank 1 has nothing in every third step."""
+    return 0 if (rank == 1 and step % 3 == 1) else 1 + (2 * rank + step) % 4
+
+
+def step_of(model: nn.Module, optimizer: Optimizer, rank: int, step: int) -> float:
+    rows = rows_of(rank, step)
+    if rows:
+        x, y = batch(rank, step, rows)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return float(rows)
+
+
+def ranks_train(world: World, make: Make, steps: int, how: dict[str, Any]) -> tuple[dict[str, Tensor], list[bool], list[int]]:
+    torch.use_deterministic_algorithms(True)
+    model = Net()
+    stepper = lockstep.Stepper(model, make(model), **how)
+    results = [one_step(stepper, world, step) for step in range(steps)]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return state, [result.together for result in results], [result.bytes_sent for result in results]
+
+
+def one_step(stepper: lockstep.Stepper, world: World, step: int) -> lockstep.stepper.StepResult:
+    rows = rows_of(world.rank, step)
+    for x, y in stepper.micro_batches([batch(world.rank, step, rows)] if rows else []):
+        stepper.backward(F.cross_entropy(stepper.model(x), y, reduction="sum"), weight=len(y))
+    return stepper.step()
+
+
+@dataclass
+class Simulated:
+    """Replicas in one process, whose meetings are written out parameter by parameter. `parts` lists the parameters of each fragment."""
+
+    size: int
+    make: Make
+    every: int
+    outer: Outer
+    parts: list[list[str]]
+
+    def __post_init__(self) -> None:
+        self.models = [Net() for _ in range(self.size)]
+        self.optimizers = [self.make(model) for model in self.models]
+        self.start = {name: value.detach().clone() for name, value in self.models[0].named_parameters()}
+        self.momentum = {name: torch.zeros_like(value) for name, value in self.start.items()}
+        self.weights = [[0.0] * self.size for _ in self.parts]
+        self.flying: list[tuple[int, int, dict[str, Tensor]]] = []
+
+    def run(self, steps: int) -> None:
+        for step in range(steps):
+            for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                weight = step_of(model, optimizer, rank, step)
+                for weights in self.weights:
+                    weights[rank] += weight
+            taken = step + 1
+            self.land(taken)
+            for part in range(len(self.parts)):
+                if taken % self.every == (part + 1) * self.every // len(self.parts) % self.every:
+                    self.flying.append((part, taken + self.outer.overlap, self.movements(part)))
+                    if not self.outer.overlap:
+                        self.land(taken)
+
+    def movements(self, part: int) -> dict[str, Tensor]:
+        weights, self.weights[part] = self.weights[part], [0.0] * self.size
+        parameters = [dict(model.named_parameters()) for model in self.models]
+        return {
+            name: sum(
+                (weight * (self.start[name] - each[name].detach()) for weight, each in zip(weights, parameters, strict=True)),
+                0.0 * self.start[name],
+            )
+            / sum(weights)
+            for name in self.parts[part]
+        }
+
+    def land(self, taken: int) -> None:
+        for flight in [each for each in self.flying if each[1] <= taken]:
+            self.flying.remove(flight)
+            for name, movement in flight[2].items():
+                if self.outer.kind == "nesterov":
+                    self.momentum[name] = self.outer.momentum * self.momentum[name] + movement
+                    movement = self.outer.lr * (movement + self.outer.momentum * self.momentum[name])
+                self.start[name] = self.start[name] - movement
+                for model in self.models:
+                    parameter = dict(model.named_parameters())[name]
+                    keep = 0.5 if self.outer.overlap else 0.0
+                    parameter.data = keep * parameter.data + (1 - keep) * self.start[name]
+
+
+def trained() -> list[str]:
+    return [name for name, each in Net().named_parameters() if each.requires_grad]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_step_with_plain_sgd_is_gradient_averaging(size: int) -> None:
+    ours = run_ranks(ranks_train, size, (sgd, 5, {"sync_every": 1}))
+    summed = run_ranks(ranks_train, size, (sgd, 5, {}))
+    assert all(ours[0][1])
+    for name, value in summed[0][0].items():
+        torch.testing.assert_close(ours[0][0][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize(
+    ("size", "every", "outer"), [(2, 3, "average"), (3, 2, "nesterov"), (3, 4, "nesterov:lr=0.5,momentum=0.8"), (8, 5, "average")]
+)
+def test_meetings_are_those_of_the_simulation(size: int, every: int, outer: str, make: Make) -> None:
+    ours = run_ranks(ranks_train, size, (make, 7, {"sync_every": every, "outer": outer, "reduce": "native"}))
+    expected = Simulated(size, make, every, Outer.read(outer), [trained()])
+    expected.run(7)
+    for rank, (state, together, _) in enumerate(ours):
+        assert together == [(step + 1) % every == 0 for step in range(7)]
+        for name, value in expected.models[rank].named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def parts_of(world: World, count: int) -> list[list[str]]:
+    model = Net()
+    stepper = lockstep.Stepper(model, sgd(model), sync_every=count, outer=f"average:fragments={count}", reduce="native")
+    assert isinstance(stepper.update, LocalSteps)
+    return [[span.name for index in part for span in stepper.reducer.buckets[index].spans] for part in stepper.update._fragments]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_fragments_meet_one_after_the_other_also_while_steps_go_on(overlap: int) -> None:
+    outer = f"nesterov:fragments=2,overlap={overlap}"
+    parts = run_ranks(parts_of, 1, (2,))[0]
+    assert len(parts) == 2
+    ours = run_ranks(ranks_train, 3, (sgd, 9, {"sync_every": 4, "outer": outer, "reduce": "native"}))
+    expected = Simulated(3, sgd, 4, Outer.read(outer), parts)
+    expected.run(9)
+    for rank, (state, together, _) in enumerate(ours):
+        assert not any(together)
+        for name, value in expected.models[rank].named_parameters():
+            torch.testing.assert_close(state[name], value.detach(), rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_between_meetings_nothing_is_sent_and_a_meeting_costs_one_step() -> None:
+    local = run_ranks(ranks_train, 2, (sgd, 8, {"sync_every": 4, "reduce": "native"}))[0][2]
+    summed = run_ranks(ranks_train, 2, (sgd, 8, {"reduce": "native"}))[0][2]
+    assert local[2] == local[1] == local[0]
+    assert local[6] == local[5] == local[4] == local[3] > local[2]
+    assert (local[7] - local[3]) <= (summed[7] - summed[6]) + 64  # the facts of a meeting
+
+
+def test_fragments_are_runs_of_about_equal_size() -> None:
+    assert fragments_of([10, 10, 10, 10], 2) == [[0, 1], [2, 3]]
+    assert fragments_of([100, 1, 1], 3) == [[0], [1, 2]]
+    assert fragments_of([5], 4) == [[0]]
+    assert fragments_of([1] * 7, 3) == [[0, 1], [2, 3, 4], [5, 6]]
+
+
+# -- statistics, evaluations, learning rates ---------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 1)
+        self.register_buffer("constant", torch.tensor([0.1, math.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.norm(x))
+        return y
+
+
+def statistics(world: World) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """At a meeting after two steps, and what this rank had just before."""
+    model = Normed()
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=3)
+    before: dict[str, Tensor] = {}
+    for step in range(2):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * world.rank + step)) + world.rank
+        for each in stepper.micro_batches([x]):
+            stepper.backward(model(each).sum(), weight=float(1 + world.rank))
+        assert not stepper.step().together
+        before = {name: value.clone() for name, value in model.named_buffers()}
+    stepper.meet()
+    assert stepper.together
+    return before, {name: value.clone() for name, value in model.named_buffers()}
+
+
+def test_statistics_move_by_their_weighted_mean_and_constants_not_at_all() -> None:
+    ranks = run_ranks(statistics, 3)
+    weights = torch.tensor([1.0, 2.0, 3.0])
+    for name in ("norm.running_mean", "norm.running_var"):
+        mean = sum(weight * before[name] for weight, (before, _) in zip(weights, ranks, strict=True)) / weights.sum()
+        for _, after in ranks:
+            torch.testing.assert_close(after[name], mean)
+            assert torch.equal(after[name], ranks[0][1][name])
+    assert all(after["norm.num_batches_tracked"] == 2 for _, after in ranks)
+    assert all(torch.equal(after["constant"], torch.tensor([0.1, math.inf])) for _, after in ranks)
+
+
+def rates(world: World) -> list[float]:
+    model = Net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    stepper = lockstep.Stepper(model, optimizer, scheduler=scheduler, sync_every=2)
+    found = []
+    for step in range(5):
+        one_step(stepper, world, step)
+        found.append(float(optimizer.param_groups[0]["lr"]))
+    return found
+
+
+def test_a_rank_that_has_nothing_keeps_to_the_learning_rate_of_the_others() -> None:
+    assert run_ranks(rates, 2)[0] == run_ranks(rates, 2)[1] == [0.1 / 2**step for step in range(1, 6)]
+
+
+def asked_to_stop(world: World) -> list[tuple[bool, bool]]:
+    model = Net()
+    stepper = lockstep.Stepper(model, sgd(model), sync_every=3)
+    found = []
+    for step in range(4):
+        if world.rank == 1 and step == 0:
+            stepper.request_stop()
+        result = one_step(stepper, world, step)
+        found.append((result.stop, result.together))
+    return found
+
+
+def test_a_wish_to_stop_is_heard_by_all_at_the_next_meeting() -> None:
+    assert run_ranks(asked_to_stop, 2) == [[(False, False), (False, False), (True, True), (False, False)]] * 2
+
+
+def shares(world: World) -> tuple[int, ...]:
+    model = nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.randn(11, 2))
+    loader = lockstep.Loader(data, global_batch=11, micro_batch=3)
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2)
+    (window,) = [window for epoch in loader.epochs(1) for window in epoch]
+    for (x,) in stepper.micro_batches(window):
+        stepper.backward(model(x).sum(), weight=len(x))
+    return stepper.step().samples_by_rank
+
+
+def test_who_walked_how_many_samples_is_known_without_a_message() -> None:
+    assert run_ranks(shares, 3) == [(6, 3, 2)] * 3
+
+
+# -- post-local, layers that come and go, damage --------------------------------------------------------------------------------------
+
+
+def test_post_local_steps_begin_after_steps_of_summed_gradients() -> None:
+    ours = run_ranks(ranks_train, 2, (sgd, 6, {"sync_every": 2, "outer": "average:after=3", "reduce": "native"}))
+    assert ours[0][1] == [True, True, True, False, True, False]
+    summed = run_ranks(ranks_train, 2, (sgd, 3, {"reduce": "native"}))
+    three = run_ranks(ranks_train, 2, (sgd, 3, {"sync_every": 2, "outer": "average:after=3", "reduce": "native"}))
+    assert all(torch.equal(three[0][0][name], value) for name, value in summed[0][0].items())
+
+
+def unfreezes(world: World, when: int) -> bool:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepper = lockstep.Stepper(model, optimizer, sync_every=2, outer="nesterov")
+    for step in range(4):
+        if step == when:
+            model.frozen.requires_grad_(True)
+            model.conv.requires_grad_(False)
+        one_step(stepper, world, step)
+    everyone = stepper.everyone.all_gather(torch.cat([each.detach().flatten() for each in model.parameters()]))
+    first, *others = everyone.chunk(world.size)
+    return all(torch.equal(first, each) for each in others)
+
+
+def test_layers_may_be_frozen_where_all_are_together() -> None:
+    assert all(run_ranks(unfreezes, 2, (2,)))
+
+
+def test_and_nowhere_else() -> None:
+    with pytest.raises(WorkerFailed, match="between two meetings, while they differ among the ranks: do it where"):
+        run_ranks(unfreezes, 2, (3,))
+
+
+def damaged(world: World) -> None:
+    model = Net()
+    stepper = lockstep.Stepper(model, sgd(model), sync_every=2)
+    one_step(stepper, world, 0)
+    assert isinstance(stepper.update, LocalSteps)
+    if world.rank == 1:
+        stepper.update._step.starts[0][0] += 1
+    with pytest.raises(ReplicaDivergence, match="differs between rank 0 and rank 1"):
+        one_step(stepper, world, 1)
+
+
+def test_replicas_that_differ_after_a_meeting_are_named() -> None:
+    run_ranks(damaged, 2)
+
+
+# -- going on -------------------------------------------------------------------------------------------------------------------------
+
+
+def saved(world: World, folder: Path, how: dict[str, Any], until: int, steps: int) -> dict[str, Tensor]:
+    """Train to `steps`, going on with what is in the folder, saving at `until`."""
+    torch.use_deterministic_algorithms(True)
+    model = Net()
+    stepper = lockstep.Stepper(model, adamw(model), **how)
+    checkpoints = lockstep.Checkpoints(folder, stepper, every=until)
+    checkpoints.resume()
+    while stepper.steps < steps:
+        one_step(stepper, world, stepper.steps)
+        if stepper.steps == until:
+            checkpoints.save()
+    checkpoints.close()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+WAYS = ["average", "nesterov", "nesterov:fragments=2", "nesterov:fragments=2,overlap=1", "average:after=4", "average:after=6"]
+
+
+@pytest.mark.parametrize("outer", WAYS)
+@pytest.mark.parametrize("until", [5, 6])
+def test_a_training_goes_on_between_meetings_as_if_nothing_had_been(outer: str, until: int, tmp_path: Path) -> None:
+    how = {"sync_every": 3, "outer": outer, "reduce": "native"}
+    undisturbed = run_ranks(saved, 3, (tmp_path / "a", how, until, 9))
+    run_ranks(saved, 3, (tmp_path / "b", how, until, until))
+    resumed = run_ranks(saved, 3, (tmp_path / "b", how, until, 9))
+    for before, after in zip(undisturbed, resumed, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("then", "until"), [(1, 6), (2, 6), (4, 6), (2, 5), (4, 5)])
+def test_with_more_or_fewer_ranks_it_goes_on_from_where_all_agreed(then: int, until: int, tmp_path: Path) -> None:
+    how = {"sync_every": 3, "outer": "nesterov", "reduce": "native"}
+    run_ranks(saved, 3, (tmp_path, how, until, until))
+    met = run_ranks(saved, then, (tmp_path, how, 9, 9))
+    assert all(torch.equal(value, met[0][name]) for state in met for name, value in state.items())
+    assert all(value.isfinite().all() for value in met[0].values())
+
+
+def test_a_checkpoint_holds_the_model_that_all_agreed_on(tmp_path: Path) -> None:
+    """Two steps after a meeting it is that of the meeting, and no rank's own."""
+    how = {"sync_every": 3, "reduce": "native"}
+    agreed = run_ranks(saved, 2, (tmp_path / "a", how, 3, 3))[0]
+    run_ranks(saved, 2, (tmp_path / "b", how, 5, 5))
+    kept = files.read(tmp_path / "b" / "step-0000005").tensors
+    assert all(torch.equal(kept[name], value) for name, value in agreed.items())
+
+
+def other_method(world: World, folder: Path) -> None:
+    saved(world, folder, {"sync_every": 3, "outer": "nesterov"}, 3, 3)
+    model = copy.deepcopy(Net())
+    stepper = lockstep.Stepper(model, adamw(model))
+    with pytest.raises(
+        UsageError, match="made with sync_every=3, outer=nesterov, and this training is with every gradient summed as it is"
+    ):
+        lockstep.Checkpoints(folder, stepper).resume()
+
+
+def test_another_method_is_another_training(tmp_path: Path) -> None:
+    run_ranks(other_method, 2, (tmp_path,))
+
+
+def wrapped(world: World) -> None:
+    model = lockstep.DistributedDataParallel(Net())
+    with pytest.raises(UsageError, match="sync_every=2 needs the bare module"):
+        lockstep.Stepper(model, sgd(model.module), sync_every=2)
+
+
+def test_the_wrapper_sums_every_gradient() -> None:
+    run_ranks(wrapped, 1)
