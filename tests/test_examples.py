@@ -38,6 +38,15 @@ def test_an_example_runs_on_two_ranks(script: str, tmp_path: Path) -> None:
         assert expected in printed
 
 
+def test_models_are_averaged_in_six_ways(tmp_path: Path) -> None:
+    command = ["-m", "lockstep", "run", "--workers", "2", str(EXAMPLES / "averaging.py"), "--epochs", "2", "--plot", "averaging.svg"]
+    rows = [line.removeprefix("[0] ").rsplit(maxsplit=2) for line in run(*command, folder=tmp_path).splitlines()][1:]
+    average = {name: float(together) for name, _, together in rows}
+    assert list(average) == ["summed gradients", "every step", "every 8 steps", "every 64 steps", "once, one start", "once, other starts"]
+    assert average["every step"] > 0.6 > 0.3 > average["once, other starts"]
+    assert (tmp_path / "averaging.svg").read_text().startswith("<?xml")
+
+
 def test_an_example_is_a_plain_script_too(tmp_path: Path) -> None:
     assert "over 1 ranks" in run(str(EXAMPLES / "gradients_by_hand.py"), folder=tmp_path)
 

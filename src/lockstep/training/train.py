@@ -199,6 +199,8 @@ class Training:
         with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
             came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
             journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths, **came_from)
+            if not self.stepper.method.world_size_free:
+                journal.event("method", f"{self.stepper.method.describe()}: the number of workers is part of what is trained")
             if self.settings.exact:
                 journal.event(
                     "exact", f"exact: sums along one tree over the micro-batches of a step; {self.world.compute_deterministically()}"

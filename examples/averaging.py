@@ -1,0 +1,98 @@
+"""When does averaging models work? Often enough it is training; once, of models that began apart, it is not.
+
+    lockstep run --workers 4 examples/averaging.py --plot averaging.svg
+
+Every rank trains on its share of each batch, alone; the table shows what one replica has learned, and what their average knows.
+"""
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.tasks import digits
+
+NEVER = 10**9
+WAYS = {
+    "summed gradients": (None, True),
+    "every step": (1, True),
+    "every 8 steps": (8, True),
+    "every 64 steps": (64, True),
+    "once, one start": (NEVER, True),
+    "once, other starts": (NEVER, False),
+}
+
+
+def accuracy(model: nn.Module, data: torch.utils.data.TensorDataset) -> float:
+    images, labels = data.tensors
+    model.eval()
+    with torch.no_grad():
+        found = float((model(images).argmax(1) == labels).float().mean())
+    model.train()
+    return found
+
+
+def average(model: nn.Module, world: lockstep.World) -> nn.Module:
+    """A model whose weights and statistics are the mean of all ranks'. Nobody's own is touched."""
+    mean = digits.Net(dropout=0.0)
+    theirs: dict[str, Tensor] = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for value in theirs.values():
+        if value.is_floating_point():
+            world.group.all_reduce(value, "mean").wait()
+    mean.load_state_dict(theirs)
+    return mean
+
+
+def train(world: lockstep.World, every: int | None, one_start: bool, epochs: int) -> list[tuple[float, float]]:
+    """After each epoch: the mean of the replicas' accuracies, and the accuracy of their average."""
+    data, held_out = digits.datasets()
+    torch.manual_seed(0)
+    model = digits.Net(dropout=0.0)
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sync_every=every)
+    if not one_start:  # after the Stepper has made all alike
+        torch.manual_seed(1 + world.rank)
+        model.load_state_dict(digits.Net(dropout=0.0).state_dict())
+    loader = lockstep.Loader(data, global_batch=64, micro_batch=8, seed=0)
+    found = []
+    for epoch in loader.epochs(epochs):
+        for window in epoch:
+            for x, y in stepper.micro_batches(window):
+                stepper.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            stepper.step()
+        found.append((world.mean(accuracy(model, held_out), 1.0), accuracy(average(model, world), held_out)))
+    return found
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--epochs", type=int, default=6)
+    options.add_argument("--plot")
+    chosen = options.parse_args()
+    with lockstep.init() as world:
+        found = {name: train(world, every, one_start, chosen.epochs) for name, (every, one_start) in WAYS.items()}
+        if world.rank > 0:
+            return
+        print(
+            f"{'the replicas meet':20}{'a replica':>12}{'their average':>16}    accuracy after {chosen.epochs} epochs, {world.size} ranks"
+        )
+        for name, accuracies in found.items():
+            alone, together = accuracies[-1]
+            print(f"{name:20}{alone:12.3f}{together:16.3f}")
+        if chosen.plot:
+            plot(found, chosen.plot)
+
+
+def plot(found: dict[str, list[tuple[float, float]]], file: str) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    for name, accuracies in found.items():
+        axes.plot(range(1, len(accuracies) + 1), [together for _, together in accuracies], marker="o", label=name)
+    axes.set(xlabel="epoch", ylabel="accuracy of the average", ylim=(0, 1.02))
+    axes.legend(title="the replicas meet", loc="center right")
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    main()
