@@ -186,10 +186,12 @@ class Training:
         settings, buckets = self.settings, ""
         if settings.bucket_mb != BUCKET / 2**20:
             buckets = f" in buckets of {settings.bucket_mb:g} MiB"
-        reduction = "" if self.world.size == 1 else f"gradients by {self.stepper.reducer.reduction.name}{buckets}, "
+        method = self.stepper.method
+        what = "meetings" if method.local is not None else "gradients"
+        reduction = "" if self.world.size == 1 or method.server else f"{what} by {self.stepper.reducer.reduction.name}{buckets}, "
         more = [] if settings.threads is None else [f"{settings.threads} thread{'s' * (settings.threads > 1)} a rank"]
         more += [f"{settings.loader_workers} loader worker{'s' * (settings.loader_workers > 1)} a rank"] if settings.loader_workers else []
-        return ", ".join([f"{reduction}{self.stepper.method.describe()} update", *more])
+        return ", ".join([f"{reduction}{method.describe()}{'' if method.alone else ' update'}", *more])
 
     def run(self) -> Result:
         lengths = {"steps": self.length.steps, "epochs": self.length.epochs}
@@ -200,7 +202,7 @@ class Training:
             came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
             journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths, **came_from)
             if not self.stepper.method.world_size_free:
-                journal.event("method", f"{self.stepper.method.describe()}: the number of workers is part of what is trained")
+                journal.event("method", "the number of workers is part of what is trained: another one gives other weights")
             if self.settings.exact:
                 journal.event(
                     "exact", f"exact: sums along one tree over the micro-batches of a step; {self.world.compute_deterministically()}"
