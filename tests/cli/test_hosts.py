@@ -169,6 +169,36 @@ def test_one_agent_that_is_asked_stops_all_hosts_saved_and_the_same_command_goes
     assert out.endswith(f" | weights sha256 {undisturbed}\n")
 
 
+SLEEPER = """
+import time
+import torch
+import lockstep
+
+world = lockstep.init()
+
+def read_shard():
+    time.sleep(1000)
+
+for step in range(5):
+    if world.rank == 3 and step == 4:
+        read_shard()
+    world.group.all_reduce(torch.ones(3)).wait()
+"""
+
+
+def test_a_rank_that_hangs_is_named_on_every_host_with_its_own_and_its_line(pair: list[Host], folder: Path) -> None:
+    (folder / "script.py").write_text(SLEEPER)
+    command = ["run", "--workers", "4", "--stall-after", "1", *options("2")]
+    started = [host.lockstep(*command, "--node-rank", str(rank), "script.py", cwd=folder) for rank, host in enumerate(pair)]
+    ended = [each.end() for each in started]
+    assert [code for code, _, _ in ended] == [76, 76], ended
+    for _, _, err in ended:
+        assert re.search(r"^STALL \d+ s: ranks 0, 1 and 2 wait in #5 \(.*\), step 0\. ", last(err)), err
+        assert "Rank 3 never issued it: starting, script.py:9 read_shard, for" in last(err)
+        assert "Rank 3 is on bert (10.78.0.2)." in last(err)
+    assert 'script.py", line 9, in read_shard' in ended[0][2]
+
+
 def test_the_same_failure_is_the_last_word_on_every_host(pair: list[Host], folder: Path) -> None:
     text = "import os\nif os.environ['RANK'] == '3':\n    raise SystemExit(7) if 'QUIET' in os.environ else ValueError('boom')\n" + WAITING
     (folder / "script.py").write_text(text)

@@ -143,6 +143,7 @@ def _of_plan(plan: Plan) -> dict[str, str]:
         "--nodes": plan.nodes,
         "--workers" if not plan.elastic else "--workers-per-node": "not given" if plan.workers is None else _shown(plan),
         "--max-restarts": str(plan.restarts),
+        "--on-stall restart": "given" if plan.after_stalls else "not given",
     }
 
 

@@ -165,9 +165,8 @@ def train(
         workers_per_node=workers_per_node,
         join_timeout=join_timeout,
         restarts=max_restarts,
+        after_stalls=stalls.then == "restart",
     )
-    if plan is not None and stalls.then == "restart":
-        raise UsageError("--on-stall restart is for one host: with --nodes choose wait or abort")
     here = None if plan is not None else rank_here(workers)
     if here is not None:
         asked.listen()  # from the first moment on: what it has to load takes seconds

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from lockstep import status
 from lockstep.launcher import processes
@@ -65,11 +66,34 @@ class Stall:
     """All ranks of this host wait: for another, or the network."""
 
 
+class Elsewhere(Protocol):
+    """The other hosts of a generation, whose ranks these wait for, or the other way round."""
+
+    def asked(self) -> bool:
+        """Whether ranks of another host do not get on, so that these are to be told of."""
+        ...
+
+    def tell(self, sights: Mapping[int, Sight], quiet: float) -> None:
+        """These have not got on for so many seconds."""
+        ...
+
+    def moving(self) -> None:
+        """They do again."""
+        ...
+
+    def verdict(self) -> Stall | None:
+        """What follows from what all hosts have told, once."""
+        ...
+
+
 class Watcher:
     """Looks at the pages of a generation's ranks. `look` is called some twenty times a second and costs a few small reads."""
 
-    def __init__(self, directory: Path, floor: float = FLOOR, clock: Callable[[], float] = time.monotonic) -> None:
-        self._directory, self._floor, self._clock = directory, floor, clock
+    def __init__(
+        self, directory: Path, floor: float = FLOOR, clock: Callable[[], float] = time.monotonic, elsewhere: Elsewhere | None = None
+    ) -> None:
+        """`elsewhere`: the ranks of other hosts, without which nothing is said of these."""
+        self._directory, self._floor, self._clock, self._elsewhere = directory, floor, clock, elsewhere
         self._ticks: dict[int, int] = {}
         self._changed = clock()
         self._longest = 0.0  # quiet time that was none
@@ -84,18 +108,25 @@ class Watcher:
         if ticks != self._ticks or not ticks:
             if not self._told:
                 self._longest = max(self._longest, self._quiet)
+            elif self._elsewhere is not None:
+                self._elsewhere.moving()
             self._ticks, self._changed, self._told, self._quiet = ticks, now, False, 0.0
             return None
         quiet = now - self._changed
         if self._told or quiet <= self._longest:
             return None
-        times = self._lenience(pids)
+        asked = self._elsewhere is not None and self._elsewhere.asked()
+        times = 1 if asked else self._lenience(pids)  # who is waited for elsewhere is not left alone
         if times == 1:
             self._quiet = quiet
         if quiet < times * max(self._floor, _LEARNT * self._longest):
             return None
         self._told = True
-        return explain(self._sights(pids), quiet)
+        sights = self._sights(pids)
+        if self._elsewhere is None:
+            return explain(sights, quiet)
+        self._elsewhere.tell(sights, quiet)
+        return None
 
     def slow(self, pids: Mapping[int, int]) -> str | None:
         """A sentence about a rank that the others wait for most of the time, once for each."""

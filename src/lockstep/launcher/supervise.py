@@ -83,7 +83,7 @@ def supervise(
     if workers is not None and workers < 1:
         raise UsageError(f"workers={workers}: give at least 1")
     with noted() as stop, run_directory() as directory, log_place(logs) as place:
-        watch = Watch(directory, stop, stalls or Stalls(), alone=share is None)
+        watch = Watch(directory, stop, stalls or Stalls(), share.elsewhere if share is not None else None)
         options = ["--logs", str(place.path), *(["--debug"] if debug else []), *(["--heeds"] if heeds else [])]
         outcome = _run(target, workers, watch, console, options, dict(environment or {}), share)
         if outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED and stop.number is None:

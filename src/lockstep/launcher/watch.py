@@ -15,7 +15,7 @@ from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import stalls
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.memory import oom_kills
-from lockstep.launcher.stalls import Stall, Watcher
+from lockstep.launcher.stalls import Elsewhere, Stall, Watcher
 from lockstep.launcher.stopping import Stop
 
 TIMEOUT = "LOCKSTEP_TIMEOUT"
@@ -51,10 +51,10 @@ def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
 class Watch:
     """Of one generation, whose ranks leave their pages and records in `directory`."""
 
-    def __init__(self, directory: Path, stop: Stop, stalls: Stalls, *, alone: bool = True) -> None:
-        """`alone`: there are no other hosts, whose ranks these might be waiting for."""
-        self.directory, self.stop, self._stalls, self._alone = directory, stop, stalls, alone
-        self._watcher = Watcher(directory, stalls.after)
+    def __init__(self, directory: Path, stop: Stop, stalls: Stalls, elsewhere: Elsewhere | None = None) -> None:
+        """`elsewhere`: the other hosts, whose ranks these might be waiting for."""
+        self.directory, self.stop, self._stalls, self._elsewhere = directory, stop, stalls, elsewhere
+        self._watcher = Watcher(directory, stalls.after, elsewhere=elsewhere)
         self._oom_kills = oom_kills()
         self.failure: Failure | None = None
         """A rank that was waited for, once the ranks are to be ended because of it."""
@@ -64,8 +64,12 @@ class Watch:
         if self.stop.now(self.directory, pids):
             return True
         stall = self._watcher.look(pids)
+        if self._elsewhere is not None:
+            stall = self._elsewhere.verdict()
         if stall is not None:
-            if self._stalls.then != "wait" and (self._alone or not stall.elsewhere):
+            if self._stalls.then != "wait":
+                if stall.rank not in pids and self._elsewhere is not None:
+                    return False  # its own host ends the run
                 self.failure = _failure(stall, pids)
                 return True
             _say("\n".join(part for part in (stall.stack, stall.message) if part))

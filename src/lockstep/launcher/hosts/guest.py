@@ -17,6 +17,7 @@ from dataclasses import replace
 from lockstep.errors import UsageError
 from lockstep.launcher.hosts import channel
 from lockstep.launcher.hosts.channel import Greeting, Message, Signed, Stranger
+from lockstep.launcher.hosts.digests import Heard
 from lockstep.launcher.hosts.interfaces import family_of
 from lockstep.launcher.hosts.meeting import GREETING_SECONDS, HEARTBEAT_SECONDS, LOADING_SECONDS, SILENCE_SECONDS, to_stderr
 from lockstep.launcher.hosts.messages import End, Newcomer, Report, Roll
@@ -50,6 +51,7 @@ class Guest:
         self._closed = threading.Event()
         self._clock_ns = 0
         self._asked_at = time.monotonic_ns()
+        self._heard: Heard | None = None  # in the generation that runs
         self._about: dict[str, str] | None = None  # of the roll that has come last
         self.on_grow: Callable[[Mapping[str, str]], None] = lambda about: None
         """Called in this object's thread, with what the roll says of the run."""
@@ -91,6 +93,11 @@ class Guest:
     def called_off(self) -> bool:
         """Whether the generation's ranks shall end: elsewhere they have failed or gone, or the meeting has."""
         return self._ended or self._stopped >= self._generation
+
+    def listen(self, generation: int) -> Heard:
+        """To what is told of ranks that do not get on."""
+        self._heard = Heard(generation, self._send)
+        return self._heard
 
     def wait(self, stopping: Callable[[], bool]) -> Roll | End | None:
         """What comes next; None if `stopping()`. Raises Lost."""
@@ -149,6 +156,9 @@ class Guest:
             self._clock_ns = int(message["now"]) - (self._asked_at + time.monotonic_ns()) // 2
         elif kind == "stop":
             self._stopped = int(message["generation"])
+        elif kind in ("look", "verdict"):
+            if self._heard is not None and message["generation"] == self._generation:
+                self._heard.note(message)
         elif kind == "grow":
             self.on_grow(self._about or {})
         elif kind in ("roll", "again", "end", "waiting"):

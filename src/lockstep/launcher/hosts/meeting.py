@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from lockstep.launcher.hosts import channel
 from lockstep.launcher.hosts.channel import Greeting, Message, Signed, Stranger
+from lockstep.launcher.hosts.digests import Digest
 from lockstep.launcher.hosts.interfaces import family_of
 from lockstep.launcher.hosts.membership import Membership
 from lockstep.launcher.hosts.messages import End, Newcomer, Report
@@ -182,6 +183,10 @@ class Meeting:
             self._membership.join(number, Newcomer.of(message), now)
         elif message["kind"] == "report":
             self._membership.report(number, Report.of(message), now)
+        elif message["kind"] == "quiet":
+            self._membership.quiet(number, message["generation"], Digest.of(message))
+        elif message["kind"] == "moving":
+            self._membership.moving(number, message["generation"])
 
     def _look_after(self, now: float) -> None:
         self._membership.tick(now)

@@ -18,6 +18,7 @@ from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.hosts.channel import Message
+from lockstep.launcher.hosts.digests import Digest, Digests, packed
 from lockstep.launcher.hosts.messages import End, Newcomer, Report, Roll
 from lockstep.launcher.hosts.plan import JOIN_SECONDS, Plan
 
@@ -53,6 +54,7 @@ class Membership:
         self._since = self._last_arrival = now
         self._said: str | None = None
         self._asked_to_grow = False
+        self._digests = Digests()
         self.about: Mapping[str, str] = {}
         self.outbox: list[tuple[int, Message]] = []
         self.end: End | None = None
@@ -117,6 +119,21 @@ class Membership:
             self._stop_others()
         self._decide(now)
 
+    def quiet(self, key: int, generation: int, digest: Digest) -> None:
+        """A host's ranks do not get on. When all hosts have told so, all hear who is waited for."""
+        if self._phase != "running" or generation != self._generation or key not in self._members:
+            return
+        if self._digests.tell(key, digest):
+            self.outbox += [(other, {"kind": "look", "generation": generation}) for other in self._pending() if other != key]
+        stall = self._digests.verdict({other: self._hosts[other].who.label for other in self._pending()})
+        if stall is not None:
+            self.outbox += [(other, {**packed(stall), "generation": generation}) for other in self._pending()]
+
+    def moving(self, key: int, generation: int) -> None:
+        """They do again."""
+        if generation == self._generation:
+            self._digests.moving(key)
+
     def tick(self, now: float) -> None:
         """Time has passed."""
         if self.end is not None or self._phase != "gathering":
@@ -180,6 +197,7 @@ class Membership:
         self._members, self._lost, self._reports = self._ordered(), [], {}
         self._phase, self._asked_to_grow, self._said = "running", False, None
         self._generation += 1
+        self._digests = Digests()
         seats = [self._hosts[key].who for key in self._members]
         labels, workers = [who.label for who in seats], [who.workers for who in seats]
         address, port = self._open_store(sum(workers))
@@ -226,7 +244,8 @@ class Membership:
             else:
                 self._finish(End(code=ExitCode.OK))
             return
-        if not cause.killed or self._left == 0:
+        comes_back = cause.killed or (self._plan.after_stalls and cause.kind == "stall")
+        if not comes_back or self._left == 0:
             self._finish(End(code=cause.code, failure=cause))
             return
         self._left -= 1

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from lockstep.launcher.failures import Failure, Kind, Standing
 from lockstep.launcher.hosts.channel import Message, Stranger
+from lockstep.launcher.stalls import Elsewhere
 
 _LONGEST_TEXT = 20_000
 
@@ -101,6 +102,8 @@ class Share:
     roll: Roll
     called_off: Callable[[], bool]
     """Whether its ranks shall end, because the generation has ended elsewhere."""
+    elsewhere: Elsewhere | None = None
+    """The ranks of the other hosts, for who is waited for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

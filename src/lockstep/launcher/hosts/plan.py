@@ -29,6 +29,8 @@ class Plan:
     """Ranks of each host. None: as many as it has GPUs, else one."""
     join_timeout: float | None = None
     restarts: int = 0
+    after_stalls: bool = False
+    """Whether a run that hung is begun anew as one of which a rank was killed."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Name -> value of everything that must be the same on all hosts."""
 
@@ -52,6 +54,7 @@ class Plan:
         workers_per_node: int | None,
         join_timeout: float | None,
         restarts: int | None,
+        after_stalls: bool = False,
     ) -> Plan | None:
         """Of the options; None for this host alone. Raises UsageError for what does not go together."""
         others: dict[str, object] = {
@@ -82,7 +85,8 @@ class Plan:
             node_rank=node_rank,
             workers=_share(workers, workers_per_node, least, most, nodes),
             join_timeout=join_timeout,
-            restarts=(RESTARTS if least < most else 0) if restarts is None else restarts,
+            restarts=(RESTARTS if least < most or after_stalls else 0) if restarts is None else restarts,
+            after_stalls=after_stalls,
         )
 
 

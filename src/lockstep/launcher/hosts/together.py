@@ -118,7 +118,10 @@ def _generations(plan: Plan, guest: Guest, run: Run, stopping: Callable[[], bool
 def _share(run: Run, roll: Roll, guest: Guest) -> Outcome:
     """This host's part of a generation. What it cannot do is a failure like that of a rank: all hosts hear of it."""
     try:
-        return run.start(Share(roll, guest.called_off), environment(guest.address, os.environ))
+        return run.start(
+            Share(roll, guest.called_off, guest.listen(roll.generation) if len(roll.hosts) > 1 else None),
+            environment(guest.address, os.environ),
+        )
     except UsageError as error:
         failure = failures.of_exception(error, roll.first_rank)
         return Outcome(failure.code, replace(failure, where=""))
