@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import re
@@ -137,15 +138,20 @@ def rank(fault: Fault, folder: str) -> None:
 
 
 def run(fault: Fault, folder: Path) -> tuple[int, list[str], float]:
-    """Exit code, lines of stderr, and the seconds from the fault to the end."""
+    """Exit code, lines of stderr, and the seconds from the fault to the word about a stall."""
     (folder / "struck").unlink(missing_ok=True)
     command = [sys.executable, "-m", "lockstep", "run", "--workers", str(WORKERS), "--stall-after", str(QUIET)]
-    done = subprocess.run(
-        [*command, __file__, "--rank", json.dumps(asdict(fault)), str(folder)], capture_output=True, text=True, check=False
+    process = subprocess.Popen(
+        [*command, __file__, "--rank", json.dumps(asdict(fault)), str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    lines, told = [], math.inf
+    assert process.stderr is not None
+    for line in process.stderr:
+        lines.append(line.rstrip("\n"))
+        if line.startswith("STALL"):
+            told = time.monotonic()
     struck = folder / "struck"
-    since = time.monotonic() - float(struck.read_text()) if struck.exists() else 0.0
-    return done.returncode, done.stderr.splitlines(), since
+    return process.wait(), lines, told - float(struck.read_text()) if struck.exists() else math.inf
 
 
 def blamed(fault: Fault, lines: list[str]) -> bool:
@@ -156,7 +162,7 @@ def blamed(fault: Fault, lines: list[str]) -> bool:
     return bool(end) and bool(re.match(rf"rank {fault.rank} \(pid ", end[-1]))
 
 
-def named(fault: Fault, code: int, lines: list[str], since: float) -> bool:
+def named(fault: Fault, code: int, lines: list[str]) -> bool:
     """Whether a stall was told as it should be."""
     text = "\n".join(lines)
     if fault.kind == "slow":
@@ -203,10 +209,9 @@ def main() -> int:
         for fails, fault in todo:
             code, lines, since = run(fault, Path(scratch))
             name = f"{'failure' if fails else 'stall'}: {fault.kind}"
-            good = code != 0 and blamed(fault, lines) if fails else named(fault, code, lines, since)
+            good = code != 0 and blamed(fault, lines) if fails else named(fault, code, lines)
             if code == 76:
-                said = re.match(r"STALL (\d+) s", lines[-1])
-                late.append(float(said[1]) - QUIET if said else float("inf"))
+                late.append(since - QUIET)
                 good = good and late[-1] <= LATE
             count[name] += 1
             right[name] += good
@@ -216,7 +221,7 @@ def main() -> int:
     for name in count:
         print(f"{name:<28} {right[name]:>4} of {count[name]:>3}")
     print(f"seed {options.seed}: {sum(right.values())} of {sum(count.values())} right", end="")
-    print(f"; a stall was told {median(late):.1f} s after the quiet time, at most {max(late):.1f}" if late else "")
+    print(f"; a stall was told {median(late):.1f} s after the fault and the quiet time, at most {max(late):.1f}" if late else "")
     print("\n".join(wrong), end="\n" if wrong else "")
     return bool(wrong)
 
