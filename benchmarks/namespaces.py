@@ -38,7 +38,7 @@ class Host:
 
 
 def bits_per_second(rate: str) -> float:
-    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 1gbit: slower is no network that anybody trains on, faster is no limit here."""
+    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 1gbit: faster is no limit here."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not _SLOWEST <= bits <= _FASTEST:

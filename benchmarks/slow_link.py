@@ -86,7 +86,8 @@ def methods_of(text: str) -> list[str]:
 def found_in(method: str, notes: Sequence[Sequence[Mapping[str, Any]]], warm_up: int = WARM_UP) -> Found:
     """What the notes of all ranks, rank 0's first, say."""
     metric = next(each["metric"] for each in notes[0] if each["kind"] == "task")
-    seconds, sent, counted, curve = [], [], [], []
+    seconds: list[float] = []
+    sent, counted, curve = [], [], []
     for rank, lines in enumerate(notes):
         before, bytes_here, counts = None, [], []
         for line in lines:
@@ -220,6 +221,14 @@ class Bench:
                 problem = _last_line(folder / f"log-{number}")
         return problem
 
+    def said(self) -> dict[str, Any]:
+        """The task's metric, and whether less of it is better, as the first rank that got so far has noted."""
+        for file in sorted(self.scratch.glob("notes-*/notes-0.jsonl")):
+            for line in file.read_text().splitlines():
+                found: dict[str, Any] = json.loads(line)
+                return found
+        return {"metric": "loss", "mode": "min"}
+
 
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -244,9 +253,10 @@ def trainings(options: argparse.Namespace) -> dict[str, Any]:
         for method in [None, *methods]:
             every.append(bench.ddp(best, options.steps) if method is None else bench.lockstep(method))
             print(f"  {every[-1].method}: {every[-1].problem or f'{every[-1].mean:.3f} s a step'}", file=sys.stderr, flush=True)
-        first = Path(scratch, f"notes-{len(tried)}", "notes-0.jsonl").read_text().splitlines()[0]
-    said = json.loads(first)
-    setting = f"{options.task}{''.join(f' {pair}' for pair in options.set)}, {workers} hosts of one rank, {options.rate}, {options.steps} steps"
+        said = bench.said()
+    setting = (
+        f"{options.task}{''.join(f' {pair}' for pair in options.set)}, {workers} hosts of one rank, {options.rate}, {options.steps} steps"
+    )
     print(f"{setting}; load of this machine with {os.cpu_count()} cores before: {options.load:.1f}")
     print(table(every, said["metric"], said["mode"]))
     return {"metric": said["metric"], "mode": said["mode"], "rows": [asdict(found) for found in every]}

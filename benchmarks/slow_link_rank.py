@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def train_with_ddp(steps: int, megabytes: float) -> None:
     """
     given, notes = _given()
     with lockstep.init(backend="gloo") as world:
-        given = replace(given, optimizer=lambda model, build=given.optimizer: fused(build(model)))  # type: ignore[misc]
+        build = given.optimizer
+        given = replace(given, optimizer=lambda model: fused(build(model)))
         loader = loader_of(given, world)
         way = TorchDDP(Setting(task=given, world=world, precision=given.precision, steps=steps, keyed=True), megabytes)
         forward = Forward(way.model, given, given.precision, world.device)
@@ -124,13 +126,14 @@ def sum_gradients(reduce: list[str], runs: int) -> dict[str, Any]:
     given = json.loads(os.environ[GIVEN])
     found = resolve(given["task"], given["set"])
     with lockstep.init(backend="gloo") as world:
-        ways, sent = {}, {}
+        ways: dict[str, Reducer] = {}
+        sent: dict[str, int] = {}
         for name in reduce:
             ways[name] = Reducer(found.model(), world.group, reduction(name, world.group))
             before = world.group.bytes_sent
             _sum(ways[name])
             sent[name] = world.group.bytes_sent - before
-        seconds = take_turns({name: lambda reducer=reducer: _sum(reducer) for name, reducer in ways.items()}, runs, world, warm_up=1)
+        seconds = take_turns({name: partial(_sum, reducer) for name, reducer in ways.items()}, runs, world, warm_up=1)
         most = torch.tensor(list(sent.values()))
         world.group.all_reduce(most, "max").wait()
         elements = sum(parameter.numel() for parameter in next(iter(ways.values())).parameters)
