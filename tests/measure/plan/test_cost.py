@@ -33,7 +33,7 @@ SLOW = Link(1e-3, 1e6)
         ("halving_doubling", 4, 1.5 * S),
         ("--compress bf16", 4, 0.75 * S),
         ("--compress fp16", 2, 0.5 * S),
-        ("--compress int8", 4, 1.5 * (ELEMENTS + 4 * ELEMENTS / 256)),
+        ("--compress int8", 4, 1.5 * (ELEMENTS + 4 * ELEMENTS / 64)),
         ("--compress powersgd:4", 4, 1.5 * 4 * (4 * 1600 + 20 + 380)),
         ("--compress powersgd:1", 2, 4 * (1600 + 9 + 380)),
         ("--compress topk:0.01", 4, 3 * 6004 * 8),

@@ -4,7 +4,7 @@
     a   latency of a message          b   seconds per byte
 
     native, ring            every rank sends 2(W-1)/W S, in 2(W-1) messages one after the other, for every bucket
-    bf16, fp16, int8        the same in smaller numbers: slices to their owners, sums to everybody; int8 with a float32 for every 256 elements
+    bf16, fp16, int8        the same in smaller numbers: slices to their owners, sums to everybody; int8 with a float32 for every 64 elements
     powersgd:r              rings of P [n, r] with all vectors, and of Q [m, r]; a matrix that would not get smaller travels whole
     topk:s                  every rank sends 8 bytes for each of its s S/4 largest elements to every other one: grows with W
     local steps             a ring of the parameters every H steps
@@ -25,10 +25,11 @@ from typing import get_args
 from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Schedule
+from lockstep.gradients.layout import ALIGNMENT
 from lockstep.method import Compression, Method, Reduce
 
 WIDTH = 4  # bytes of an element: float32
-INT8_BLOCK = 256  # elements that share a scale
+INT8_BLOCK = ALIGNMENT  # elements that share a scale
 BACKWARD = 2 / 3  # of a micro-batch's time
 _BY_SCHEDULE = ("tree", "halving_doubling")
 
