@@ -88,8 +88,8 @@ def hosts(count: int, rate: str) -> Iterator[list[Host]]:
         for host in made:
             for pid in subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=False).stdout.split():
                 subprocess.run(["kill", "-9", pid], check=False)
-            _ip("netns", "del", host.namespace)
-        _ip("netns", "del", switch)
+        for namespace in (*(host.namespace for host in made), switch):
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
 
 
 def _limit(namespace: str, device: str, rate: str) -> None:

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -307,6 +308,7 @@ def main() -> None:
     if reason := namespaces.why_not():
         print(f"skipped: {reason}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that no host is left behind
     options.load = os.getloadavg()[0]
     found = sums(options) if options.collectives else trainings(options)
     if options.json:
