@@ -100,7 +100,11 @@ def test_without_root_it_says_why_and_goes(bench: Any, monkeypatch: pytest.Monke
 def test_two_hosts_train_and_what_left_them_is_counted(bench: Any, tmp_path: Path) -> None:
     if reason := bench.namespaces.why_not():
         pytest.skip(reason)
-    small = [word for pair in ("width=32", "depth=1", "length=32", "train_bytes=3000", "eval_bytes=1000", "global_batch=4") for word in ("--set", pair)]
+    small = [
+        word
+        for pair in ("width=32", "depth=1", "length=32", "train_bytes=3000", "eval_bytes=1000", "global_batch=4")
+        for word in ("--set", pair)
+    ]
     out = tmp_path / "slow.json"
     words = ["--workers", "2", "--rate", "100mbit", "--steps", "10", "--methods", "native; central --nonsense", "--ddp-buckets", "5"]
     done = subprocess.Popen([sys.executable, str(BENCHMARKS / "slow_link.py"), *words, *small, "--json", str(out)])

@@ -26,7 +26,7 @@ class Row:
 
 
 def rows(gradients: Gradients, workers: int, link: Link, computation: Computation, measured: Mapping[str, Measured]) -> list[Row]:
-    """The usual methods, and those that were measured beside them. A plan's own speech knows no methods that there are not: raises UsageError."""
+    """The usual methods, and those that were measured beside them. Raises UsageError for a measured one with options that no plan knows."""
     names = [*METHODS, *(name for name in measured if name not in METHODS and not name.startswith("torch DDP"))]
     found = []
     for name in names:
