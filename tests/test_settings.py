@@ -47,7 +47,8 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
         ({"bucket_mb": "5"}, "bucket_mb='5'"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
-        ({"reduce": "ring"}, "reduce='ring' is unknown: choose one of auto, native, central"),
+        ({"reduce": "star"}, "reduce='star' is unknown: choose one of auto, native, central, ring, tree, halving_doubling, "),
+        ({"reduce": "ring", "exact": True}, "reduce='ring' with exact: it adds in an order of its own"),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
     ],
 )

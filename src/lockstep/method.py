@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from lockstep.errors import UsageError
 
-Reduce = Literal["auto", "native", "central", "shared_memory", "hierarchical"]
+Reduce = Literal["auto", "native", "central", "ring", "tree", "halving_doubling", "shared_memory", "hierarchical"]
 CAST = ("bf16", "fp16")
 COMPRESSIONS = (*CAST, "int8", "powersgd:RANK", "topk:SHARE")
 UPDATES = ("replicated", "sharded", "server")
@@ -218,7 +218,7 @@ class Method:
         """What makes no sense together."""
         found = []
         if self.exact:
-            if self.reduce in ("central", "hierarchical"):
+            if self.reduce in ("central", "ring", "tree", "halving_doubling", "hierarchical"):
                 found.append(
                     f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it out, or choose native or shared_memory"
                 )

@@ -87,11 +87,11 @@ class Stepper:
 
     `clip` bounds the gradient's norm, once, after the sum is divided; `scaler` is a `torch.amp.GradScaler` for fp16; `scheduler` steps
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
-    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory, hierarchical), `update` who applies them:
-    "replicated", or "sharded": each rank updates its share of the parameters, with its share of the optimizer's state, and all exchange
-    them; the weights are the same, bit for bit. `exact` has the same bits come out on any number of ranks: every sum follows one tree over the
-    window's slots, and the process computes deterministically, on one intra-op thread, until the world closes
-    (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
+    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, ring, tree, halving_doubling, shared_memory,
+    hierarchical), `update` who applies them: "replicated", or "sharded": each rank updates its share of the parameters, with its share of the
+    optimizer's state, and all exchange them; the weights are the same, bit for bit. `exact` has the same bits come out on any number of ranks:
+    every sum follows one tree over the window's slots, and the process computes deterministically, on one intra-op thread, until the world
+    closes (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
     The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:

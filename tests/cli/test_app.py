@@ -18,7 +18,8 @@ def _python(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["run", "--help"], ["tune", "--help"], ["show", "--help"], ["show", "data", "--help"], ["--version"]]
+    "args",
+    [["--help"], ["run", "--help"], ["tune", "--help"], ["plan", "--help"], ["show", "--help"], ["show", "data", "--help"], ["--version"]],
 )
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     done = _python("-X", "importtime", "-m", "lockstep", *args)
@@ -30,7 +31,7 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
 
 def test_help_names_every_command() -> None:
     done = _python("-m", "lockstep", "--help")
-    assert {"run", "show", "tune"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
+    assert {"run", "show", "tune", "plan"} <= set(re.findall(r"^  (\w+) ", done.stdout, re.M))
     assert done.stderr == ""
 
 

@@ -145,6 +145,18 @@ def test_the_naive_reference_gives_the_same_as_the_fast_path(workers: int, reduc
         compare(a.weights, b.weights)
 
 
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("reduce", ["ring", "tree", "halving_doubling"])
+def test_our_own_schedules_give_the_gradients_of_one_process(workers: int, reduce: str) -> None:
+    expected = one_process("awkward", "sgd", clip=None)
+    ranks = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, reduce))
+    for rank in ranks:
+        compare(rank.gradients, expected.gradients)
+        compare(rank.tail, expected.tail)
+        compare(rank.weights, expected.weights)
+        assert all(torch.equal(value, ranks[0].weights[name]) for name, value in rank.weights.items())
+
+
 def test_all_ranks_end_with_the_same_bits() -> None:
     ranks = run_ranks(on_ranks, 3, args=("cnn", "sgd", None, "auto"))
     for rank in ranks[1:]:

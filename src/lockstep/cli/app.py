@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, predict, run, slurm, train, tune, verify
+from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, plan, predict, run, slurm, train, tune, verify
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("train")(train.train)
 app.command("tune")(tune.tune)
+app.command("plan")(plan.plan)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
 app.command("verify")(verify.verify)

@@ -75,7 +75,7 @@ def train(
     reduce: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|native|central|shared_memory|hierarchical",
+            metavar="auto|native|central|ring|tree|halving_doubling|shared_memory|hierarchical",
             show_default=False,
             help="How gradients are summed; default: auto, through memory on one CPU host.",
         ),

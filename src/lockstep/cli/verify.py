@@ -38,7 +38,11 @@ def verify(
     ] = None,
     reduce: Annotated[
         str | None,
-        typer.Option(metavar="auto|native|central|shared_memory|hierarchical", show_default=False, help="How gradients are summed."),
+        typer.Option(
+            metavar="auto|native|central|ring|tree|halving_doubling|shared_memory|hierarchical",
+            show_default=False,
+            help="How gradients are summed.",
+        ),
     ] = None,
     update: Annotated[
         str | None, typer.Option(metavar="replicated|sharded", show_default=False, help="Who applies them; default: replicated.")

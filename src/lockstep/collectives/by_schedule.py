@@ -25,8 +25,10 @@ T = TypeVar("T")
 Run = Callable[[], T]
 
 
-def all_reduce(group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, ranks_per_node: int | None = None) -> Run[Tensor]:
-    return _reduced(group, "all_reduce", tensor, op, algorithm, label, 0, ranks_per_node)
+def all_reduce(
+    group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, ranks_per_node: int | None = None, place: str | None = None
+) -> Run[Tensor]:
+    return _reduced(group, "all_reduce", tensor, op, algorithm, label, 0, ranks_per_node, place)
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: Op, algorithm: str, label: str) -> Run[Tensor]:
@@ -35,11 +37,19 @@ def reduce(group: Group, tensor: Tensor, root: int, op: Op, algorithm: str, labe
 
 
 def _reduced(
-    group: Group, kind: Kind, tensor: Tensor, op: Op, algorithm: str, label: str, root: int, ranks_per_node: int | None
+    group: Group,
+    kind: Kind,
+    tensor: Tensor,
+    op: Op,
+    algorithm: str,
+    label: str,
+    root: int,
+    ranks_per_node: int | None,
+    place: str | None = None,
 ) -> Run[Tensor]:
     check_op(op, tensor)
     schedule, steps = plan(kind, algorithm, group.size, group.rank, root, ranks_per_node)
-    number = group.announce(kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''}{label}", None, sends=0)
+    number = group.announce(kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''}{label}", place, sends=0)
 
     def run() -> Tensor:
         wanted = kind == "all_reduce" or group.rank == root

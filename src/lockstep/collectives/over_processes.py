@@ -110,7 +110,8 @@ class _Lane:
         self._leaving = still
 
     def _isend(self, piece: Tensor, rank: int) -> dist.Work:
-        self._group.bytes_sent += piece.numel() * piece.element_size()
+        bytes = piece.numel() * piece.element_size()
+        self._group.bytes_sent += bytes  # no call between reading and writing it: another thread counts too
         work = dist.isend(piece, dst=self._group.ranks[rank], group=self._group.process_group, tag=self._tag)
         assert work is not None
         return work

@@ -15,8 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lockstep.collectives import by_schedule
 from lockstep.collectives.central import central_all_reduce
 from lockstep.collectives.group import Group, Work
+from lockstep.collectives.handle import Later
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.hierarchical import Hierarchical
@@ -105,6 +107,40 @@ class _Later:
             central_all_reduce(self._group, self._bucket.flag, place="for the number of missing gradients")
 
 
+class BySchedule:
+    """By one of our own schedules, a message after the other: what the backend does inside, written out (collectives/algorithms/reducing.py).
+
+    On CPUs the messages of a bucket go while backward does, on the group's thread: a round waits for another rank's, and a hook must not.
+    On GPUs, whose streams belong to the thread that computes, they go in `wait`.
+    """
+
+    carries_all = True
+    divisor: float | None = None
+
+    def __init__(self, group: Group, algorithm: str) -> None:
+        self._group, self._algorithm = group, algorithm
+        self.name = algorithm.replace("_", "-")
+
+    def scatter(self) -> None:
+        pass
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        return private(layout)
+
+    def start(self, bucket: Bucket) -> Work:
+        flat = bucket.sum.data  # shares no version with the gradients: what arrives is no change that somebody else has made
+        run = by_schedule.all_reduce(self._group, flat, "sum", self._algorithm, f" by {self.name}", place=bucket.place)
+        return Later(self._group.in_background(run)) if bucket.sum.device.type == "cpu" else _InWait(run)
+
+
+class _InWait:
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self._run()
+
+
 class SharedMemory:
     """In memory that all ranks of one host share: gradients land there, each rank adds up its slice of everybody's, nothing else is copied.
 
@@ -142,9 +178,10 @@ class SharedMemory:
         return self._memory.sum_in_place(parts, bucket.place, divisor=lambda: self.divisor or 1.0, scattered=self._scattered)
 
 
-REDUCTIONS: dict[str, type[Native] | type[Central] | type[SharedMemory] | type[Hierarchical]] = {
+REDUCTIONS: dict[str, Callable[[Group], Reduction]] = {
     "native": Native,
     "central": Central,
+    **{name: partial(BySchedule, algorithm=name) for name in ("ring", "tree", "halving_doubling")},
     "shared_memory": SharedMemory,
     "hierarchical": Hierarchical,
 }

@@ -1,0 +1,103 @@
+"""Hosts with a slow way out: network namespaces of this machine, each with a link to one switch, of the same rate in both directions.
+
+    host 0 --- rate ---+
+    host 1 --- rate ---+ switch          what leaves a host and what arrives at it are limited, as at a network card
+    host 2 --- rate ---+
+
+They share the machine's cores and files. Needs root, ip and tc (iproute2).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+INTERFACE = "wire0"
+_TOOLS = ("ip", "tc")
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_SLOWEST, _FASTEST = 10e6, 1e9  # bits per second
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A namespace and its address."""
+
+    namespace: str
+    address: str
+
+    def start(self, words: list[str], *, environment: dict[str, str], log: str) -> subprocess.Popen[bytes]:
+        """Run a command there, its output in a file."""
+        with open(log, "wb") as out:
+            command = ["ip", "netns", "exec", self.namespace, *words]
+            return subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+
+def bits_per_second(rate: str) -> float:
+    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 1gbit: faster is no limit here."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
+    bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not _SLOWEST <= bits <= _FASTEST:
+        raise ValueError(f"--rate {rate}: give a rate from 10mbit to 1gbit, such as 100mbit")
+    return bits
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be made here, in words; None where they can."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces and rates need root"
+    probe = f"lsp{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"network namespaces cannot be made here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=False)
+    return None
+
+
+@contextmanager
+def hosts(count: int, rate: str) -> Iterator[list[Host]]:
+    """So many hosts around a switch. Nothing is left of them, nor of what runs in them."""
+    tag = f"lsl{os.getpid()}"
+    switch = f"{tag}s"
+    made: list[Host] = []
+    _ip("netns", "add", switch)
+    try:
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for number in range(count):
+            host = Host(f"{tag}h{number}", f"10.79.0.{number + 1}")
+            _ip("netns", "add", host.namespace)
+            made.append(host)
+            port = f"port{number}"
+            _ip("-n", host.namespace, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _limit(host.namespace, INTERFACE, rate)
+            _limit(switch, port, rate)
+        yield made
+    finally:
+        for host in made:
+            for pid in subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=False).stdout.split():
+                subprocess.run(["kill", "-9", pid], check=False)
+        for namespace in (*(host.namespace for host in made), switch):
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
+
+
+def _limit(namespace: str, device: str, rate: str) -> None:
+    """A bucket of two milliseconds: small beside what a gradient takes, large enough for the rate to be reached."""
+    burst = max(64 * 1024, int(bits_per_second(rate) / 8 * 0.002))
+    words = ["qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
+    subprocess.run(["tc", "-n", namespace, *words], check=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
