@@ -34,6 +34,7 @@ from lockstep.data_parallel import Checks, check_checks
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
+from lockstep.gradients.compression.choice import owes
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.method import Method
@@ -133,6 +134,10 @@ class Stepper:
         )
         if self.method.alone and scaler is not None and scaler.is_enabled():
             raise UsageError("a loss scaler needs one scale for all ranks, and ranks that step alone would each find their own: use bf16")
+        if self.method.compression is not None and owes(self.method.compression) and scaler is not None and scaler.is_enabled():
+            raise UsageError(
+                f"compress={compress!r} remembers what it has left out of gradients, and a loss scaler changes their unit: use bf16 for either"
+            )
         self.world = world or World.current()
         if checks != "off":
             compare_start(*set_up_of(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))

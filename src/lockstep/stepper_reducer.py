@@ -10,6 +10,7 @@ from lockstep.checks.start import model_fields
 from lockstep.collectives.group import Group
 from lockstep.data_parallel import DistributedDataParallel
 from lockstep.errors import UsageError
+from lockstep.gradients.compression.choice import check_matrices, compressed
 from lockstep.gradients.exact.choice import exact_reducer
 from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
@@ -55,4 +56,7 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:
         return exact_reducer(model, method.reduce, group, bucket_bytes), model
-    return Reducer(model, group, reduction(method.reduce, group), bucket_bytes=bucket_bytes), model
+    if method.compression is None or method.alone:  # who steps alone sends no gradients
+        return Reducer(model, group, reduction(method.reduce, group), bucket_bytes=bucket_bytes), model
+    check_matrices(method.compression, model, world.rank)
+    return Reducer(model, group, compressed(method.compression, group), bucket_bytes=bucket_bytes), model
