@@ -274,4 +274,4 @@ class Method:
         if self.server is not None:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"
-        return f"{self.update}{f', {self.compress}' if self.compress else ''}"
+        return self.update  # what travels compressed says so itself, as the name of the reduction

@@ -186,7 +186,8 @@ class Training:
         settings, buckets = self.settings, ""
         if settings.bucket_mb != BUCKET / 2**20:
             buckets = f" in buckets of {settings.bucket_mb:g} MiB"
-        reduction = "" if self.world.size == 1 else f"gradients by {self.stepper.reducer.reduction.name}{buckets}, "
+        alone = self.world.size == 1 and settings.compress is None
+        reduction = "" if alone else f"gradients by {self.stepper.reducer.reduction.name}{buckets}, "
         more = [] if settings.threads is None else [f"{settings.threads} thread{'s' * (settings.threads > 1)} a rank"]
         more += [f"{settings.loader_workers} loader worker{'s' * (settings.loader_workers > 1)} a rank"] if settings.loader_workers else []
         return ", ".join([f"{reduction}{self.stepper.method.describe()} update", *more])

@@ -1,7 +1,7 @@
-"""Gradients in 8 bits: a quarter of the bytes.
+"""Gradients in 8 bits: nearly a quarter of the bytes.
 
-Of every 256 elements the largest is 127 (or -127), and the others are rounded to the multiples of its 127th part, which travels as a float32 behind
-them. Sums of such numbers do not fit 8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed: the first by
+Of every 64 elements the largest is 127 (or -127), and the others are rounded to multiples of its 127th part, which travels as a float32 behind
+them. Gradients begin at multiples of 64 in their bucket, so no parameter shares a scale with a larger one. Sums of such numbers do not fit 8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed: the first by
 the rank whose gradient it is, the second by the owner of the slice.
 """
 
@@ -16,8 +16,9 @@ from lockstep.collectives.group import Group
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.compression.carry import added, sliced, to_owners
 from lockstep.gradients.compression.reduction import Stages
+from lockstep.gradients.layout import ALIGNMENT
 
-BLOCK = 256  # elements that share a scale
+BLOCK = ALIGNMENT  # elements that share a scale
 _STEPS = 127
 
 
