@@ -48,7 +48,6 @@ class Summing:
     def __call__(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """The sums over all ranks, by parameter."""
         for bucket in self.buckets:
-            bucket.sum.zero_()
             for span, view in zip(bucket.spans, bucket.views, strict=True):
                 view.copy_(gradients[span.parameter])
             if bucket.flag is not None:

@@ -1,8 +1,9 @@
 """Gradients in 8 bits: nearly a quarter of the bytes.
 
 Of every 64 elements the largest is 127 (or -127), and the others are rounded to multiples of its 127th part, which travels as a float32 behind
-them. Gradients begin at multiples of 64 in their bucket, so no parameter shares a scale with a larger one. Sums of such numbers do not fit 8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed: the first by
-the rank whose gradient it is, the second by the owner of the slice.
+them. Gradients begin at multiples of 64 in their bucket, so no parameter shares a scale with a larger one. Sums of such numbers do not
+fit 8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed: the first by the rank whose gradient it is, the
+second by the owner of the slice.
 """
 
 from __future__ import annotations

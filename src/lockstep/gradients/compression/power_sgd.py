@@ -116,7 +116,7 @@ def times(one: Tensor, other: Tensor) -> Tensor:
 def orthonormal(columns: Tensor) -> Tensor:
     """An orthonormal basis of the columns' span, filled up where they are dependent: always as many columns, also of a zero matrix."""
     basis: Tensor = torch.linalg.qr(columns).Q
-    return basis
+    return basis.contiguous()  # as it comes back from a checkpoint: products with other strides have other bits
 
 
 def following(sums: Tensor, before: Tensor) -> Tensor:

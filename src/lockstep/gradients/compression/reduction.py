@@ -82,7 +82,8 @@ class Compressed:
         total, left = yield from self._way.sum(flat, bucket)
         if owed is not None and left is not None:
             torch.where(total.isfinite().all(), left, owed, out=owed)  # decided on the device: nobody waits for it
-        gradients.copy_(total)
+        for span in bucket.spans:  # and nothing between them: it would never be cleared
+            gradients[span.start : span.stop].copy_(total[span.start : span.stop])
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         return self._way.kept(), {} if self._owed is None else self._owed.kept()
