@@ -92,6 +92,7 @@ class Stepper:
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
+    `compress` has gradients travel in fewer bytes: bf16, fp16, int8, powersgd:RANK, topk:SHARE; what is left out comes in later steps.
     `bucket_mb`: the MiB of gradients that travel together (25), for a bare module.
     `trace_nonfinite` looks at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan
     or inf came up first; without it that is looked for in the window after a skipped one.
