@@ -274,8 +274,8 @@ class Method:
     def describe(self) -> str:
         """For the last line of a run: who updates, and what else is not the rule."""
         if self.local is not None:
-            return f"local steps, meeting every {self.sync_every}, {self.local}{f', {self.compression}' if self.compression else ''}"
+            return f"local steps, meeting every {self.sync_every}, {self.local}"
         if self.server is not None:
             bound = "no bound" if math.isinf(self.bound) else f"staleness {self.bound:g}"
             return f"{self.update}, {bound}"
-        return f"{self.update}{f', {self.compression}' if self.compression else ''}"
+        return self.update  # what travels compressed says so itself, as the name of the reduction

@@ -32,8 +32,10 @@ from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, check_checks
 from lockstep.errors import LockstepWarning, UsageError
+from lockstep.gradients.alone import Alone
 from lockstep.gradients.buffers import MovingBuffers
 from lockstep.gradients.compiled import cut_by_buckets
+from lockstep.gradients.compression.choice import owes
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.method import Compression, Method, Outer
@@ -96,6 +98,7 @@ class Stepper:
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
+    `compress` has gradients travel in fewer bytes: bf16, fp16, int8, powersgd:RANK, topk:SHARE; what is left out comes in later steps.
     `bucket_mb`: the MiB of gradients that travel together (25), for a bare module.
     `trace_nonfinite` looks at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan
     or inf came up first; without it that is looked for in the window after a skipped one.
@@ -140,6 +143,10 @@ class Stepper:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: a rank without micro-batches steps the scheduler all the same
         if self.method.alone and scaler is not None and scaler.is_enabled():
             raise UsageError("a loss scaler needs one scale for all ranks, and ranks that step alone would each find their own: use bf16")
+        if self.method.compression is not None and owes(self.method.compression) and scaler is not None and scaler.is_enabled():
+            raise UsageError(
+                f"compress={compress!r} remembers what it has left out of gradients, and a loss scaler changes their unit: use bf16 for either"
+            )
         self.world = world or World.current()
         if checks != "off":
             compare_start(*set_up_of(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
@@ -318,7 +325,8 @@ class Stepper:
 
     def keepers(self) -> list[Keeps]:
         """What has a state of its own beside the optimizer's."""
-        found: list[Any] = [self.reducer.reduction, self.update]
+        reduction = self.reducer.reduction
+        found: list[Any] = [reduction.meeting if isinstance(reduction, Alone) else reduction, self.update]
         return [each for each in found if hasattr(each, "kept")]
 
     def request_stop(self) -> None:

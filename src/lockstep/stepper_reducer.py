@@ -11,6 +11,7 @@ from lockstep.collectives.group import Group
 from lockstep.data_parallel import DistributedDataParallel
 from lockstep.errors import UsageError
 from lockstep.gradients.alone import Alone
+from lockstep.gradients.compression.choice import check_matrices, compressed
 from lockstep.gradients.exact.choice import exact_reducer
 from lockstep.gradients.layout import BUCKET
 from lockstep.gradients.reducer import Reducer
@@ -56,7 +57,11 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:
         return exact_reducer(model, method.reduce, world.group, bucket_bytes), model
-    chosen = reduction(method.reduce, world.group)
+    if method.compression is None:
+        chosen = reduction(method.reduce, world.group)
+    else:
+        check_matrices(method.compression, model, world.rank)
+        chosen = compressed(method.compression, world.group)
     if not alone:
         return Reducer(model, world.group, chosen, bucket_bytes=bucket_bytes), model
     if method.local is not None and method.local.fragments > 1:  # fragments consist of whole buckets

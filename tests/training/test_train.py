@@ -22,6 +22,7 @@ from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, 
 from lockstep.settings import Settings
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
+from lockstep.training.result import last_line
 from lockstep.training.train import Training, train
 from tests.training import toy
 
@@ -52,6 +53,12 @@ def test_it_is_the_loop_that_a_user_would_write() -> None:
     assert (result.update, result.reduce, result.run, result.checkpoint) == ("replicated", "native", None, None)
     assert result.headline == ("accuracy", result.metrics["accuracy"])
     assert set(result.metrics) == {"accuracy", "loss"}
+
+
+def test_what_compresses_is_named_once(tmp_path: Path) -> None:
+    result = train(toy.task(), compress="int8", run=tmp_path / "run")
+    assert last_line(result.as_json()).startswith("toy: 2 epochs, 8 steps, 1 worker, replicated, int8 | ")
+    assert "; gradients by int8, replicated update" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
 def on_rank(world: World, run: str | None = None, **options: Any) -> tuple[dict[str, float], dict[str, torch.Tensor], str]:

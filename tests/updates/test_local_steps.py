@@ -421,3 +421,15 @@ def wrapped(world: World) -> None:
 
 def test_the_wrapper_sums_every_gradient() -> None:
     run_ranks(wrapped, 1)
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8", "powersgd:2", "topk:0.2"])
+def test_what_travels_at_a_meeting_may_be_compressed_and_what_is_left_out_is_kept(compress: str, tmp_path: Path) -> None:
+    how = {"sync_every": 2, "outer": "nesterov", "compress": compress}
+    undisturbed = run_ranks(saved, 2, (tmp_path / "a", how, 5, 8))
+    assert all(torch.equal(value, undisturbed[1][name]) for name, value in undisturbed[0].items()), "they have met in the last step"
+    run_ranks(saved, 2, (tmp_path / "b", how, 5, 5))
+    resumed = run_ranks(saved, 2, (tmp_path / "b", how, 5, 8))
+    assert all(torch.equal(value, resumed[0][name]) for name, value in undisturbed[0].items())
+    whole = run_ranks(saved, 2, (tmp_path / "c", {**how, "compress": None}, 5, 8))[0]
+    assert not all(torch.equal(value, whole[name]) for name, value in undisturbed[0].items())

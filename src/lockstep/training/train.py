@@ -188,7 +188,8 @@ class Training:
             buckets = f" in buckets of {settings.bucket_mb:g} MiB"
         method = self.stepper.method
         what = "meetings" if method.local is not None else "gradients"
-        reduction = "" if self.world.size == 1 or method.server else f"{what} by {self.stepper.reducer.reduction.name}{buckets}, "
+        silent = method.server is not None or (self.world.size == 1 and method.compress is None)
+        reduction = "" if silent else f"{what} by {self.stepper.reducer.reduction.name}{buckets}, "
         more = [] if settings.threads is None else [f"{settings.threads} thread{'s' * (settings.threads > 1)} a rank"]
         more += [f"{settings.loader_workers} loader worker{'s' * (settings.loader_workers > 1)} a rank"] if settings.loader_workers else []
         return ", ".join([f"{reduction}{method.describe()}{'' if method.alone else ' update'}", *more])

@@ -1,0 +1,132 @@
+"""Gradients as products of two thin matrices: PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019).
+
+    M  [n, m]   the gradient of one parameter, with what this rank owes of it
+    P  [n, r] = M Q          summed over all ranks (first all-reduce), then its columns made orthonormal
+    Q  [m, r] = transposed M times P     summed over all ranks (second all-reduce)
+    sum of all M, nearly  = P times transposed Q     equal on all ranks
+
+That is one step of subspace iteration; it begins with the Q of the step before (warm start), so that over the steps P and Q follow the largest
+singular vectors. r (n + m) numbers travel in place of n m, and their sums are ordinary sums: any backend adds them on the way.
+Vectors, and matrices that would not get smaller, travel whole, with P. Two all-reduces a bucket, however many matrices it holds, and the
+second one leaves in `wait`, where every rank has the same order of buckets.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.compression.reduction import Stages
+from lockstep.gradients.layout import Span
+
+_NAME = "powersgd/"
+
+
+class PowerSGD:
+    """Factors of `rank` columns. What all ranks compute from the sums, each for itself, has the same bits where they compute alike: on the
+    same kind of processor, with as many threads."""
+
+    owes = True
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._bases: dict[str, Tensor] = {}  # Q, by parameter, orthonormal
+
+    def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
+        spans, whole = self._split(bucket)
+        matrices = [flat[span.start : span.stop].view(shape) for span, shape in spans]
+        bases = [self._basis(span.name, matrix) for (span, _), matrix in zip(spans, matrices, strict=True)]
+        first = [times(matrix, basis) for matrix, basis in zip(matrices, bases, strict=True)]
+        message, parts = joined([*first, *(flat[span.start : span.stop] for span in whole)])
+        yield self._group.all_reduce(message, place=bucket.place)
+        columns = [orthonormal(part) for part in parts[: len(spans)]]
+        total, left = torch.zeros_like(flat), torch.zeros_like(flat)
+        for span, part in zip(whole, parts[len(spans) :], strict=True):
+            total[span.start : span.stop].copy_(part)
+        if not spans:
+            return total, left
+        mine = [times(matrix.t(), column) for matrix, column in zip(matrices, columns, strict=True)]
+        message, sums = joined(mine)
+        yield self._group.all_reduce(message, place=bucket.place)
+        for number, (span, shape) in enumerate(spans):
+            place, matrix, column = slice(span.start, span.stop), matrices[number], columns[number]
+            total[place].view(shape).copy_(times(column, sums[number].t()))
+            left[place].view(shape).copy_(matrix - times(column, mine[number].t()))
+            self._bases[span.name] = following(sums[number], bases[number])
+        return total, left
+
+    def _split(self, bucket: Bucket) -> tuple[list[tuple[Span, tuple[int, int]]], list[Span]]:
+        """The matrices, each with its shape, and what travels whole."""
+        matrices: list[tuple[Span, tuple[int, int]]] = []
+        whole: list[Span] = []
+        for span, view in zip(bucket.spans, bucket.views, strict=True):
+            shape = matrix_of(view)
+            if shape is not None and pays(self._rank, shape):
+                matrices.append((span, shape))
+            else:
+                whole.append(span)
+        return matrices, whole
+
+    def _basis(self, name: str, matrix: Tensor) -> Tensor:
+        """Q of the step before; at first, random columns that are the same everywhere and always."""
+        shape = (matrix.shape[1], self._rank)
+        known = self._bases.get(name)
+        if known is None or known.shape != shape:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            known = orthonormal(torch.randn(shape, generator=generator, dtype=matrix.dtype))
+        return known.to(matrix)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        return {_NAME + name: basis for name, basis in self._bases.items()}
+
+    def take_back(self, common: Mapping[str, Tensor]) -> None:
+        self._bases = {name.removeprefix(_NAME): basis for name, basis in common.items() if name.startswith(_NAME)}
+
+
+def matrix_of(tensor: Tensor) -> tuple[int, int] | None:
+    """How a tensor's elements, in the order of memory, are a matrix: the outermost dim by all others. None for what is none.
+
+    So a channels_last kernel and a transposed weight are matrices without a copy, and the latter is the transposed matrix.
+    """
+    sides = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+    if tensor.numel() == 0 or len(sides) < 2:
+        return None
+    outermost = max(sides)[1]
+    return outermost, tensor.numel() // outermost
+
+
+def pays(rank: int, shape: tuple[int, int]) -> bool:
+    """Whether the factors are smaller than the matrix."""
+    return rank * (shape[0] + shape[1]) < shape[0] * shape[1]
+
+
+def times(one: Tensor, other: Tensor) -> Tensor:
+    """A product in the dtype of its factors, also inside the user's autocast."""
+    with torch.autocast(one.device.type, enabled=False):
+        return one @ other
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal basis of the columns' span, filled up where they are dependent: always as many columns, also of a zero matrix."""
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return basis.contiguous()  # as it comes back from a checkpoint: products with other strides have other bits
+
+
+def following(sums: Tensor, before: Tensor) -> Tensor:
+    """The next step's Q. A gradient of zeros, or of nan, teaches nothing: then the one before."""
+    useful = sums.isfinite().all() & (sums != 0).any()
+    return torch.where(useful, orthonormal(sums), before)
+
+
+def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """All of them in one flat tensor, and their places in it, which have the sums when it has been all-reduced."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    ends = list(accumulate(part.numel() for part in parts))
+    return flat, [flat[end - part.numel() : end].view(part.shape) for end, part in zip(ends, parts, strict=True)]
