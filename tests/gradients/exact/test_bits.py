@@ -188,7 +188,7 @@ def test_what_cannot_be_exact_is_refused() -> None:
         assert [message.partition(":")[0] for message in found] == [
             "reduce='central' with exact",
             "reduce='hierarchical' with exact",
-            "reduce='ring' is unknown",
+            "reduce='ring' with exact",
             "exact=True needs the bare module",
             "exact=True adds micro-batches in the order of their slots, which a list does not have",
             *["exact=True, but the Loader cuts its data by the number of ranks"] * 3,
