@@ -56,7 +56,7 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:
         return exact_reducer(model, method.reduce, world.group, bucket_bytes), model
-    chosen = reduction(method.reduce, world.group)
+    chosen = reduction("native" if method.server else method.reduce, world.group)
     if not alone:
         return Reducer(model, world.group, chosen, bucket_bytes=bucket_bytes), model
     if method.local is not None and method.local.fragments > 1:  # fragments consist of whole buckets
