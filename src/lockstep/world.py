@@ -166,9 +166,10 @@ class World:
             raise UsageError(f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and {self.size - 1}")
         if self.rank not in ranks:
             raise UsageError(f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup make it")
+        ranks = [self.group.ranks[rank] for rank in ranks]  # other numbers where some have died (go_on_among)
         self._same_number_of_groups(ranks)
         with loopback(self.local_size == self.size):
-            group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+            group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
         assert group is not None
         return self._group_of(group, one_host)
 
@@ -177,7 +178,7 @@ class World:
         count = len(dist.distributed_c10d._world.pg_names)
         key = f"subgroup/{'-'.join(map(str, ranks))}"
         self._subgroups[key] = turn = self._subgroups.get(key, 0) + 1
-        self._store.set(f"{key}/{turn}/{self.rank}", str(count))
+        self._store.set(f"{key}/{turn}/{self.group.ranks[self.rank]}", str(count))
         counts = {rank: int(self._store.get(f"{key}/{turn}/{rank}")) for rank in ranks}
         if len(set(counts.values())) > 1:
             raise UsageError(
@@ -194,6 +195,7 @@ class World:
 
         `rank`, `size`, `group` and `control` are then those of the living; what was made with the old ones has to be made anew.
         """
+        ranks = [self.group.ranks.index(rank) for rank in ranks]
         group = self._subgroup(ranks, one_host=False)
         self._groups += [self.group, self.control]
         self.rank, self.size, self.group, self.control = group.rank, group.size, group, group.host

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lockstep.data.ahead import Copies, copies_to
-from lockstep.data.draws import Draws, Drawn
 from lockstep.data.choice import choose_course, default_device, place_of
+from lockstep.data.draws import Drawn, Draws
 from lockstep.data.iterable.shards import Sharding
 from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order

@@ -178,13 +178,14 @@ class Counter:
 
     def applied(self, rank: int, reason: str = "") -> Applied:
         """All shards have applied the window, or, with a `reason`, left it out."""
-        assert self._applying is not None and self._applying[0] == rank, "a rank says that it has applied what it was asked to apply"
-        place = self._applying[1]
+        assert self._applying is not None
+        who, place = self._applying
+        assert who == rank, "a rank says that it has applied what it was asked to apply"
         self._applying = None
         done = self._windows.pop(place).done.values()
         samples = [0] * self._ranks
-        for who, each in done:
-            samples[who] += each.samples
+        for by, each in done:
+            samples[by] += each.samples
         ages = [self.version - each.version for _, each in done]
         weight, loss = math.fsum(each.weight for _, each in done), math.fsum(each.loss for _, each in done)
         self.version += 1

@@ -161,11 +161,13 @@ class Server(Sharded):
         last = plan.at(plan.steps_per_epoch - 1, epoch, 0)
         self._course = course = Course(epoch, first, begin, plan.steps_per_epoch, plan.slots, len(last.filled(0, 1)))
         status.step(first + begin + 1 if self.steps is None else self.steps + 1)
+        if self.together:
+            self._may_be_missed(True)
         while isinstance(answer := self._ask(course), Apply):
             self._apply_window(answer)
         self._current = answer
-        self._may_be_missed(isinstance(answer, Draw))
         if isinstance(answer, Meet):
+            self._may_be_missed(False)
             return Drawn(answer.place, range(0), answer.over)
         self.together = False
         return Drawn(answer.place, range(answer.first, answer.last))
@@ -250,7 +252,8 @@ class Server(Sharded):
             for mine, tensor in zip(self._parts(self._room, self._rank), tensors, strict=True):
                 mine.copy_(tensor)
         self._version, self._steps_seen = min(version for version, _ in versions), versions[0][1]
-        places, parameters = [], []
+        places: list[Tensor] = []
+        parameters: list[Tensor] = []
         for bucket, flat in zip(self._reducer.buckets, self._room, strict=True):
             for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
                 places.append(view_of(flat, span, parameter))
