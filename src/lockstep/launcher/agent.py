@@ -83,7 +83,7 @@ def run_generation(
         monitor_interval=_LOOK_SECONDS,
     )
     with _silence():
-        agent = _Agent(spec, _Streams(environment), explained, stopping, spared, share)
+        agent = _Agent(spec, _Streams(environment), explained, stopping, share, spared)
         agent.run()
     return agent.ended()
 
@@ -174,8 +174,8 @@ class _Agent(LocalElasticAgent):
         streams: _Streams,
         explained: Callable[[Ended], bool],
         stopping: Callable[[Mapping[int, int]], bool],
-        spared: Callable[[Ended], Collection[int]],
         share: Share | None,
+        spared: Callable[[Ended], Collection[int]] = lambda now: (),
     ) -> None:
         super().__init__(spec, streams, exit_barrier_timeout=1)
         self._share = share

@@ -131,7 +131,9 @@ def test_with_staleness_every_sample_still_counts_once(workers: int, staleness: 
     assert sorted(seen for each in everyone for seen in each.seen) == expected
     first = everyone[0]
     assert sorted(window.step for window in first.windows) == list(range(15))
-    assert [sum(window.samples_by_rank[rank] for window in first.windows) for rank in range(workers)] == [len(each.seen) for each in everyone]
+    assert [sum(window.samples_by_rank[rank] for window in first.windows) for rank in range(workers)] == [
+        len(each.seen) for each in everyone
+    ]
     assert all(apart(each, first) == 0 for each in everyone)  # at the end, statistics of BatchNorm too
     assert all(each.steps == 15 and each.rates == first.rates for each in everyone)
     if staleness == "inf":

@@ -112,7 +112,9 @@ def test_shards_tile_the_parameters_and_step_as_the_whole() -> None:
     assert torch.equal(torch.cat([elements(shard) for _, shard, _ in parts]), elements(whole))
     squares = sum(block.square().double().sum().item() for block in gradient)
     for masters, shard, _ in [*parts, (whole_masters, whole, None)]:
-        shard.push(9, 0, 0, 1.0, [flat[part.start : part.stop] for flat, part in zip(gradient, masters.slices_here, strict=True) if len(part)])
+        shard.push(
+            9, 0, 0, 1.0, [flat[part.start : part.stop] for flat, part in zip(gradient, masters.slices_here, strict=True) if len(part)]
+        )
     assert sum(shard.squares(9) for _, shard, _ in parts) == pytest.approx(squares)
     assert whole.squares(9) == pytest.approx(squares)
     assert sum(parts[0][0].share(rank) for rank in range(3)) == pytest.approx(1)
