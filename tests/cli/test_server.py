@@ -160,3 +160,35 @@ def test_asked_to_stop_all_meet_and_save(training: Training) -> None:
     assert code == 0, err
     assert f"resumed from step {step} of {STEPS}" in err
     assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+
+
+LEAVES = """
+import os, time
+import torch
+import lockstep
+from tests.training import toy
+
+with lockstep.init() as world:
+    model = toy.Net()
+    stepper = lockstep.Stepper(model, toy.sgd(model), update="server", staleness="inf")
+    loader = lockstep.Loader(toy.data(44, 1), global_batch=11, micro_batch=4)
+    stepper.draws(loader)
+    for epoch in loader.epochs(10**6):
+        for window in epoch:
+            for batch in stepper.micro_batches(window):
+                if world.rank == 1 and window.epoch == 1:
+                    os._exit(0)
+                stepper.backward(*toy.loss(model(batch[0]), batch))
+            stepper.step()
+"""
+
+
+def test_who_held_what_is_said_of_a_shard_that_has_gone(tmp_path: Path) -> None:
+    """It leaves without a word and with code 0: what the others say of it is all there is."""
+    (tmp_path / "script.py").write_text(LEAVES)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 1
+    assert "PeerFailed: rank 1, which held 100 % of the parameters, has gone" in ended.stderr, ended.stderr
+    assert "the same command goes on" in ended.stderr

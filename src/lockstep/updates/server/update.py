@@ -193,16 +193,14 @@ class Server(Sharded):
         if self._serving is not None and self._serving.error is not None:
             raise LockstepError(f"this rank's shard of the server failed: {self._serving.error}") from self._serving.error
 
-    def _missing(self, rank: int | None, error: Gone | None = None) -> LockstepError:
+    def _missing(self, rank: int | None) -> LockstepError:
         """Of a rank that cannot be done without."""
         self._look_after_threads()
         if rank is None:
             return PeerFailed("the server took this rank for dead")
         held = f"{100 * self._masters.share(rank):.0f} % of the parameters"
         what = f"rank {rank}, which held {held}{' and counted the windows' if rank == 0 else ''}, has gone"
-        return PeerFailed(
-            f"{what}: the others cannot go on without it. From the last checkpoint the same command goes on{f' ({error})' if error else ''}"
-        )
+        return PeerFailed(f"{what}: the others cannot go on without it. From the last checkpoint the same command goes on")
 
     def _asked(
         self, peers: list[int], header: list[float], leaving: list[list[Tensor]] | None = None, arriving: list[list[Tensor]] | None = None
@@ -212,7 +210,7 @@ class Server(Sharded):
         try:
             return self._lines.ask(peers, header, leaving or nothing, arriving or nothing)
         except Gone as error:
-            raise self._missing(error.rank, error) from error
+            raise self._missing(error.rank) from error
 
     @property
     def _others(self) -> list[int]:
