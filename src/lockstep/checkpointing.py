@@ -174,6 +174,8 @@ class Checkpoints:
 
     def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:
         """Save now. `best=(metric, value)` marks it as the best so far. Returns when the snapshot is taken."""
+        if self._stepper.between_meetings:
+            raise UsageError("between its meetings no worker of a server has the whole training: save where StepResult.together is true")
         with status.inside("checkpoint"):
             self._save(extra, best)
 

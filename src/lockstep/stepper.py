@@ -96,7 +96,8 @@ class Stepper:
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
     not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, shared_memory, hierarchical), `update` who applies them:
     "replicated", or "sharded": each rank updates its share of the parameters, with its share of the optimizer's state, and all exchange
-    them; the weights are the same, bit for bit. `exact` has the same bits come out on any number of ranks: every sum follows one tree over the
+    them; the weights are the same, bit for bit; or "server": ranks draw micro-batches (`draws`) and wait for nobody, up to `staleness`
+    steps ahead. `exact` has the same bits come out on any number of ranks: every sum follows one tree over the
     window's slots, and the process computes deterministically, on one intra-op thread, until the world closes
     (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
     The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.

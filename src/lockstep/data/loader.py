@@ -274,11 +274,13 @@ class Epoch:
             cut = plan.at(place, self.number, first + place)
             counts = course.counts(cut, 0, 1) if drawn.slots else None
             mine = None if counts is None else counts[drawn.slots.start : drawn.slots.stop]
-            walk = loader._walk_along(DrawnSpan(course, self.number, place, drawn.slots, loader.rank))
-            window = Window(cut, loader.rank, loader.size, walk.take, mine, recipe, drawn.slots)
-            if walk.ahead:
-                walk.fetch_ahead(len(window))
-            if not drawn.slots:
+            if drawn.slots:
+                walk = loader._walk_along(DrawnSpan(course, self.number, place, drawn.slots, loader.rank))
+                window = Window(cut, loader.rank, loader.size, walk.take, mine, recipe, drawn.slots)
+                if walk.ahead:
+                    walk.fetch_ahead(len(window))
+            else:
+                window = Window(cut, loader.rank, loader.size, tuple, None, recipe, drawn.slots)
                 loader._position = Position(self.number, drawn.place) if not drawn.over else Position(self.number + 1, 0)
                 loader._loaded = False
             yield window

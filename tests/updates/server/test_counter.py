@@ -35,7 +35,7 @@ class Run:
         inside, turn = set(self.counter.living), 0
         while inside:
             turn += 1
-            assert turn < 10_000, "nobody gets on"
+            assert turn < 1_000, "nobody gets on"
             for rank, when in (dying or {}).items():
                 if turn == when and len(self.counter.living) > 1 and rank in self.counter.living:
                     self.counter.died(rank)

@@ -202,11 +202,13 @@ def refused(world: lockstep.World, what: str) -> str:
             elif what == "share":
                 (epoch,) = lockstep.Loader(data(), global_batch=10, micro_batch=2).epochs(1)
                 list(stepper.micro_batches(next(iter(epoch))))
-            elif what == "meet":
+            elif what in ("meet", "save"):
                 loader = lockstep.Loader(data(), global_batch=10, micro_batch=2)
                 stepper.draws(loader)
                 (epoch,) = loader.epochs(1)
                 next(iter(epoch))
+                if what == "save":
+                    lockstep.Checkpoints("never", stepper, loader).save()
                 stepper.meet()
     except UsageError as error:
         return str(error)
@@ -228,6 +230,7 @@ class Stream(IterableDataset[Tensor]):
         ("list", "stepper.draws"),
         ("share", "stepper.draws"),
         ("stream", "cannot be drawn"),
+        ("save", "save where StepResult.together is true"),
         ("meet", "evaluate where StepResult.together is true"),
     ],
 )
