@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def main() -> None:
         for name, method in methods.items():  # in turns
             results = lockstep.launch(train, options.workers, args=(method, options.slow, options.epochs, seed))
             found[name].append(results[0])
+            print(f"{name}, seed {seed}: {results[0]}", file=sys.stderr, flush=True)
     mean = {name: {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]} for name, runs in found.items()}
     base = mean["synchronous"]["samples_per_s"]
     print(f"{options.workers} ranks, one of them {options.slow:g} times slower; {options.epochs} epochs of digits, {options.seeds} seed(s)")
