@@ -74,6 +74,7 @@ class Checkpoints:
         self._world = world
         self._saver = world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None))
         self._next = FIRST if every is None else 0
+        stepper.meet_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
 
     # -- going on ----------------------------------------------------------------------------------------------------------------------
@@ -97,7 +98,12 @@ class Checkpoints:
         self._began = perf_counter(), self._stepper.steps
         if self._every is None:
             self._next = self._stepper.steps + FIRST
+        self._stepper.meet_before(self._due())
         return checkpoint
+
+    def _due(self) -> int:
+        """The step after which the next save is due."""
+        return self._next if self._every is None else (self._stepper.steps // self._every + 1) * self._every
 
     def _chosen(self, step: int | None) -> str | None:
         """On rank 0, which looks at every byte: the name of the folder."""
@@ -159,6 +165,8 @@ class Checkpoints:
     def step(self, extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> bool:
         """After every `stepper.step()`: save where one is due. Whether it was. `extra` (or what it returns) is kept with it: JSON."""
         steps = self._stepper.steps
+        if self._stepper.between_meetings:
+            return False
         due = steps >= self._next if self._every is None else steps % self._every == 0
         if due:
             self.save(extra() if callable(extra) else extra)
@@ -166,6 +174,8 @@ class Checkpoints:
 
     def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:
         """Save now. `best=(metric, value)` marks it as the best so far. Returns when the snapshot is taken."""
+        if self._stepper.between_meetings:
+            raise UsageError("between its meetings no worker of a server has the whole training: save where StepResult.together is true")
         with status.inside("checkpoint"):
             self._save(extra, best)
 
@@ -181,6 +191,7 @@ class Checkpoints:
         self._saver.save(steps, taken.model, taken.pieces, state, lambda folder: self._tidy(folder, best))
         if self._every is None:
             self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
+        self._stepper.meet_before(self._due())
 
     def _tidy(self, folder: Path, best: tuple[str, float] | None) -> str | None:
         """On rank 0, in the background. What a copy elsewhere complains of."""
@@ -203,6 +214,13 @@ class Checkpoints:
         slowest = torch.tensor([blocked + self._saver.seconds, step], dtype=torch.float64)
         self._world.control.all_reduce(slowest, "max", place="for the time of a checkpoint").wait()
         return steps_until_next(*slowest.tolist())
+
+    def regroup(self) -> None:
+        """Go on with the ranks that live, where some have died that can be done without (`World.go_on_among`). Every rank that lives calls it."""
+        self._saver.close()
+        self._saver = self._world.own(
+            Saver(self.directory, self._world.subgroup(range(self._world.size)) if self._world.size > 1 else None)
+        )
 
     @property
     def saving(self) -> bool:

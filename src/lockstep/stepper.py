@@ -29,6 +29,7 @@ from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
+from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, check_checks
 from lockstep.errors import LockstepWarning, UsageError
@@ -42,6 +43,7 @@ from lockstep.method import Compression, Method, Outer
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.local_steps import LocalSteps
+from lockstep.updates.server.update import AppliedWindow, Server
 from lockstep.updates.update import Applied
 from lockstep.world import World
 
@@ -56,7 +58,8 @@ class StepResult:
 
     `loss` is the sum of losses over the sum of weights, of the whole global batch, before the update (nan where all weights are 0);
     `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches); `together`
-    that all ranks hold the same model now. Where ranks step alone, `loss` and `weight` are this rank's own, and `stop` is heard at meetings.
+    that all ranks hold the same model now. Where ranks step alone, `loss` and `weight` are this rank's own, and `stop` is heard at meetings;
+    at a server a meeting tells those of the window that was applied last.
     On a GPU, `norm`, `applied` and `reason` wait for the gradient: look at them when you need them.
     """
 
@@ -67,6 +70,10 @@ class StepResult:
     bytes_sent: int
     outcome: Applied
     together: bool = True
+    gradient_age: float | None = None
+    """At a server: the updates that have come since this rank pulled the parameters of its gradient, until it pushed it."""
+    windows: tuple[AppliedWindow, ...] = ()
+    """At a server, on rank 0: the windows that were applied since the last step of this rank."""
 
     @property
     def norm(self) -> float | None:
@@ -91,9 +98,10 @@ class Stepper:
     after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
     not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, ring, tree, halving_doubling, shared_memory,
     hierarchical), `update` who applies them: "replicated", or "sharded": each rank updates its share of the parameters, with its share of the
-    optimizer's state, and all exchange them; the weights are the same, bit for bit. `exact` has the same bits come out on any number of ranks:
-    every sum follows one tree over the window's slots, and the process computes deterministically, on one intra-op thread, until the world
-    closes (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
+    optimizer's state, and all exchange them; the weights are the same, bit for bit; or "server": ranks draw micro-batches (`draws`) and wait for
+    nobody, up to `staleness` steps ahead. `sync_every` and `outer`: every rank steps alone, and the replicas meet every so many steps.
+    `exact` has the same bits come out on any number of ranks: every sum follows one tree over the window's slots, and the process computes
+    deterministically, on one intra-op thread, until the world closes (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
     The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
@@ -141,6 +149,10 @@ class Stepper:
         )
         if self.method.alone and scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: a rank without micro-batches steps the scheduler all the same
+        if self.method.server is not None and unused == "skip":
+            raise UsageError(
+                "unused='skip' with update='server': a rank knows only of its own draw what got a gradient; use error or zeros"
+            )
         if self.method.alone and scaler is not None and scaler.is_enabled():
             raise UsageError("a loss scaler needs one scale for all ranks, and ranks that step alone would each find their own: use bf16")
         if self.method.compression is not None and owes(self.method.compression) and scaler is not None and scaler.is_enabled():
@@ -182,6 +194,8 @@ class Stepper:
         self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full")
         left_out = self._left_out()
         self.update.bind(self.reducer, self.optimizer)
+        if isinstance(self.update, Server):
+            self.update.open(self.world, self.scheduler, self._clip, lambda: self._stop or self.world.asked_to_stop)
         if left_out and self.world.rank == 0 and self.steps == 0:
             warnings.warn(
                 f"the optimizer does not hold {shortly(left_out)}: their gradients are summed, and never applied. Give them to the optimizer, "
@@ -225,6 +239,8 @@ class Stepper:
         self._settle()
         self.part_if_due()
         self._compare_data(window)
+        if isinstance(self.update, Server):
+            self.update.begin(window)
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
         self.reducer.reset(None if ours is None else ours.cut)
         self._trace.begin()
@@ -262,6 +278,8 @@ class Stepper:
         size = self.everyone.size
         if window is None:
             return (0,) * size
+        if window.drawn:
+            return tuple(window.samples if rank == self.everyone.rank else 0 for rank in range(size))
         cut = window.cut
         return tuple(sum(len(cut.positions(slot)) for slot in cut.share(rank, size)) for rank in range(size))
 
@@ -354,6 +372,8 @@ class Stepper:
         message, self._facts = self._facts, None
         facts, divisor = self._finish(message)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
+        if isinstance(self.update, Server):
+            return self._step_at(self.update, facts)
         status.enter("optimizer")
         outcome = self._apply(facts, divisor)
         self.steps += 1
@@ -376,16 +396,76 @@ class Stepper:
             together=self.together,
         )
 
+    def _step_at(self, server: Server, facts: Facts) -> StepResult:
+        """Push what was drawn; or, where nothing was, meet the others."""
+        meets, stop, age = server.meets, False, None
+        loss, weight = facts.loss, facts.weight
+        if meets:
+            met = server.meet()
+            assert server.steps is not None
+            self.steps, self.everyone, loss, weight, stop = server.steps, server.everyone, met.loss, met.weight, met.stop
+        else:
+            if facts.weight:
+                self._unused()
+            age = server.push(facts.weight, facts.loss, facts.samples_by_rank[0])
+        windows = tuple(server.applied())
+        for each in windows:
+            if each.reason and each.reason not in self._warned:
+                self._warned.add(each.reason)
+                warnings.warn(f"step {each.step + 1} was skipped: {each.reason}. This is said once.", LockstepWarning, stacklevel=3)
+        status.enter("loop")
+        return StepResult(
+            loss=loss / weight if weight else math.nan,
+            weight=weight,
+            stop=stop,
+            samples_by_rank=self._samples,
+            bytes_sent=self.everyone.bytes_sent,
+            outcome=Applied(),
+            together=meets,
+            gradient_age=age,
+            windows=windows,
+        )
+
+    def draws(self, loader: Any) -> None:
+        """With update="server": have `loader`, a Loader over a data set whose samples have numbers, deal out slots in place of fixed shares.
+
+        Every rank calls it, once, before the first epoch. Each then walks as many windows as it gets, and an empty one wherever all meet: at an
+        epoch's end, where `meet_before` says, and where one is asked to stop; `StepResult.together` is true there. With another update it does nothing.
+        """
+        if not isinstance(self.update, Server):
+            return
+        if not isinstance(loader, Loader):
+            raise UsageError(
+                f"slots of a {type(loader).__name__} cannot be drawn: with update='server' the samples of a data set need numbers"
+            )
+        if self._checks != "off":
+            compare_start(self.everyone, loader.recipe)
+        loader.draws = self.update
+
+    def meet_before(self, step: int) -> None:
+        """With update="server": have all ranks meet when `step` steps were taken, for a checkpoint, say. Every rank calls it alike."""
+        if isinstance(self.update, Server):
+            self.update.meet_before(step)
+
+    @property
+    def between_meetings(self) -> bool:
+        """Whether this rank's model is no state of the training that could be kept: at a server, but where all ranks meet."""
+        return isinstance(self.update, Server) and not self.together
+
     @property
     def together(self) -> bool:
-        """Whether all ranks hold the same model: always, but between the meetings of local steps."""
-        return not isinstance(self.update, LocalSteps) or self.update.together
+        """Whether all ranks hold the same model: always, but between the meetings of local steps, and of a server's workers."""
+        return not isinstance(self.update, LocalSteps | Server) or self.update.together
 
     def meet(self) -> bool:
         """Have replicas that step alone meet now, for an evaluation or an end. Every rank calls it; whether one of them asks to stop.
 
         Does nothing where they have not parted since the last meeting, or never do.
         """
+        if isinstance(self.update, Server) and not self.together:
+            raise UsageError(
+                "between its meetings the workers of a server walk different windows: evaluate where StepResult.together is true"
+            )
         if not isinstance(self.update, LocalSteps):
             return False
         self._settle()

@@ -58,7 +58,7 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
     if method.exact:
         return exact_reducer(model, method.reduce, world.group, bucket_bytes), model
     if method.compression is None:
-        chosen = reduction(method.reduce, world.group)
+        chosen = reduction("native" if method.server else method.reduce, world.group)
     else:
         check_matrices(method.compression, model, world.rank)
         chosen = compressed(method.compression, world.group)
@@ -67,4 +67,7 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
     if method.local is not None and method.local.fragments > 1:  # fragments consist of whole buckets
         octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
         bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
-    return Reducer(model, world.group.alone(), Alone(chosen), bucket_bytes=bucket_bytes), model
+    meeting = Alone(chosen)
+    if method.server is not None:
+        meeting.name = "messages"
+    return Reducer(model, world.group.alone(), meeting, bucket_bytes=bucket_bytes), model

@@ -83,6 +83,8 @@ class World:
         self._subgroups: dict[str, int] = {}  # made so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
         self._determinism: Determinism | None = None
+        self.failing = False
+        """Whether it is being closed without waiting for the others."""
         self.group = Group.default()
         self._tags = tags
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
@@ -164,9 +166,10 @@ class World:
             raise UsageError(f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and {self.size - 1}")
         if self.rank not in ranks:
             raise UsageError(f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup make it")
+        ranks = [self.group.ranks[rank] for rank in ranks]  # other numbers where some have died (go_on_among)
         self._same_number_of_groups(ranks)
         with loopback(self.local_size == self.size):
-            group = dist.new_group(list(ranks), use_local_synchronization=True, sort_ranks=False)
+            group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
         assert group is not None
         return self._group_of(group, one_host)
 
@@ -175,13 +178,30 @@ class World:
         count = len(dist.distributed_c10d._world.pg_names)
         key = f"subgroup/{'-'.join(map(str, ranks))}"
         self._subgroups[key] = turn = self._subgroups.get(key, 0) + 1
-        self._store.set(f"{key}/{turn}/{self.rank}", str(count))
+        self._store.set(f"{key}/{turn}/{self.group.ranks[self.rank]}", str(count))
         counts = {rank: int(self._store.get(f"{key}/{turn}/{rank}")) for rank in ranks}
         if len(set(counts.values())) > 1:
             raise UsageError(
                 f"subgroup of ranks {list(ranks)}: its members belong to different numbers of groups ({counts}), which torch cannot name; "
                 "make subgroups that overlap in rounds in which every rank makes one"
             )
+
+    def for_messages(self) -> dist.ProcessGroup:
+        """A process group over gloo for messages from point to point, which are listened for as long as the training takes. Every rank calls it."""
+        return self._twin(self.group, timeout=timedelta(days=365))
+
+    def go_on_among(self, ranks: Sequence[int]) -> Group:
+        """Go on without those that have died: from now on the world is these ranks (numbers in the whole one). All of them call it, at one point.
+
+        `rank`, `size`, `group` and `control` are then those of the living; what was made with the old ones has to be made anew.
+        """
+        ranks = [self.group.ranks.index(rank) for rank in ranks]
+        group = self._subgroup(ranks, one_host=False)
+        self._groups += [self.group, self.control]
+        self.rank, self.size, self.group, self.control = group.rank, group.size, group, group.host
+        group.watched = True
+        self._open[group.process_group] = self
+        return group
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
         """The Group of a process group that the user's own code made. Called by all its members."""
@@ -240,11 +260,11 @@ class World:
         self._groups.append(group.host)
         self._share_tags(group.host, host=True)
 
-    def _twin(self, group: Group) -> dist.ProcessGroup:
+    def _twin(self, group: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
         """Another process group of the same ranks, over gloo."""
         with loopback(self.local_size == self.size):
             twin: dist.ProcessGroup | None = dist.new_group(
-                list(group.ranks), backend="gloo", use_local_synchronization=True, sort_ranks=False
+                list(group.ranks), timeout=timeout, backend="gloo", use_local_synchronization=True, sort_ranks=False
             )
         assert twin is not None
         return twin
@@ -297,7 +317,9 @@ class World:
             failed = True
             raise
         finally:
-            del self._open[self.group.process_group]
+            self.failing = failed
+            for process_group in [known for known, world in self._open.items() if world is self]:
+                del self._open[process_group]
             while self._owned:
                 self._owned.pop().close()
             for group in {self.group, self.control, *self._groups}:

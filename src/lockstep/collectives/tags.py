@@ -143,7 +143,7 @@ class Tags:
     def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
         for other in among:
             latest, _, pid = _HEADER.unpack_from(self._memory, other * _BLOCK)
-            if pid and not _alive(pid):
+            if pid and not alive(pid):
                 last = self._text(other, latest)
                 act = f"its last collective was #{latest}: {last}" if last else "it had called no collective"
                 raise PeerFailed(
@@ -207,7 +207,8 @@ def listed(ranks: Sequence[int]) -> str:
     return f"ranks {','.join(map(str, ranks))}"
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether a process of this host is: one that has died and was not looked after is not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lockstep.data.ahead import Copies, copies_to
 from lockstep.data.choice import choose_course, default_device, place_of
+from lockstep.data.draws import Drawn, Draws
 from lockstep.data.iterable.shards import Sharding
 from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.position import Position, read_state
-from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
+from lockstep.data.walk import DrawnSpan, KeysSampler, Span, Turns, Walk, end_workers
 from lockstep.data.windows import BY_RANKS, Plan, Window, whole
 from lockstep.errors import UsageError
 
@@ -118,6 +119,8 @@ class Loader:
             prefetch_factor=ahead,
             generator=torch.Generator(),  # its own: starting an epoch does not touch the caller's random state
         )
+        self.draws: Draws | None = None
+        """Where the slots of a step are no fixed share of each rank: who deals them out (`Stepper.draws`)."""
         self._copies: Copies | None = None  # made when the first walk begins: a stream takes its GPU
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
@@ -209,9 +212,11 @@ class Loader:
         self._loaded = False
 
     def _walk(self, epoch: Epoch) -> Walk:
+        return self._walk_along(Span(self.course, epoch.number, epoch.begin, self.rank, self.size))
+
+    def _walk_along(self, span: Span | DrawnSpan) -> Walk:
         if self._copies is None:
             self._copies = copies_to(self.device, pinned=self._pinned)
-        span = Span(self.course, epoch.number, epoch.begin, self.rank, self.size)
         return Walk(self._loader, self._keys, span, self._copies, self._turns)
 
     def close(self) -> None:
@@ -240,6 +245,9 @@ class Epoch:
     def __iter__(self) -> Iterator[Window]:
         """Yield every step's Window, empty ones too. What a loop leaves of a window is fetched before the next one."""
         loader, course = self._loader, self._loader.course
+        if loader.draws is not None:
+            yield from self._drawn(loader.draws)
+            return
         steps = len(self)
         loader._position = Position(self.number, self.begin)
         recipe = loader.recipe
@@ -251,6 +259,30 @@ class Epoch:
                 following = plan.at(place + 1, self.number, cut.step + 1).filled(rank, size) if place + 1 < steps else ()
                 walk.fetch_ahead(len(window) + len(following))
             loader._hand_out(self.number, place, steps)
+            yield window
+            window.drain()
+
+    def _drawn(self, draws: Draws) -> Iterator[Window]:
+        """Windows of the slots that this rank draws, as many as it gets; and an empty one wherever all ranks meet, the last at the epoch's end."""
+        loader, course = self._loader, self._loader.course
+        plan, first = course.plan(self.number), course.first(self.number)
+        loader._position = Position(self.number, self.begin)
+        recipe, drawn = loader.recipe, Drawn(self.begin, range(0))
+        while not drawn.over:
+            drawn = draws.draw(self.number, first, self.begin, plan)
+            place = drawn.place if drawn.slots else max(0, drawn.place - 1)
+            cut = plan.at(place, self.number, first + place)
+            counts = course.counts(cut, 0, 1) if drawn.slots else None
+            mine = None if counts is None else counts[drawn.slots.start : drawn.slots.stop]
+            if drawn.slots:
+                walk = loader._walk_along(DrawnSpan(course, self.number, place, drawn.slots, loader.rank))
+                window = Window(cut, loader.rank, loader.size, walk.take, mine, recipe, drawn.slots)
+                if walk.ahead:
+                    walk.fetch_ahead(len(window))
+            else:
+                window = Window(cut, loader.rank, loader.size, tuple, None, recipe, drawn.slots)
+                loader._position = Position(self.number, drawn.place) if not drawn.over else Position(self.number + 1, 0)
+                loader._loaded = False
             yield window
             window.drain()
 

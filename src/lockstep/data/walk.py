@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import islice, repeat
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -47,11 +47,26 @@ class Span:
         return zip(repeat(self.epoch), self.course.indices(self.epoch, steps, self.rank, self.size), strict=False)
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnSpan:
+    """Where a walk of drawn slots goes: those of one step."""
+
+    course: Course
+    epoch: int
+    place: int
+    slots: range
+    rank: int
+
+    def keys(self) -> Iterator[Keys]:
+        step = self.course.indices(self.epoch, range(self.place, self.place + 1), 0, 1)
+        return zip(repeat(self.epoch), islice(step, self.slots.start, self.slots.stop), strict=False)
+
+
 class KeysSampler(Sampler[Keys]):
     """DataLoader's batch sampler: the keys of a span's micro-batches. Remembers those that have not come back."""
 
     def __init__(self) -> None:
-        self.span: Span | None = None
+        self.span: Span | DrawnSpan | None = None
         self.sent: dict[int, Keys] = {}
         self.received = 0
 
@@ -81,7 +96,7 @@ class Walk:
     when a fetch fails; from then on it raises, where it could only give the batches of other slots.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: KeysSampler, span: Span, copies: Copies, turns: Turns) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: KeysSampler, span: Span | DrawnSpan, copies: Copies, turns: Turns) -> None:
         self._loader, self._sampler, self._span, self._turns = loader, sampler, span, turns
         self._turn = turns.next()
         self._failed = False

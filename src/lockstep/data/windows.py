@@ -173,7 +173,7 @@ class Window(Sequence[Any]):
     `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the epoch's order of `window[i]`, and
     `counts[i]` how many samples it holds: as many as places, but where an order makes the micro-batches itself; a place is then a
     micro-batch's. `recipe` is what must be equal on all ranks for their windows to fit together, the Loader's own.
-    A rank without a share has an empty window, and still takes part in the step.
+    A rank without a share has an empty window, and still takes part in the step. `drawn`: its slots are no fixed share, but were drawn.
     """
 
     def __init__(
@@ -184,9 +184,11 @@ class Window(Sequence[Any]):
         fetch: Callable[[], Any],
         counts: Sequence[int] | None = None,
         recipe: Mapping[str, Any] | None = None,
+        drawn: range | None = None,
     ) -> None:
         self.cut = cut
-        self.slots = cut.filled(rank, size)
+        self.drawn = drawn is not None
+        self.slots = cut.filled(rank, size) if drawn is None else drawn
         self.recipe = {} if recipe is None else recipe
         self._counts = counts
         self._batches: list[Any] = []

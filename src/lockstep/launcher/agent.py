@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +58,14 @@ def run_generation(
     environment: Mapping[str, str],
     explained: Callable[[Ended], bool],
     stopping: Callable[[Mapping[int, int]], bool],
+    spared: Callable[[Ended], Collection[int]] = lambda now: (),
     share: Share | None = None,
 ) -> Ended:
     """Run `command` (arguments for this Python) on `workers` ranks of this host until all end well or the first does not.
 
     When a rank fails, `explained` is asked whether what is known tells the cause; if not, it is asked again for a second. Then the
     others are stopped: SIGTERM, half a second, SIGKILL to each rank's process group. `stopping(pids by rank)` is asked 20 times a second, of those that live.
+    `spared` says which of the ranks that have failed are done without: the others go on.
     With `share` these are some of the ranks of several hosts; they are stopped too when it is called off.
 
     Raises:
@@ -81,7 +83,7 @@ def run_generation(
         monitor_interval=_LOOK_SECONDS,
     )
     with _silence():
-        agent = _Agent(spec, _Streams(environment), explained, stopping, share)
+        agent = _Agent(spec, _Streams(environment), explained, stopping, share, spared)
         agent.run()
     return agent.ended()
 
@@ -173,12 +175,14 @@ class _Agent(LocalElasticAgent):
         explained: Callable[[Ended], bool],
         stopping: Callable[[Mapping[int, int]], bool],
         share: Share | None,
+        spared: Callable[[Ended], Collection[int]] = lambda now: (),
     ) -> None:
         super().__init__(spec, streams, exit_barrier_timeout=1)
         self._share = share
         self._first_rank = 0 if share is None else share.roll.first_rank
         self._explained = explained
         self._stopping = stopping
+        self._spared = spared
         self._settled_at: float | None = None
         self._over: Ended | None = None
 
@@ -206,7 +210,8 @@ class _Agent(LocalElasticAgent):
         if living and self._stopping(living):
             raise Stopped
         called_off = self._share is not None and self._share.called_off()
-        failed = any(code for code in now.codes.values())
+        failing = {rank for rank, code in now.codes.items() if code}
+        failed = bool(failing and failing.difference(self._spared(now)))
         if not failed and not called_off and None in now.codes.values():
             return RunResult(state=WorkerState.HEALTHY)
         if failed and not called_off and not self._settled(now):

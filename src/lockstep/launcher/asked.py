@@ -20,8 +20,8 @@ from typing import Any
 from lockstep.launcher import failures
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-HEEDS, ASKED = "heeds", "asked"
-"""Files that a rank leaves for the launcher: it will stop by itself when asked; it has been asked."""
+HEEDS, ASKED, SPARE = "heeds", "asked", "spare"
+"""Files that a rank leaves for the launcher: it will stop by itself when asked; it has been asked; the others can do without it if it is killed."""
 
 _asked = False
 
@@ -45,6 +45,16 @@ def listen() -> Callable[[], None]:
 def to_stop() -> bool:
     """Whether this process was asked to stop."""
     return _asked
+
+
+def spare(yes: bool) -> None:
+    """Tell the launcher whether the other ranks go on if this one is killed now."""
+    directory = os.environ.get(failures.DIRECTORY)
+    if directory is None:
+        return
+    file = mark(Path(directory), int(os.environ.get("RANK", "0")), SPARE)
+    with suppress(OSError):
+        file.touch() if yes else file.unlink(missing_ok=True)
 
 
 def mark(directory: Path, rank: int, what: str) -> Path:

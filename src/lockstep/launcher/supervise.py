@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,8 @@ from pathlib import Path
 from lockstep import orphans
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
-from lockstep.launcher.failures import Failure
+from lockstep.launcher.asked import SPARE, mark
+from lockstep.launcher.failures import Failure, signal_name
 from lockstep.launcher.forward import forwarded
 from lockstep.launcher.hosts.messages import Share
 from lockstep.launcher.log_place import LogPlace, log_of, log_place, tail
@@ -114,8 +115,21 @@ def _run(
 
     directory, stop = watch.directory, watch.stop
 
+    spared: set[int] = set()
+
+    def do_without(now: agent.Ended) -> set[int]:
+        for rank, code in now.codes.items():
+            if rank not in spared and code is not None and code < 0 and mark(directory, rank, SPARE).exists():
+                spared.add(rank)
+                print(
+                    f"rank {rank} (pid {now.pids[rank]}) was killed by {signal_name(-code)}: the rest go on without it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return spared
+
     def explained(now: agent.Ended) -> bool:
-        cause = failures.first(_failures(directory, now.codes, now.pids))
+        cause = failures.first(_without(_failures(directory, now.codes, now.pids), do_without(now)))
         if cause is not None and cause.code == ExitCode.PREEMPTED:
             return None not in now.codes.values()  # the others are leaving too
         return cause is not None and cause.standing == "cause"
@@ -131,6 +145,7 @@ def _run(
                 environment={**environment, failures.DIRECTORY: str(directory), orphans.PARENT: str(os.getpid()), **pipe},
                 explained=explained,
                 stopping=watch.must_end,
+                spared=do_without,
                 share=share,
             )
         except agent.Stopped:
@@ -138,7 +153,7 @@ def _run(
                 return Outcome(watch.failure.code, watch.failure)
             assert stop.number is not None
             return Outcome(128 + stop.number)
-    outcome = _outcome(_failures(directory, ended.codes, ended.pids), ended.codes)
+    outcome = _outcome(_without(_failures(directory, ended.codes, ended.pids), spared), ended.codes)
     return outcome if outcome.failure is None else replace(outcome, failure=watch.explained(outcome.failure))
 
 
@@ -159,6 +174,13 @@ def _failures(directory: Path, codes: Mapping[int, int | None], pids: Mapping[in
             dump = stack.read_text(errors="replace") if stack.exists() else ""
             found[rank] = failures.of_exit(code, rank, pids[rank], traceback=failures.readable_stack(dump))
     return list(found.values())
+
+
+def _without(found: Sequence[Failure], spared: Collection[int]) -> Sequence[Failure]:
+    """Less those of ranks that could be done without; unless what the others say is that they could not."""
+    others = [failure for failure in found if failure.rank not in spared]
+    cause = failures.first(others)
+    return others if cause is None or cause.standing == "cause" else found
 
 
 def _with_log(failure: Failure, place: LogPlace, console: Console) -> Failure:

@@ -60,14 +60,36 @@ class Journal:
             "samples_per_s": sum(result.samples_by_rank) / max(now - self._clock, 1e-9),
             "bytes_sent": result.bytes_sent - self._sent,
         }
-        self._clock, self._sent, self._last = now, result.bytes_sent, record
+        self._clock, self._sent = now, result.bytes_sent
+        self._record(record, None if result.applied else result.reason)
+
+    def _record(self, record: Record, skipped: str | None) -> None:
+        self._last = record
         self._write(record)
         if self._screen is not None:
             self._screen.step(record)
-        if not result.applied:
-            line = f"step {record['step']} was skipped: {result.reason}" if self._says_skips else None
-            self.event("step skipped", line, step=record["step"], reason=result.reason)
+        if skipped is not None:
+            line = f"step {record['step']} was skipped: {skipped}" if self._says_skips else None
+            self.event("step skipped", line, step=record["step"], reason=skipped)
         _call(self._on_step, record)
+
+    def applied(self, result: StepResult) -> None:
+        """The windows that a parameter server has applied since. Rank 0 knows of them."""
+        for each in result.windows:
+            record = {
+                "kind": "step",
+                "step": each.step + 1,
+                "epoch": each.epoch + 1,
+                "loss": each.loss,
+                "weight": each.weight,
+                "samples_by_rank": list(each.samples_by_rank),
+                "gradient_age": each.age,
+                "lr": each.lr,
+                "samples_per_s": sum(each.samples_by_rank) / max(each.at - self._clock, 1e-9),
+                "bytes_sent": result.bytes_sent - self._sent,
+            }
+            self._clock, self._sent = each.at, result.bytes_sent
+            self._record(record, each.reason or None)
 
     def evaluated(self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
         """One evaluation, after `step` steps, in or at the end of `epoch`, both counted from 1."""

@@ -1,7 +1,9 @@
 """metrics.jsonl: one JSON object a line, of kind step, evaluate or event; and the same numbers for TensorBoard where it is installed.
 
 step       step, epoch (both count from 1), loss (weighted, whole global batch, before the update), weight, samples_by_rank,
-           lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step)
+           lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step); with a parameter server gradient_age
+           (updates that came while its gradients were computed and waited, on average); one record a window, in the order in which they were
+           applied, and bytes_sent is since the record before
 evaluate   step, epoch, metrics (name -> value), seconds
 event      event, and what belongs to it
 """

@@ -140,6 +140,7 @@ class Training:
 
     def __init__(self, task: Task, settings: Settings, world: World, run: RunDirectory | None) -> None:
         self.task, self.settings, self.world, self.directory = task, settings, world, run
+        self.size = world.size
         self.loader = loader_of(task, world, settings.loader_workers)
         self.length = Length.of(task, settings, None if is_iterable(task.train_data) else len(self.loader))
         self.precision: Precision = settings.precision or task.precision
@@ -161,6 +162,9 @@ class Training:
             bucket_mb=settings.bucket_mb,
             world=world,
         )
+        self.stepper.draws(self.loader)
+        if self.length.steps is not None:
+            self.stepper.meet_before(self.length.steps)
         self.forward = Forward(self.model, task, self.precision, world.device)
         self.evaluation: Evaluation | None = None
         if task.eval_data is not None:
@@ -277,7 +281,11 @@ class Training:
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
         self.loss = result.loss
-        journal.step(window, lr, result)
+        if self.stepper.method.server is None:
+            journal.step(window, lr, result)
+        else:
+            journal.applied(result)
+            self._regroup(journal)
         if result.stop and self.stepper.steps != self.length.steps:  # at the end it is over anyway, but for the evaluation
             self._stop(journal)
         if (
@@ -288,6 +296,22 @@ class Training:
         ):
             self.checkpoints.close()
             raise _Grow
+
+    def _regroup(self, journal: Journal) -> None:
+        """Where ranks have died that can be done without, the rest go on, from a meeting on."""
+        if self.world.size == self.size:
+            return
+        journal.event(
+            "gone on",
+            f"{self.size - self.world.size} of {self.size} ranks died: the rest go on without",
+            step=self.stepper.steps,
+            workers=self.world.size,
+        )
+        self.size = self.world.size
+        if self.evaluation is not None:
+            self.evaluation = Evaluation(self.task, self.forward, self.world, loader_workers=self.settings.loader_workers)
+        if self.checkpoints is not None:
+            self.checkpoints.regroup()
 
     def _stop(self, journal: Journal) -> NoReturn:
         """All ranks were asked to stop, and are here."""

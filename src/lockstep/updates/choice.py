@@ -8,6 +8,7 @@ from lockstep.collectives.group import Group
 from lockstep.method import Method
 from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.replicated import Replicated
+from lockstep.updates.server.update import Server
 from lockstep.updates.sharded import Sharded
 from lockstep.updates.update import Update
 
@@ -17,4 +18,6 @@ def choose_update(method: Method, model: nn.Module, everyone: Group, *, alone: b
     if alone and method.local is not None:
         assert method.sync_every is not None
         return LocalSteps(everyone, model, method.sync_every, method.local, checks=checks)
+    if method.server is not None:
+        return Server(everyone, model, method, checks=checks)
     return Sharded() if method.update == "sharded" else Replicated()

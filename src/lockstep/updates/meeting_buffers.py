@@ -23,6 +23,10 @@ class MeetingBuffers:
         """The weight of this rank's steps since the last meeting."""
         self.restart()
 
+    def move(self, everyone: Group) -> None:
+        """Those that meet are others now."""
+        self._everyone = everyone
+
     def restart(self) -> None:
         """All ranks have the same buffers now."""
         self._start = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}

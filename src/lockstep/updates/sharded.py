@@ -53,7 +53,7 @@ class Sharded:
     def _cut(self, states: Mapping[int, State]) -> None:
         """Put this rank's pieces in the place of the optimizer's parameters. `states`, by the identity of whole parameters, are cut as well."""
         reducer = self._reducer
-        self._shards = Shards(reducer.parameters, reducer.layout, reducer.group)
+        self._shards = self._made(reducer)
         self._numbers = {id(parameter): number for number, parameter in enumerate(reducer.parameters)}
         for group, wholes in zip(self._optimizer.param_groups, self._wholes, strict=True):
             group["params"] = [
@@ -63,6 +63,9 @@ class Sharded:
                 self._optimizer.state.pop(whole, None)
                 if id(whole) in states:
                     self._give(whole, states[id(whole)])
+
+    def _made(self, reducer: Reducer) -> Shards:
+        return Shards(reducer.parameters, reducer.layout, reducer.group)
 
     def _give(self, whole: Tensor, state: State) -> None:
         """A parameter's state to whoever holds it now: the pieces, or, where it is frozen, itself."""

@@ -1,0 +1,259 @@
+"""Who computes what next: pure decisions, asked by one rank after another.
+
+    draw        some slots of one window, about one for each rank. They are handed out in order, to whoever asks: a straggler takes fewer
+    bound       no window is begun that is more than `bound` ahead of the oldest that is not applied; 0 is synchronous training
+    apply       a window whose draws have all been pushed is applied by whoever asks next, one window at a time, so that all shards apply
+                windows in one order
+    meeting     where all that was handed out has been applied, and every rank knows: an epoch's end, a checkpoint, a request to stop.
+                Nothing is handed out before all ranks have come back from it
+
+The draw of a rank that has died is handed out again, and so is the window that it was to apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One epoch, as every rank says that it is."""
+
+    epoch: int
+    first: int
+    """The number of its first window, over all epochs."""
+    begin: int
+    """The place in the epoch of the first window that is still to be done."""
+    windows: int
+    slots: int
+    """Micro-batches of a window."""
+    last: int
+    """And of the epoch's last one."""
+
+    def filled(self, place: int) -> int:
+        return self.last if place == self.windows - 1 else self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Slots [first, last) of the window at `place`, which is cut into `draws`, of which this is `number`."""
+
+    place: int
+    number: int
+    draws: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """All draws of this window have been pushed."""
+
+    place: int
+    weight: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Everything before `place` has been applied."""
+
+    place: int
+    stop: bool
+    over: bool
+    """The epoch."""
+    living: tuple[int, ...]
+    weight: float
+    """Of the window that was applied last, and its sum of losses."""
+    loss: float
+
+
+Answer = Draw | Apply | Meet
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a rank says of a draw that it has computed, on parameters that were `version` windows old."""
+
+    draw: Draw
+    weight: float
+    loss: float
+    samples: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What is known of a window that was applied: of all its draws."""
+
+    place: int
+    weight: float
+    loss: float
+    samples_by_rank: tuple[int, ...]
+    age: float
+    """Windows that were applied between the pull and the application of a draw, on average."""
+    reason: str = ""
+    """Why the optimizer did not step; "" where it did."""
+
+
+@dataclass(slots=True)
+class _Window:
+    draws: int
+    done: dict[int, tuple[int, Pushed]] = field(default_factory=dict)
+    """By number: who has pushed it."""
+
+
+class Counter:
+    """`next` answers None to a rank that has to wait: until somebody else's answer has changed what there is to do."""
+
+    def __init__(self, ranks: int, bound: float) -> None:
+        self._ranks, self._bound = ranks, bound
+        self.living = set(range(ranks))
+        self.version = 0
+        """Windows that have been applied."""
+        self._course: Course | None = None
+        self._limits: set[int] = set()  # numbers of windows before which all meet
+        self._stop = False
+        self._meeting: Meet | None = None
+        self._hear: set[int] = set()  # who has still to hear of the meeting
+        self._back: set[int] = set()  # and who has come back from it: all are at one before the first window, too
+        self._open = False
+        self._place, self._slot, self._number = 0, 0, 0  # of the next draw that nobody has had
+        self._began = 0  # the place after the last meeting
+        self._again: deque[Draw] = deque()
+        self._out: dict[int, Draw] = {}
+        self._windows: dict[int, _Window] = {}  # begun, and not applied
+        self._ready: list[int] = []
+        self._applying: tuple[int, int] | None = None  # who, and which window
+        self._last = (0.0, math.nan)
+
+    # -- what is asked -------------------------------------------------------------------------------------------------------------
+
+    def next(self, rank: int, course: Course) -> Answer | None:
+        """What `rank` shall do, which walks `course`."""
+        if not self._open:
+            if rank in self._hear:
+                self._hear.discard(rank)
+                return self._meeting
+            self._back.add(rank)
+            self._expect(course)
+            if self._hear or not self._back >= self.living:
+                return None
+            self._begin()
+        if self._applying is None and self._ready:
+            place = self._ready.pop(0)
+            self._applying = rank, place
+            pushed = [each for _, each in self._windows[place].done.values()]
+            return Apply(place, math.fsum(each.weight for each in pushed), math.fsum(each.loss for each in pushed))
+        if self._again:
+            return self._hand(rank, self._again.popleft())
+        draw = self._fresh()
+        if draw is not None:
+            return self._hand(rank, draw)
+        if self._windows or not self._at_limit():
+            return None
+        return self._meet(rank)
+
+    def meet_before(self, window: int) -> None:
+        """Have all ranks meet when the windows below this number have been applied."""
+        self._limits.add(window)
+
+    def ask_to_stop(self) -> None:
+        """Have all meet as soon as what has been begun is done."""
+        self._stop = True
+
+    # -- what is said --------------------------------------------------------------------------------------------------------------
+
+    def pushed(self, rank: int, what: Pushed) -> None:
+        """All shards have it."""
+        draw = self._out.pop(rank)
+        assert draw == what.draw, "a rank pushes what it has drawn"
+        window = self._windows[draw.place]
+        window.done[draw.number] = rank, what
+        if len(window.done) == window.draws:
+            self._ready.append(draw.place)
+            self._ready.sort()
+
+    def applied(self, rank: int, reason: str = "") -> Applied:
+        """All shards have applied the window, or, with a `reason`, left it out."""
+        assert self._applying is not None
+        who, place = self._applying
+        assert who == rank, "a rank says that it has applied what it was asked to apply"
+        self._applying = None
+        done = self._windows.pop(place).done.values()
+        samples = [0] * self._ranks
+        for by, each in done:
+            samples[by] += each.samples
+        ages = [self.version - each.version for _, each in done]
+        weight, loss = math.fsum(each.weight for _, each in done), math.fsum(each.loss for _, each in done)
+        self.version += 1
+        self._last = weight, loss
+        return Applied(place, weight, loss, tuple(samples), sum(ages) / len(ages), reason)
+
+    def died(self, rank: int) -> None:
+        """What it had not finished is for the others."""
+        self.living.discard(rank)
+        self._hear.discard(rank)
+        self._back.discard(rank)
+        if (draw := self._out.pop(rank, None)) is not None:
+            self._again.append(draw)
+        if self._applying is not None and self._applying[0] == rank:
+            self._ready.insert(0, self._applying[1])
+            self._applying = None
+
+    # -- inside --------------------------------------------------------------------------------------------------------------------
+
+    def _expect(self, course: Course) -> None:
+        """The first that comes says which epoch it is, and the others walk the same."""
+        if len(self._back) > 1:
+            if course != self._course:
+                raise ValueError(f"ranks walk different epochs: {course} and {self._course}")
+            return
+        if course != self._course or self._meeting is None or self._meeting.over:
+            self._course, self._place = course, course.begin
+
+    def _begin(self) -> None:
+        self._open, self._back, self._meeting, self._began = True, set(), None, self._place
+
+    def _limit(self) -> int:
+        """The place before which all meet."""
+        course = self._course
+        assert course is not None
+        places = [window - course.first for window in self._limits]
+        return min([course.windows, *(place for place in places if place > self._began)])
+
+    def _at_limit(self) -> bool:
+        return not self._slot and (self._place >= self._limit() or self._stop)
+
+    def _fresh(self) -> Draw | None:
+        course = self._course
+        assert course is not None
+        if self._at_limit():
+            return None
+        if not self._slot and self._windows and self._place - min(self._windows) > self._bound:
+            return None
+        filled = course.filled(self._place)
+        size = max(1, -(-filled // self._ranks))
+        draws = -(-filled // size)
+        draw = Draw(self._place, self._number, draws, self._slot, min(self._slot + size, filled))
+        self._windows.setdefault(draw.place, _Window(draws))
+        self._slot, self._number = draw.last, self._number + 1
+        if self._slot == filled:
+            self._place, self._slot, self._number = self._place + 1, 0, 0
+        return draw
+
+    def _hand(self, rank: int, draw: Draw) -> Draw:
+        assert rank not in self._out, "a rank draws when it has pushed"
+        self._out[rank] = draw
+        return draw
+
+    def _meet(self, rank: int) -> Meet:
+        assert self._course is not None
+        over = self._place >= self._course.windows
+        self._meeting = Meet(self._place, self._stop, over, tuple(sorted(self.living)), *self._last)
+        self._open, self._stop = False, False
+        self._limits = {window for window in self._limits if window > self._course.first + self._place}
+        self._hear, self._back = self.living - {rank}, set()
+        return self._meeting

@@ -1,0 +1,114 @@
+"""What workers and servers say to each other, from point to point: a header of fixed size, then flat tensors whose sizes both know.
+
+No torch RPC (deprecated, and it unpickles what arrives) and no pickle: a header is float64 numbers, and whole ones below 2^53 are exact.
+Each pair of ranks has two lines, one for questions and one for answers, so that what a rank asks never meets what it answers.
+A peer's death is an error on its line and on no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Lock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.errors import PeerFailed
+
+NEXT, PULL, PUSH, SQUARES, APPLY, BYE = range(6)
+"""Questions: to the desk, then to a shard; and that nobody asks any more."""
+BROKEN = -1.0
+"""In the place of an answer."""
+HEADER = 20  # numbers, and one for each rank
+_QUESTIONS, _ANSWERS = 1, 2
+
+Header = Sequence[float]
+
+
+class Lines:
+    """Of one rank to all others, over a process group of its own. Many threads may use them, each another line."""
+
+    def __init__(self, process_group: dist.ProcessGroup, everyone: Group, timeout: timedelta) -> None:
+        self._group, self._everyone, self._timeout = process_group, everyone, timeout
+        self._size = HEADER + everyone.size
+        self._counting = Lock()
+
+    def ask(
+        self, peers: Sequence[int], header: Header, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]]
+    ) -> list[list[float]]:
+        """Ask all of `peers` the same, each with its `leaving` tensors; their answers' headers, when its `arriving` tensors are filled.
+
+        Raises PeerFailed: one has gone.
+        """
+        question, answers, works = self._pack(header), [self._empty() for _ in peers], []
+        for peer, out, answer, into in zip(peers, leaving, answers, arriving, strict=True):
+            with _missed(peer):
+                first = self._group.recv([answer], peer, _ANSWERS)
+                sent = [self._send(peer, each, _QUESTIONS) for each in (question, *out)]
+                works.append((first, [*sent, *(self._group.recv([each], peer, _ANSWERS) for each in into)]))
+        for peer, answer, (first, rest) in zip(peers, answers, works, strict=True):
+            with _missed(peer):
+                first.wait(self._timeout)
+                if answer[0] == BROKEN:
+                    raise Gone(peer, "its server failed, as its own error says")
+                for work in rest:
+                    work.wait(self._timeout)
+        return [answer.tolist() for answer in answers]
+
+    def listen(self, peer: int) -> list[float]:
+        """The header of its next question. Raises PeerFailed."""
+        header = self._empty()
+        self.take(peer, [header])
+        return header.tolist()
+
+    def take(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        """What came with its question."""
+        with _missed(peer):
+            for work in [self._group.recv([each], peer, _QUESTIONS) for each in tensors]:
+                work.wait()
+
+    def answer(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
+        with _missed(peer):
+            for work in [self._send(peer, each, _ANSWERS) for each in (self._pack(header), *tensors)]:
+                work.wait()
+
+    def say_bye(self, peer: int) -> None:
+        """Nothing is asked on this line any more."""
+        with _missed(peer):
+            self._send(peer, self._pack([BYE]), _QUESTIONS).wait(self._timeout)
+
+    def _send(self, peer: int, tensor: Tensor, line: int) -> dist.Work:
+        with self._counting:
+            self._everyone.bytes_sent += tensor.nbytes
+        return self._group.send([tensor], peer, line)
+
+    def _pack(self, header: Header) -> Tensor:
+        packed = self._empty()
+        packed[: len(header)] = torch.tensor(header, dtype=torch.float64)
+        return packed
+
+    def _empty(self) -> Tensor:
+        return torch.zeros(self._size, dtype=torch.float64)
+
+
+@contextmanager
+def _missed(peer: int) -> Iterator[None]:
+    """A broken line is its peer's end."""
+    try:
+        yield
+    except PeerFailed:
+        raise
+    except RuntimeError as error:
+        raise Gone(peer, str(error)) from error
+
+
+class Gone(PeerFailed):
+    """A rank to which a line has broken."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} has gone: {why}")
+        self.rank = rank

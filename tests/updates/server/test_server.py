@@ -1,0 +1,261 @@
+"""Training at a parameter server: with a bound of 0 the numbers of the replicated update, without one every sample still once."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+
+import lockstep
+from lockstep.errors import UsageError, WorkerFailed
+from lockstep.testing import run_ranks, slow_at
+
+SAMPLES = 44
+
+
+def data() -> TensorDataset:
+    x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long(), torch.arange(SAMPLES))
+
+
+def net(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    middle = [nn.BatchNorm1d(60)] if norm else []
+    return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 60), *middle, nn.ReLU(), nn.Linear(60, 3))
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+class Trained:
+    """What a rank has seen."""
+
+    def __init__(self, stepper: lockstep.Stepper, scheduler: Any) -> None:
+        self.weights = [each.detach().clone() for each in (*stepper.model.parameters(), *stepper.model.buffers())]
+        self.steps, self.rates = stepper.steps, scheduler.get_last_lr()
+        self.seen: list[tuple[int, int]] = []
+        self.windows: list[Any] = []
+        self.ages: list[float] = []
+        self.threads = [each.name for each in threading.enumerate() if "lockstep server" in each.name]
+
+
+def train(
+    world: lockstep.World,
+    make: Any = momentum,
+    *,
+    epochs: int = 2,
+    micro_batch: int = 2,
+    clip: float | None = 0.5,
+    norm: bool = False,
+    save: Path | None = None,
+    loader_workers: int = 0,
+    slow: float = 0.0,
+    **method: Any,
+) -> Trained:
+    if slow:
+        slow_at(1, 1, "forward", slow)
+    model = net(norm=norm)
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    stepper = lockstep.Stepper(model, optimizer, clip=clip, scheduler=scheduler, **method)
+    loader = lockstep.Loader(data(), global_batch=10, micro_batch=micro_batch, num_workers=loader_workers)
+    stepper.draws(loader)
+    checkpoints = None
+    if save is not None:
+        checkpoints = lockstep.Checkpoints(save, stepper, loader, every=3, keep=99)
+        checkpoints.resume()
+    seen, windows, ages = [], [], []
+    for epoch in loader.epochs(epochs):
+        for window in epoch:
+            for x, y, numbers in stepper.micro_batches(window):
+                seen += [(epoch.number, number) for number in numbers.tolist()]
+                stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+            result = stepper.step()
+            windows += result.windows
+            if result.gradient_age is not None:
+                ages.append(result.gradient_age)
+            if checkpoints is not None:
+                assert checkpoints.step() <= result.together
+        if "update" in method:
+            assert result.together
+    if checkpoints is not None:
+        checkpoints.close()
+    trained = Trained(stepper, scheduler)
+    trained.seen, trained.windows, trained.ages = seen, windows, ages
+    return trained
+
+
+def apart(one: Trained, other: Trained) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(one.weights, other.weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (momentum, {}),
+        (adamw, {}),
+        (adamw, {"clip": None}),
+        (momentum, {"micro_batch": 5}),  # more ranks than slots; the last window has one
+    ],
+)
+def test_without_staleness_it_is_synchronous_training(make: Any, changes: dict[str, Any]) -> None:
+    (plain,) = run_ranks(train, 1, args=(make,), kwargs=changes)
+    for workers, update in ((1, "server"), (2, "server"), (3, "server:shards=1"), (4, "server"), (4, "server:shards=2,lr=by-age")):
+        everyone = run_ranks(train, workers, args=(make,), kwargs={**changes, "update": update, "staleness": 0})
+        for each in everyone:
+            assert apart(each, plain) < 1e-6, (workers, update)
+            assert (each.steps, each.rates) == (plain.steps, plain.rates)
+            assert apart(each, everyone[0]) == 0
+        assert [window.age for window in everyone[0].windows] == [0] * plain.steps
+        assert sorted(seen for each in everyone for seen in each.seen) == sorted(plain.seen)
+
+
+@pytest.mark.parametrize("staleness", ["inf", 1])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_with_staleness_every_sample_still_counts_once(workers: int, staleness: int | str) -> None:
+    everyone = run_ranks(train, workers, kwargs={"epochs": 3, "norm": True, "update": "server", "staleness": staleness, "slow": 0.02})
+    expected = [(epoch, number) for epoch in range(3) for number in range(SAMPLES)]
+    assert sorted(seen for each in everyone for seen in each.seen) == expected
+    first = everyone[0]
+    assert sorted(window.step for window in first.windows) == list(range(15))
+    assert [sum(window.samples_by_rank[rank] for window in first.windows) for rank in range(workers)] == [
+        len(each.seen) for each in everyone
+    ]
+    assert all(apart(each, first) == 0 for each in everyone)  # at the end, statistics of BatchNorm too
+    assert all(each.steps == 15 and each.rates == first.rates for each in everyone)
+    if staleness == "inf":
+        assert max(window.age for window in first.windows) > 0
+        assert len(everyone[1].seen) < 3 * SAMPLES / workers
+
+
+def test_loader_workers_fetch_what_was_drawn() -> None:
+    (plain,) = run_ranks(train, 1, kwargs={"epochs": 1})
+    everyone = run_ranks(train, 2, kwargs={"epochs": 1, "update": "server", "staleness": 0, "loader_workers": 1})
+    assert apart(everyone[1], plain) < 1e-6
+
+
+@pytest.mark.parametrize(("workers", "later"), [(2, 3), (3, 1), (1, 2)])
+def test_a_checkpoint_goes_on_at_any_number_of_ranks(tmp_path: Path, workers: int, later: int) -> None:
+    how = {"make": adamw, "update": "server", "staleness": 0, "norm": False}
+    (plain,) = run_ranks(train, 1, kwargs={"make": adamw, "epochs": 3})
+    run_ranks(train, workers, kwargs={**how, "save": tmp_path, "epochs": 1})  # saves after step 3 of 5
+    (again, *_) = run_ranks(train, later, kwargs={**how, "save": tmp_path, "epochs": 3})
+    assert again.windows[0].step == 3
+    assert again.steps == plain.steps
+    assert apart(again, plain) < 1e-6
+    assert again.rates == pytest.approx(plain.rates)
+
+
+def failing(world: lockstep.World, where: str) -> None:
+    model = net()
+    stepper = lockstep.Stepper(model, momentum(model), update="server", staleness="inf")
+    loader = lockstep.Loader(data(), global_batch=10, micro_batch=2)
+    stepper.draws(loader)
+    for window in (window for epoch in loader.epochs(5) for window in epoch):
+        for x, y, _ in stepper.micro_batches(window):
+            if world.rank == 1 and window.epoch == 1:
+                if where == "loop":
+                    raise RuntimeError("on purpose")
+                if where == "server":
+                    stepper.update._shard._optimizer.step = lambda: 1 / 0  # type: ignore[union-attr]
+            stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+        stepper.step()
+
+
+@pytest.mark.parametrize(("where", "said"), [("loop", "on purpose"), ("server", "division by zero")])
+def test_what_fails_on_a_rank_is_told(where: str, said: str) -> None:
+    with pytest.raises(WorkerFailed, match=said):
+        run_ranks(failing, 3, args=(where,))
+
+
+def refused(world: lockstep.World, what: str) -> str:
+    model = net()
+    try:
+        if what == "optimizer":
+            lockstep.Stepper(model, torch.optim.Adafactor(model.parameters()), update="server")
+        elif what == "shards":
+            lockstep.Stepper(model, momentum(model), update="server:shards=3")
+        elif what == "unused":
+            lockstep.Stepper(model, momentum(model), update="server", unused="skip")
+        elif what == "wrapper":
+            wrapped = lockstep.DistributedDataParallel(model)
+            lockstep.Stepper(wrapped, momentum(model), update="server")
+        else:
+            stepper = lockstep.Stepper(model, momentum(model), update="server")
+            if what == "list":
+                list(stepper.micro_batches([torch.randn(2, 6)]))
+            elif what == "stream":
+                stepper.draws(lockstep.Loader(Stream(), global_batch=4, micro_batch=2))
+            elif what == "share":
+                (epoch,) = lockstep.Loader(data(), global_batch=10, micro_batch=2).epochs(1)
+                list(stepper.micro_batches(next(iter(epoch))))
+            elif what in ("meet", "save"):
+                loader = lockstep.Loader(data(), global_batch=10, micro_batch=2)
+                stepper.draws(loader)
+                (epoch,) = loader.epochs(1)
+                next(iter(epoch))
+                if what == "save":
+                    lockstep.Checkpoints("never", stepper, loader).save()
+                stepper.meet()
+    except UsageError as error:
+        return str(error)
+    return "nothing was said"
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(6)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("optimizer", "cannot be sharded"),
+        ("shards", "3 shards need as many ranks, and there are 1"),
+        ("unused", "unused='skip' with update='server'"),
+        ("wrapper", "needs the bare module"),
+        ("list", "stepper.draws"),
+        ("share", "stepper.draws"),
+        ("stream", "cannot be drawn"),
+        ("save", "save where StepResult.together is true"),
+        ("meet", "evaluate where StepResult.together is true"),
+    ],
+)
+def test_what_cannot_work_is_refused(what: str, said: str) -> None:
+    (found,) = run_ranks(refused, 1, args=(what,))
+    assert said in found
+
+
+def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool]:
+    """The losses of window 1 are not numbers."""
+    model = net()
+    stepper = lockstep.Stepper(model, momentum(model), update="server", staleness=0)
+    loader = lockstep.Loader(data(), global_batch=10, micro_batch=2)
+    stepper.draws(loader)
+    windows: list[Any] = []
+    for window in (window for epoch in loader.epochs(1) for window in epoch):
+        for x, y, _ in stepper.micro_batches(window):
+            stepper.backward(F.cross_entropy(model(x), y, reduction="sum") * (math.nan if window.step == 1 else 1), weight=len(y))
+        windows += stepper.step().windows
+    return [(each.step, each.reason) for each in windows if each.reason], all(bool(each.isfinite().all()) for each in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:step 2 was skipped")
+def test_a_window_whose_loss_is_nan_is_left_out() -> None:
+    everyone = run_ranks(skipped, 2)
+    assert everyone[0][0] == [(1, "the loss is not finite: this update would make every weight nan")]
+    assert everyone[0][1]
+    assert everyone[1][1]
