@@ -77,4 +77,4 @@ def test_mnist_from_idx_files(tmp_path: Path) -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "setup_and_train.py", "mnist_idx.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "setup_and_train.py", "mnist_idx.py", "averaging.py"}

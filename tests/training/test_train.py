@@ -237,7 +237,10 @@ def test_what_the_tasks_functions_return_is_checked(changes: dict[str, Any], mes
         ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
         ({"epochs": 0}, "epochs=0"),
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
-        ({"reduce": "ring"}, "reduce='ring' is unknown"),
+        ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
+        ({"compress": "gzip"}, "compress='gzip' is unknown"),
+        ({"sync_every": 0}, "sync_every=0"),
+        ({"update": "server", "staleness": -1}, "staleness=-1"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:

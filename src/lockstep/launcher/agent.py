@@ -26,6 +26,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from lockstep.errors import ExitCode
 from lockstep.launcher import processes
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.launcher.hosts.interfaces import family_of
@@ -33,7 +34,7 @@ from lockstep.launcher.hosts.messages import Roll, Share
 
 _LOOK_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # how long a rank's complaint about a peer waits for that peer's own record
-_DYING_SECONDS = 20.0  # how much longer it waits for a peer that is seen to be dying
+_DYING_SECONDS = 20.0  # how much longer it waits for a peer that is seen to be dying, or is leaving as it was asked to
 _GRACE_SECONDS = 0.5  # between SIGTERM and SIGKILL
 _LOOPBACK = "127.0.0.1"
 
@@ -230,7 +231,8 @@ class _Agent(LocalElasticAgent):
         late = time.monotonic() - self._settled_at
         # One that was killed is gone for its peers as soon as its first thread is, and for the system when its last, perhaps a nice one, is.
         dying = any(code is None and processes.state(now.pids[rank]) == "Z" for rank, code in now.codes.items())
-        return late > (_DYING_SECONDS if dying else 0)
+        leaving = ExitCode.PREEMPTED in now.codes.values()  # after a save, the others a moment later
+        return late > (_DYING_SECONDS if dying or leaving else 0)
 
     def _look(self) -> Ended:
         ranks = self._ranks()
