@@ -22,6 +22,7 @@ LAYERS = [
         "shared_memory_hook",
         "sharded_optimizer",
         "stepper",
+        "step_result",
         "replicas",
         "uneven",
         "stepper_state",

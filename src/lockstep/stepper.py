@@ -40,55 +40,17 @@ from lockstep.gradients.compression.choice import owes
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.method import Compression, Method, Outer
+from lockstep.step_result import StepResult
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.local_steps import LocalSteps
-from lockstep.updates.server.update import AppliedWindow, Server
+from lockstep.updates.server.update import Server
 from lockstep.updates.update import Applied
 from lockstep.world import World
 
 Batch = TypeVar("Batch")
 
 NOTHING = "every rank's weight is 0: the window holds nothing to learn from"
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One step, the same on all ranks.
-
-    `loss` is the sum of losses over the sum of weights, of the whole global batch, before the update (nan where all weights are 0);
-    `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches); `together`
-    that all ranks hold the same model now. Where ranks step alone, `loss` and `weight` are this rank's own, and `stop` is heard at meetings;
-    at a server a meeting tells those of the window that was applied last.
-    On a GPU, `norm`, `applied` and `reason` wait for the gradient: look at them when you need them.
-    """
-
-    loss: float
-    weight: float
-    stop: bool
-    samples_by_rank: tuple[int, ...]
-    bytes_sent: int
-    outcome: Applied
-    together: bool = True
-    gradient_age: float | None = None
-    """At a server: the updates that have come since this rank pulled the parameters of its gradient, until it pushed it."""
-    windows: tuple[AppliedWindow, ...] = ()
-    """At a server, on rank 0: the windows that were applied since the last step of this rank."""
-
-    @property
-    def norm(self) -> float | None:
-        """The gradient's norm before clipping; None without `clip`."""
-        return self.outcome.norm
-
-    @property
-    def applied(self) -> bool:
-        """Whether the optimizer stepped."""
-        return self.outcome.applied
-
-    @property
-    def reason(self) -> str | None:
-        """Why it did not step."""
-        return self.outcome.reason
 
 
 class Stepper:

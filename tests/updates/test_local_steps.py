@@ -19,6 +19,7 @@ import lockstep
 from lockstep.checkpoints import files
 from lockstep.errors import ReplicaDivergence, UsageError, WorkerFailed
 from lockstep.method import Outer
+from lockstep.step_result import StepResult
 from lockstep.testing import run_ranks
 from lockstep.updates.local_steps import LocalSteps, fragments_of
 from lockstep.world import World
@@ -81,7 +82,7 @@ def ranks_train(world: World, make: Make, steps: int, how: dict[str, Any]) -> tu
     return state, [result.together for result in results], [result.bytes_sent for result in results]
 
 
-def one_step(stepper: lockstep.Stepper, world: World, step: int) -> lockstep.stepper.StepResult:
+def one_step(stepper: lockstep.Stepper, world: World, step: int) -> StepResult:
     rows = rows_of(world.rank, step)
     for x, y in stepper.micro_batches([batch(world.rank, step, rows)] if rows else []):
         stepper.backward(F.cross_entropy(stepper.model(x), y, reduction="sum"), weight=len(y))

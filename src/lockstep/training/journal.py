@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.data.windows import Window
-from lockstep.stepper import StepResult
+from lockstep.step_result import StepResult
 from lockstep.task import Record, Task
 from lockstep.training.metrics import MetricsFile
 from lockstep.training.progress import Progress, of, progress

@@ -23,7 +23,8 @@ from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.method import Reduce
 from lockstep.settings import METHOD, Device, Settings
-from lockstep.stepper import Stepper, StepResult
+from lockstep.step_result import StepResult
+from lockstep.stepper import Stepper
 from lockstep.task import Precision, Task
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision

@@ -12,7 +12,7 @@ from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.keyed import KeyedDataset
 from lockstep.data.windows import Window
 from lockstep.settings import Settings
-from lockstep.stepper import StepResult
+from lockstep.step_result import StepResult
 from lockstep.task import Task
 from lockstep.training.forward import matmul_precision
 from lockstep.training.train import Training
