@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep import collectives
 from lockstep.errors import CollectiveMismatch, LateGradient, LockstepWarning, UsageError
+from lockstep.step_result import StepResult
 from lockstep.testing import run_ranks
 from tests import zoo
 
@@ -33,7 +34,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def step(stepper: lockstep.Stepper, model: nn.Module, *batches: tuple[Tensor, Tensor]) -> lockstep.stepper.StepResult:  # type: ignore[name-defined]
+def step(stepper: lockstep.Stepper, model: nn.Module, *batches: tuple[Tensor, Tensor]) -> StepResult:
     for x, y in stepper.micro_batches(batches):
         stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
     return stepper.step()

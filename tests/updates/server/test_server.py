@@ -49,7 +49,6 @@ class Trained:
         self.seen: list[tuple[int, int]] = []
         self.windows: list[Any] = []
         self.ages: list[float] = []
-        self.threads = [each.name for each in threading.enumerate() if "lockstep server" in each.name]
 
 
 def train(
@@ -259,3 +258,15 @@ def test_a_window_whose_loss_is_nan_is_left_out() -> None:
     assert everyone[0][0] == [(1, "the loss is not finite: this update would make every weight nan")]
     assert everyone[0][1]
     assert everyone[1][1]
+
+
+def threads_of(world: lockstep.World) -> tuple[int, int]:
+    """While it serves, and after the world was closed."""
+    train(world, update="server", staleness="inf", epochs=1)
+    during = sum("lockstep server" in each.name for each in threading.enumerate())
+    world.close()
+    return during, sum("lockstep server" in each.name for each in threading.enumerate())
+
+
+def test_no_thread_is_left_when_the_world_has_closed() -> None:
+    assert run_ranks(threads_of, 3) == [(2, 0)] * 3
