@@ -61,7 +61,7 @@ def test_servers() -> None:
         ({"update": "zero"}, "update='zero' is unknown: choose one of replicated, sharded, server"),
         ({"update": "sharded:shards=2"}, "is unknown: choose one of replicated"),
         ({"compress": "gzip"}, "compress='gzip' is unknown: choose one of bf16, fp16, int8, powersgd:RANK, topk:SHARE"),
-        ({"compress": "powersgd"}, "compress='powersgd' is unknown: say which rank, as in powersgd:4"),
+        ({"compress": "powersgd"}, "compress='powersgd': say which rank, as in powersgd:4"),
         ({"compress": "powersgd:1.5"}, "a whole number of at least 1"),
         ({"compress": "powersgd:0"}, "a whole number of at least 1"),
         ({"compress": "topk:2"}, "lies between 0 and 1, as in topk:0.01"),

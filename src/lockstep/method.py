@@ -43,8 +43,8 @@ class Compression:
             return cls(kind, amount)
         if text not in (*CAST, "int8"):
             hints = {"powersgd": "say which rank, as in powersgd:4", "topk": "say which share, as in topk:0.01"}
-            hint = hints.get(kind, f"choose one of {', '.join(COMPRESSIONS)}")
-            raise UsageError(f"compress={text!r} is unknown: {hint}")
+            hint = f": {hints[kind]}" if kind in hints else f" is unknown: choose one of {', '.join(COMPRESSIONS)}"
+            raise UsageError(f"compress={text!r}{hint}")
         return cls(text)
 
     def __str__(self) -> str:
