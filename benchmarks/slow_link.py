@@ -90,7 +90,9 @@ def found_in(method: str, notes: Sequence[Sequence[Mapping[str, Any]]], warm_up:
     seconds: list[float] = []
     sent, counted, curve = [], [], []
     for rank, lines in enumerate(notes):
-        before, bytes_here, counts = None, [], []
+        before: Mapping[str, Any] | None = None
+        bytes_here: list[float] = []
+        counts: list[Any] = []
         for line in lines:
             if line["kind"] == "step":
                 if before is not None:
@@ -98,6 +100,12 @@ def found_in(method: str, notes: Sequence[Sequence[Mapping[str, Any]]], warm_up:
                     counts.append(line["sent"])
                     if rank == 0:
                         seconds.append(line["at"] - before["at"])
+                before = line
+            elif line["kind"] == "met" and before is not None:
+                bytes_here[-1] += line["tx"] - before["tx"]
+                counts[-1] += line["sent"]
+                if rank == 0:
+                    seconds[-1] += line["at"] - before["at"]
                 before = line
             elif line["kind"] == "evaluate":
                 before = line

@@ -30,6 +30,7 @@ from lockstep.inference.evaluate import Evaluation
 from lockstep.measure.given import Given
 from lockstep.measure.turns import take_turns
 from lockstep.measure.ways import Setting, TorchDDP
+from lockstep.stepper import Stepper
 from lockstep.task import Task
 from lockstep.training.build import loader_of
 from lockstep.training.forward import Forward
@@ -40,7 +41,7 @@ GIVEN = "LOCKSTEP_SLOW_LINK"  # JSON: task, set, notes (a folder), interface
 
 
 class Notes:
-    """Lines of JSON, one a step and one an evaluation."""
+    """Lines of JSON, one a step, one a meeting before an evaluation, and one an evaluation."""
 
     def __init__(self, folder: Path, interface: str) -> None:
         self._file = (folder / f"notes-{os.environ.get('RANK', '0')}.jsonl").open("w", buffering=1)
@@ -64,9 +65,23 @@ def task() -> Task:
     def optimizer(model: nn.Module) -> Optimizer:
         return fused(found.optimizer(model))
 
+    _note_meetings(notes)
     return replace(
         found, optimizer=optimizer, on_step=notes.step, on_evaluate=notes.evaluated, callbacks_on="all", best=None, best_mode=None
     )
+
+
+def _note_meetings(notes: Notes) -> None:
+    """The meeting of local steps that precedes an evaluation belongs to the training, and not to the evaluation."""
+    meet = Stepper.meet
+
+    def noted(stepper: Stepper) -> bool:
+        before = stepper.everyone.bytes_sent
+        found = meet(stepper)
+        notes.write("met", sent=stepper.everyone.bytes_sent - before)
+        return found
+
+    setattr(Stepper, "meet", noted)  # noqa: B010
 
 
 def _given() -> tuple[Task, Notes]:

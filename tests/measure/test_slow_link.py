@@ -71,6 +71,19 @@ def test_steps_are_told_apart_from_evaluations_and_the_start(bench: Any) -> None
     assert bench.target_of(found, "max") == pytest.approx(2.94)
 
 
+def test_the_meeting_before_an_evaluation_belongs_to_the_last_step(bench: Any) -> None:
+    lines = notes(0, step=1.0, sent=0, metrics=(5.0, 4.0))
+    for line in lines:
+        line["sent"] = 0
+    first = next(place for place, line in enumerate(lines) if line["kind"] == "evaluate")
+    before = lines[first - 1]
+    lines.insert(first, {"kind": "met", "at": before["at"] + 2, "tx": before["tx"] + 7000, "sent": 6900})
+    found = bench.found_in("m", [lines], warm_up=0)
+    assert found.sent == pytest.approx(7000 / 7)
+    assert found.counted == pytest.approx(6900 / 7)
+    assert found.curve[0] == (5.0, 5.0)
+
+
 def test_the_table(bench: Any) -> None:
     baseline = bench.Found(method="torch DDP", sent=6e6, median=0.4, mean=0.4, curve=[(10.0, 4.0), (20.0, 3.0)])
     local = bench.Found(method="local", sent=1e5, counted=9e4, median=0.1, mean=0.2, curve=[(2.0, 4.0), (5.0, 3.05)])
