@@ -179,7 +179,10 @@ class Stepper:
         """Begin to step alone, where the method has that begin after some steps. Every rank calls it alike; `micro_batches` does."""
         if self._is_alone() and self.group is self.everyone:
             self.reducer.reset()
+            order = self.reducer.order
             self._work_with(self.model)
+            self.reducer.lay(order)  # where a sum lies decides, at some backends, in which order it is added up
+            self.follow_layout()
 
     def _left_out(self) -> list[str]:
         """Parameters that are trained by name but not by the optimizer: usually forgotten, always paid for."""

@@ -434,3 +434,19 @@ def test_what_travels_at_a_meeting_may_be_compressed_and_what_is_left_out_is_kep
     assert all(torch.equal(value, resumed[0][name]) for name, value in undisturbed[0].items())
     whole = run_ranks(saved, 2, (tmp_path / "c", {**how, "compress": None}, 5, 8))[0]
     assert not all(torch.equal(value, whole[name]) for name, value in undisturbed[0].items())
+
+
+def meets_between(world: World) -> list[bool]:
+    """All meet after step 4 too, as for an evaluation."""
+    model = Net()
+    stepper = lockstep.Stepper(model, sgd(model), sync_every=3)
+    found = []
+    for step in range(9):
+        found.append(one_step(stepper, world, step).together)
+        if step == 4:
+            stepper.meet()
+    return found
+
+
+def test_after_a_meeting_in_between_the_next_one_is_as_many_steps_away_as_ever() -> None:
+    assert run_ranks(meets_between, 2)[0] == [False, False, True, False, False, False, False, True, False]

@@ -57,7 +57,10 @@ class _Flight:
 
 
 class LocalSteps:
-    """An update of this rank alone, and the meetings. Every rank makes the same steps in the same order, also where it has nothing to learn from."""
+    """An update of this rank alone, and the meetings, so many steps after the last one of all fragments.
+
+    Every rank makes the same steps in the same order, also where it has nothing to learn from.
+    """
 
     name = "local steps"
 
@@ -150,11 +153,8 @@ class LocalSteps:
         self._since = [since + weight for since in self._since]
         self._buffers.learned(weight)
         self._land(lambda flight: flight.lands <= self.taken)
-        due = [
-            f
-            for f in range(len(self._fragments))
-            if self.taken % self._every == (f + 1) * self._every // len(self._fragments) % self._every
-        ]
+        since, count = self.taken - self._parted_at, len(self._fragments)
+        due = [part for part in range(count) if since % self._every == (part + 1) * self._every // count % self._every]
         met = None
         for fragment in due:
             last = fragment == len(self._fragments) - 1
