@@ -57,7 +57,7 @@ class DistributedDataParallel(nn.Module):
                                    them it is an error at the end of its backward, by name.
     `gradient_as_bucket_view`      always so; gradient memory is one times the parameters.
     Ours: `checks` ("full" compares the replicas at the forwards after steps 1, 2 and every 100th, "start" only the set-up, "off" nothing) and
-    `reduce` (auto, native, central, shared_memory).
+    `reduce` (auto, native, central, ring, tree, halving_doubling, shared_memory, hierarchical).
 
     The hooks are on the parameters, so a forward through `.module` is reduced as well, any output will do, and several forwards may
     precede one backward. Parameters may be frozen, unfrozen and added between steps. What needs to know of a whole step (clipping, weights,

@@ -169,7 +169,7 @@ def test_a_task_that_ends_its_process_is_noticed(folder: Path, monkeypatch: pyte
         ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
         ({"device": "tpu"}, "device='tpu' is unknown"),
         ({"precision": "fp8"}, "precision='fp8' is unknown"),
-        ({"reduce": "ring"}, "reduce='ring' is unknown"),
+        ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
         ({"override": ["lr"]}, "--set lr: write it as --set key=value"),
         ({"run": Path("file")}, "run directory file cannot be made: it, or a folder above it, is a file"),
         ({"run": Path("file/run")}, "run directory file/run cannot be made"),
