@@ -214,7 +214,10 @@ def test_an_optimizer_that_looks_across_elements_is_refused() -> None:
 
 def test_an_unknown_update_is_refused() -> None:
     model = nn.Linear(3, 3)
-    with lockstep.init(backend="gloo"), pytest.raises(UsageError, match="update='shared' is unknown: choose one of replicated, sharded, server"):
+    with (
+        lockstep.init(backend="gloo"),
+        pytest.raises(UsageError, match="update='shared' is unknown: choose one of replicated, sharded, server"),
+    ):
         lockstep.Stepper(model, torch.optim.SGD(model.parameters()), update="shared")
 
 
