@@ -72,7 +72,7 @@ class Checkpoints:
         self._remote = None if remote is None else Remote(remote)
         world = stepper.world
         self._world = world
-        self._saver = world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None))
+        self._saver = self._new_saver()
         self._next = FIRST if every is None else 0
         stepper.meet_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
@@ -218,9 +218,11 @@ class Checkpoints:
     def regroup(self) -> None:
         """Go on with the ranks that live, where some have died that can be done without (`World.go_on_among`). Every rank that lives calls it."""
         self._saver.close()
-        self._saver = self._world.own(
-            Saver(self.directory, self._world.subgroup(range(self._world.size)) if self._world.size > 1 else None)
-        )
+        self._saver = self._new_saver()
+
+    def _new_saver(self) -> Saver:
+        world = self._world
+        return world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None))
 
     @property
     def saving(self) -> bool:

@@ -347,14 +347,14 @@ class Stepper:
             self._settle()
         if self._replicas is not None:
             self._replicas(self._replicated)
-        met = None
+        stop = facts.stop > 0
         if isinstance(self.update, LocalSteps):
-            met = self.update.after_step(facts.weight if outcome.applied else 0.0, stop=facts.stop > 0)
+            stop = self.update.after_step(facts.weight if outcome.applied else 0.0, stop=stop)
         status.enter("loop")
         return StepResult(
             loss=facts.loss / facts.weight if facts.weight else math.nan,
             weight=facts.weight,
-            stop=facts.stop > 0 if self.group is self.everyone else met is not None and met.stop,
+            stop=stop,
             samples_by_rank=self._samples or facts.samples_by_rank,
             bytes_sent=self.everyone.bytes_sent,
             outcome=outcome,
@@ -434,8 +434,7 @@ class Stepper:
         if not isinstance(self.update, LocalSteps):
             return False
         self._settle()
-        met = self.update.meet(stop=self._stop or self.world.asked_to_stop)
-        return met is not None and met.stop
+        return self.update.meet(stop=self._stop or self.world.asked_to_stop)
 
     def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""

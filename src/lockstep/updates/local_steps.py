@@ -37,14 +37,6 @@ from lockstep.updates.update import Applied
 _MIXED = 0.5  # of a replica that went on while its fragment met, the share that stays
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
-    """What the ranks told each other: the weight of all movements, and whether somebody asks to stop."""
-
-    weight: float
-    stop: bool
-
-
 @dataclass(slots=True)
 class _Flight:
     """A fragment whose movements are being summed."""
@@ -65,12 +57,13 @@ class LocalSteps:
     name = "local steps"
 
     def __init__(self, everyone: Group, model: nn.Module, every: int, outer: Outer, *, checks: bool) -> None:
-        self._everyone, self._model, self._every, self._outer = everyone, model, every, outer
+        self._everyone, self._every, self._outer = everyone, every, outer
         self._inner = Replicated()
         self._buffers = MeetingBuffers(model, everyone)
         self._check = ReplicaCheck(everyone) if checks else None
         self.taken = 0
         """Local steps so far."""
+        self._parted_at = 0  # their number at the last meeting of all fragments, without overlap
         self._flights: list[_Flight] = []
 
     def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
@@ -111,7 +104,7 @@ class LocalSteps:
                 "StepResult.together is true, or call stepper.meet() first"
             )
         known = set(self._names)
-        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
+        for name, parameter in self._parameters:
             if name not in known:
                 self._everyone.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
         momenta = self._named(self._step.momenta)
@@ -145,46 +138,44 @@ class LocalSteps:
         """Whether all ranks hold the same model: nobody has taken a step since the last meeting of all fragments. The same on all ranks."""
         return not self._flights and self._parted_at == self.taken
 
-    _parted_at = 0  # the number of local steps at the last meeting of all fragments, without overlap
-
-    def after_step(self, weight: float, *, stop: bool) -> Met | None:
-        """This rank has taken a step, on so much: meet where it is time. Every rank calls it."""
+    def after_step(self, weight: float, *, stop: bool) -> bool:
+        """This rank has taken a step, on so much: meet where it is time. Every rank calls it; whether it was heard that one of them asks to stop."""
         self.taken += 1
         self._since = [since + weight for since in self._since]
         self._buffers.learned(weight)
         self._land(lambda flight: flight.lands <= self.taken)
         since, count = self.taken - self._parted_at, len(self._fragments)
         due = [part for part in range(count) if since % self._every == (part + 1) * self._every // count % self._every]
-        met = None
+        heard = False
         for fragment in due:
-            last = fragment == len(self._fragments) - 1
-            met = self._send(fragment, self.taken + self._outer.overlap, stop=stop, buffers=last)
+            heard = self._send(fragment, self.taken + self._outer.overlap, stop=stop)
             if not self._outer.overlap:
                 self._land(lambda flight: True)
-        if met is not None and len(self._fragments) == 1 and not self._outer.overlap:
+        if due and count == 1 and not self._outer.overlap:
             self._meeting_over()
-        return met
+        return heard
 
-    def meet(self, *, stop: bool = False) -> Met | None:
-        """All fragments now, where somebody has taken a step since. Every rank calls it."""
+    def meet(self, *, stop: bool = False) -> bool:
+        """All fragments now, where somebody has taken a step since. Every rank calls it; whether it was heard that one of them asks to stop."""
         if self.together:
-            return None
+            return False
         self._land(lambda flight: True)
-        met = None
+        heard = False
         for fragment in range(len(self._fragments)):
-            met = self._send(fragment, self.taken, stop=stop, buffers=fragment == len(self._fragments) - 1)
+            heard = self._send(fragment, self.taken, stop=stop)
             self._land(lambda flight: True, mixed=False)
         self._meeting_over()
-        return met
+        return heard
 
     def _meeting_over(self) -> None:
         self._parted_at = self.taken
         if self._check is not None:
-            self._check(lambda: list(zip(self._reducer.names, self._reducer.parameters, strict=True)))
+            self._check(lambda: self._parameters)
 
     @torch.no_grad()
-    def _send(self, fragment: int, lands: int, *, stop: bool, buffers: bool) -> Met:
-        """Start the sum of a fragment's movements."""
+    def _send(self, fragment: int, lands: int, *, stop: bool) -> bool:
+        """Start the sum of a fragment's movements; with the last one the buffers meet. Whether somebody asks to stop."""
+        buffers = fragment == len(self._fragments) - 1
         with status.inside("reduce"):
             weight = self._since[fragment]
             facts = torch.tensor([weight, float(stop), *self._buffers.changed(buffers)], dtype=torch.float64)
@@ -199,7 +190,7 @@ class LocalSteps:
             self._since[fragment] = 0.0
             if buffers:
                 self._buffers.meet(changed, total)
-        return Met(total, stops > 0)
+        return bool(stops > 0)
 
     def _movement(self, bucket: Bucket, start: Tensor, weight: float) -> None:
         """Into the bucket: how far its parameters have moved, times what moved them."""
@@ -251,7 +242,7 @@ class LocalSteps:
                 for span, view in zip(bucket.spans, bucket.views, strict=True):
                     common[f"outer/flying/{span.name}"] = view
         if not self.together:
-            own |= {f"replica/{name}": each.detach() for name, each in zip(self._reducer.names, self._reducer.parameters, strict=True)}
+            own |= {f"replica/{name}": each.detach() for name, each in self._parameters}
             own |= {f"buffer/{name}": each for name, each in self._buffers.now().items()}
             own["since"] = torch.tensor([*self._since, self._buffers.since], dtype=torch.float64)
         if self._everyone.rank > 0:
@@ -277,7 +268,7 @@ class LocalSteps:
                     view.copy_(flying[span.name])
         own = by_rank[self._everyone.rank] if self._everyone.rank < len(by_rank) else {}
         replica = _under(own, "replica/")
-        for name, parameter in zip(self._reducer.names, self._reducer.parameters, strict=True):
+        for name, parameter in self._parameters:
             if name in replica:
                 parameter.copy_(replica[name])
         self._buffers.take(_under(own, "buffer/"))
@@ -286,11 +277,15 @@ class LocalSteps:
         self._take_inner(_under(own, "inner/"))
 
     def _take_inner(self, states: Mapping[str, Tensor]) -> None:
+        parameters = dict(self._parameters)
         for key, value in states.items():
             state, _, name = key.partition("/")
-            parameter = dict(zip(self._reducer.names, self._reducer.parameters, strict=True)).get(name)
-            if parameter is not None:
-                self._optimizer.state[parameter][state].copy_(value)
+            if name in parameters:
+                self._optimizer.state[parameters[name]][state].copy_(value)
+
+    @property
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(zip(self._reducer.names, self._reducer.parameters, strict=True))
 
     def _named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """The parameters' places in flat tensors that are laid as the buckets."""

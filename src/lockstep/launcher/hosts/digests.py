@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lockstep.launcher.hosts.channel import Message, Stranger
+from lockstep.launcher.hosts.messages import typed
 from lockstep.launcher.stalls import Sight, Stall, explain
 from lockstep.status import PHASES, View
 
@@ -50,32 +51,32 @@ class Digest:
     @classmethod
     def of(cls, message: Message) -> Digest:
         """Clocks of hosts differ, so what is told is for how long. Raises Stranger."""
-        ranks, seconds = message.get("ranks"), message.get("seconds")
-        if not isinstance(ranks, list) or len(ranks) > _MOST or not isinstance(seconds, int | float):
+        ranks = typed(message, "ranks", list)
+        if len(ranks) > _MOST:
             raise Stranger("an agent that does not follow the protocol (a digest)")
-        return cls(float(seconds), dict(map(_sight, ranks)))
+        return cls(float(typed(message, "seconds", int | float)), dict(map(_sight, ranks)))
 
 
 def _sight(told: Any) -> tuple[int, Sight]:
-    kinds = {"rank": int, "pid": int, "state": str, "where": str, "stack": str, "phase": str, "step": int, "number": int, "waits": bool}
-    if not isinstance(told, dict) or not all(
-        isinstance(told.get(name), kind) for name, kind in {**kinds, "for_ns": int, "collectives": dict}.items()
-    ):
+    if not isinstance(told, dict):
         raise Stranger("an agent that does not follow the protocol (a digest)")
-    if told["phase"] not in PHASES or not all(str(number).isdigit() for number in told["collectives"]):
+    phase, collectives = typed(told, "phase", str), typed(told, "collectives", dict)
+    if phase not in PHASES or not all(str(number).isdigit() for number in collectives):
         raise Stranger("an agent that does not follow the protocol (a digest)")
     view = View(
         ticks=0,
-        phase=told["phase"],
-        step=told["step"],
-        since_ns=time.monotonic_ns() - told["for_ns"],
-        number=told["number"],
-        waits=told["waits"],
+        phase=phase,
+        step=typed(told, "step", int),
+        since_ns=time.monotonic_ns() - typed(told, "for_ns", int),
+        number=typed(told, "number", int),
+        waits=typed(told, "waits", bool),
         waited_ns=0,
         totals_ns={},
-        collectives={int(number): str(text) for number, text in told["collectives"].items()},
+        collectives={int(number): str(text) for number, text in collectives.items()},
     )
-    return told["rank"], Sight(told["pid"], view, told["state"], told["where"], told["stack"])
+    return typed(told, "rank", int), Sight(
+        typed(told, "pid", int), view, typed(told, "state", str), typed(told, "where", str), typed(told, "stack", str)
+    )
 
 
 class Digests:
@@ -122,10 +123,7 @@ def packed(stall: Stall) -> Message:
 
 def unpacked(message: Message) -> Stall:
     """Raises Stranger."""
-    rank, text, stack = message.get("rank"), message.get("message"), message.get("stack")
-    if not isinstance(rank, int) or not isinstance(text, str) or not isinstance(stack, str):
-        raise Stranger("a meeting that does not follow the protocol (a verdict)")
-    return Stall(rank, text, stack)
+    return Stall(typed(message, "rank", int), typed(message, "message", str), typed(message, "stack", str))
 
 
 class Heard:

@@ -38,14 +38,14 @@ class Newcomer:
 
     @classmethod
     def of(cls, message: Message) -> Newcomer:
-        facts = _typed(message, "facts", dict)
+        facts = typed(message, "facts", dict)
         return cls(
-            name=_typed(message, "name", str),
-            address=_typed(message, "address", str),
-            pid=_typed(message, "pid", int),
-            workers=_typed(message, "workers", int),
-            node_rank=_typed(message, "node_rank", int | None),
-            hosting=_typed(message, "hosting", bool),
+            name=typed(message, "name", str),
+            address=typed(message, "address", str),
+            pid=typed(message, "pid", int),
+            workers=typed(message, "workers", int),
+            node_rank=typed(message, "node_rank", int | None),
+            hosting=typed(message, "hosting", bool),
             facts={str(name): str(value) for name, value in facts.items()},
         )
 
@@ -85,13 +85,13 @@ class Roll:
     @classmethod
     def of(cls, message: Message) -> Roll:
         return cls(
-            generation=_typed(message, "generation", int),
-            hosts=[str(label) for label in _typed(message, "hosts", list)],
-            workers=[int(count) for count in _typed(message, "workers", list)],
-            index=_typed(message, "index", int),
-            address=_typed(message, "address", str),
-            port=_typed(message, "port", int),
-            about={str(name): str(value) for name, value in _typed(message, "about", dict).items()},
+            generation=typed(message, "generation", int),
+            hosts=[str(label) for label in typed(message, "hosts", list)],
+            workers=[int(count) for count in typed(message, "workers", list)],
+            index=typed(message, "index", int),
+            address=typed(message, "address", str),
+            port=typed(message, "port", int),
+            about={str(name): str(value) for name, value in typed(message, "about", dict).items()},
         )
 
 
@@ -122,8 +122,8 @@ class Report:
 
     @classmethod
     def of(cls, message: Message) -> Report:
-        failure = unpacked(_typed(message, "failure", dict | None))
-        return cls(failure=failure, signal=_typed(message, "signal", int | None), grown=_typed(message, "grown", bool))
+        failure = unpacked(typed(message, "failure", dict | None))
+        return cls(failure=failure, signal=typed(message, "signal", int | None), grown=typed(message, "grown", bool))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +139,8 @@ class End:
 
     @classmethod
     def of(cls, message: Message) -> End:
-        failure = unpacked(_typed(message, "failure", dict | None))
-        return cls(code=_typed(message, "code", int), line=_typed(message, "line", str), failure=failure)
+        failure = unpacked(typed(message, "failure", dict | None))
+        return cls(code=typed(message, "code", int), line=typed(message, "line", str), failure=failure)
 
 
 def packed(failure: Failure | None) -> dict[str, Any] | None:
@@ -157,13 +157,14 @@ def unpacked(found: Mapping[str, Any] | None) -> Failure | None:
     values: dict[str, Any] = {}
     for each in fields(Failure):
         number = each.name in ("rank", "code", "pid", "monotonic_ns")
-        values[each.name] = _typed(found, each.name, int if number else str)
+        values[each.name] = typed(found, each.name, int if number else str)
     if values["kind"] not in get_args(Kind) or values["standing"] not in get_args(Standing):
         raise Stranger(f"an agent that does not follow the protocol (a failure of kind {values['kind']!r})")
     return Failure(**values)
 
 
-def _typed(message: Mapping[str, Any], name: str, kind: Any) -> Any:
+def typed(message: Mapping[str, Any], name: str, kind: Any) -> Any:
+    """A field of what came over the network. Raises Stranger where it is missing or of another type."""
     value = message.get(name)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Stranger(f"an agent that does not follow the protocol ({name} is {value!r:.40})")
