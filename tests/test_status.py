@@ -117,7 +117,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert status.file_of(tmp_path, 0).stat().st_mode & 0o777 == 0o600
 
 
-def test_without_a_page_nothing_is_noted_and_hooks_still_hear(tmp_path: Path) -> None:
+def test_without_a_page_nothing_is_noted_and_hooks_still_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_page", None)
+    monkeypatch.setattr(status, "_clock", None)  # an earlier test's training may have left its own
     heard: list[tuple[int, str]] = []
     status.on_phase(lambda step, phase: heard.append((step, phase)))
     try:
