@@ -1,0 +1,209 @@
+"""A model as consecutive layers: where nothing but one tensor goes from what is before to what comes after, it may be cut.
+
+The forward is followed by torch.fx, into nn.Sequential but not into other modules, and the places are found where a single value is alive:
+
+    text -> bytes ──┐
+         -> positions ── + ─|─ blocks.0 ─|─ blocks.1 ─|─ norm ─|─ head          | may be cut
+
+A residual connection around several modules leaves no place between them. What has no module (an addition) joins the layer before it, at the
+very beginning the one after it. A forward that cannot be followed needs `Parts(layers=...)`, which names the modules itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from lockstep.errors import TaskError
+from lockstep.mesh.parts import Parts
+
+_NO_TENSOR = ("size", "dim", "numel", "stride", "element_size")
+_FIX = "give Parts(layers=...), a function from the model to its layers in order"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What lies between two places where the model may be cut."""
+
+    name: str
+    """The dotted name of the first module in it; that of a module's second call has ":2" behind it."""
+    nodes: tuple[fx.Node, ...] = ()
+    """Where the forward was followed: its piece of the graph; its last node is the tensor that goes on."""
+    module: nn.Module | None = None
+    """Where Parts gave the layers: the module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers(Sequence[Layer]):
+    """The layers of a model, in order. They hold the model's own modules and parameters, not copies."""
+
+    model: nn.Module
+    layers: tuple[Layer, ...]
+    graph: fx.Graph | None = None
+    """None where Parts gave the layers."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: int) -> Layer:  # type: ignore[override]  # no slices
+        return self.layers[index]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    def class_of(self, number: int) -> str:
+        """The class of the last module of a layer, for messages."""
+        layer = self.layers[number]
+        if layer.module is not None:
+            return type(layer.module).__name__
+        called = [str(node.target) for node in layer.nodes if node.op == "call_module"]
+        return type(self.model.get_submodule(called[-1])).__name__ if called else type(self.model).__name__
+
+
+def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | None = None) -> Layers:
+    """The layers of `model`. `arguments`: with how many positional ones it is called; None: with those that have no default.
+
+    Raises TaskError for a forward that cannot be followed, or `parts.layers` that are not the model's.
+    """
+    if parts is not None and parts.layers is not None:
+        return Layers(model, tuple(_given(model, parts.layers)))
+    graph = _followed(model, arguments)
+    layers = tuple(_named(_joined(_between_cuts(graph))))
+    if not layers:
+        raise TaskError(f"{type(model).__name__}: its forward calls no module, so there is nothing to put on a stage; {_FIX}")
+    return Layers(model, layers, graph)
+
+
+def _given(model: nn.Module, layers: Callable[[nn.Module], Sequence[nn.Module]]) -> Iterator[Layer]:
+    found = list(layers(model))
+    names = {module: name for name, module in model.named_modules()}
+    for number, module in enumerate(found):
+        if not isinstance(module, nn.Module) or not names.get(module):
+            what = type(module).__name__
+            raise TaskError(
+                f"Parts: layers returned a {what} as number {number}, which is no module inside {type(model).__name__}: give its own"
+            )
+        if any(module is other for other in found[:number]):
+            raise TaskError(f"Parts: layers returned {names[module]!r} twice; a layer is applied once")
+        yield Layer(names[module], module=module)
+    if not found:
+        raise TaskError(f"Parts: layers returned none for {type(model).__name__}: give its modules, in the order in which they are applied")
+
+
+class _Tracer(fx.Tracer):
+    """Goes into nn.Sequential and into nothing else: modules keep their own train() and eval()."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return type(module).forward is not nn.Sequential.forward
+
+
+def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
+    """The forward as a graph; the same in training and in evaluation, or it is refused: a graph has room for one of them."""
+    training = model.training
+    try:
+        model.training = True  # that of the root alone: no other module's forward is run
+        graph = _graph(model, arguments)
+        model.training = False
+        evaluating = _graph(model, arguments)
+    finally:
+        model.training = training
+    if str(graph) != str(evaluating):
+        raise TaskError(
+            f"{type(model).__name__}: its forward does something else in training than in evaluation outside of its modules (such as "
+            f"F.dropout(x, p, self.training)): make it a module of its own (nn.Dropout), or {_FIX}"
+        )
+    return graph
+
+
+def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    fixed = {
+        each.name: each.default
+        for number, each in enumerate(parameters)
+        if each.default is not each.empty and (arguments is None or number >= arguments or each.kind is each.KEYWORD_ONLY)
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "was not able to add an assertion": they are taken out again
+            graph = _Tracer().trace(model, concrete_args=fixed or None)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TaskError(f"{type(model).__name__}: its forward cannot be followed to cut it into layers ({reason}): {_FIX}") from error
+    _without(graph, fixed)
+    for node in [node for node in graph.nodes if not node.users and _name(node) in ("getitem", "getattr")]:
+        graph.erase_node(node)  # `out, state = lstm(x)` takes the state out also where nobody reads it
+    return graph
+
+
+def _without(graph: fx.Graph, fixed: dict[str, object]) -> None:
+    """Take out arguments that keep their defaults, and what fx put in to check that they do."""
+    for node in [node for node in graph.nodes if node.op == "placeholder"]:
+        if node.target.lstrip("*") in fixed or any(str(node.target) == f"{name}_1" for name in fixed):
+            needless = [node]
+            for each in needless:
+                needless += [user for user in each.users if user not in needless]
+            for each in sorted(needless, reverse=True):
+                graph.erase_node(each)
+
+
+def _between_cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The graph's nodes, in pieces between the places where one tensor is alive; parameters of the root are where they are used."""
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    last_use = {node: max((order[user] for user in node.users), default=-1) for node in graph.nodes}
+    alive: set[fx.Node] = set()
+    piece: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("get_attr", "output"):
+            continue
+        alive.add(node)
+        alive = {each for each in alive if last_use[each] > order[node]}
+        if node.op == "placeholder":
+            continue
+        piece.append(node)
+        if alive == {node} and _may_be_a_tensor(node):
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _may_be_a_tensor(node: fx.Node) -> bool:
+    """No shape, and nothing that is taken apart by a number or a name, as tuples are."""
+    if node.op == "call_function" and node.target is getattr:
+        return False
+    if node.op == "call_method" and node.target in _NO_TENSOR:
+        return False
+    taken = (user.args[1] for user in node.users if _name(user) == "getitem")
+    return not any(isinstance(key, (int, str)) for key in taken)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _joined(pieces: Iterator[list[fx.Node]]) -> list[list[fx.Node]]:
+    """Pieces that call a module; the others join the one before, at the beginning the one after."""
+    layers: list[list[fx.Node]] = []
+    waiting: list[fx.Node] = []
+    for piece in pieces:
+        if any(node.op == "call_module" for node in piece):
+            layers.append(waiting + piece)
+            waiting = []
+        elif layers:
+            layers[-1] += piece
+        else:
+            waiting += piece
+    return layers
+
+
+def _named(pieces: list[list[fx.Node]]) -> Iterator[Layer]:
+    times: dict[str, int] = {}
+    for piece in pieces:
+        name = next(str(node.target) for node in piece if node.op == "call_module")
+        times[name] = times.get(name, 0) + 1
+        yield Layer(name if times[name] == 1 else f"{name}:{times[name]}", nodes=tuple(piece))

@@ -1,0 +1,157 @@
+"""The parameters that this rank really holds, as plain tensors: what sums gradients and updates parameters need not know DTensor.
+
+    blocks.0.layer.0.weight   DTensor [640, 160] over 2 tensor ranks   ->   Parameter [320, 160] in the same memory
+
+torch's optimizers that update many tensors at once refuse lists in which some are DTensors and some are not; plain ones they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lockstep.checkpoints.pieces import Piece
+from lockstep.collectives.group import Group
+from lockstep.errors import UsageError
+from lockstep.mesh.layout import Coordinates
+from lockstep.model_parallel.placing import Box, box_of, pieces
+from lockstep.updates.shards import ELEMENTWISE
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A parameter that is cut, and its part that is here. Both lie in the same memory."""
+
+    whole: DTensor
+    here: nn.Parameter
+
+
+class Locals:
+    """Of a module that was split (tensor.py), sharded (shard.py), both or neither; made before its first forward.
+
+    `module` is a tree with the names of the original's parameters and buffers, and no forward: for the reducer, the optimizer, checkpoints.
+    Parameters that are not cut, and all buffers, are the original's own objects.
+    """
+
+    def __init__(self, module: nn.Module, at: Coordinates) -> None:
+        self._original = module
+        self._at = at
+        self._pairs: dict[int, _Pair] = {}
+        self.module = self._copied(module)
+        self.boxes: dict[str, Box] = {}
+        """By parameter name: which elements of the whole are here."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self.boxes[name] = box_of(parameter, at)
+
+    def _copied(self, module: nn.Module) -> nn.Module:
+        tree = nn.Module()
+        for name, parameter in module._parameters.items():
+            tree.register_parameter(name, self._plain(parameter))
+        for name, buffer in module._buffers.items():
+            tree.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+        for name, child in module._modules.items():
+            tree.add_module(name, None if child is None else self._copied(child))
+        return tree
+
+    def _plain(self, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        pair = self._pairs.get(id(parameter))
+        if pair is None:
+            here = nn.Parameter(_local(parameter), requires_grad=parameter.requires_grad)
+            pair = self._pairs[id(parameter)] = _Pair(parameter, here)
+        return pair.here
+
+    def collect(self) -> None:
+        """After a backward: what gradients the cut parameters have been given go to the plain ones, added to what these have."""
+        for pair in self._pairs.values():
+            gradient = pair.whole.grad
+            if gradient is None:
+                continue
+            assert isinstance(gradient, DTensor)
+            if gradient.placements != pair.whole.placements:  # torch may leave a sum over the ranks to whoever needs it
+                gradient = gradient.redistribute(placements=pair.whole.placements)
+            mine = _local(gradient)
+            assert mine.shape == pair.here.shape
+            if pair.here.grad is None:
+                pair.here.grad = mine
+            else:
+                pair.here.grad += mine
+            pair.whole.grad = None
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Have an optimizer that was made for the original's parameters, and has no state yet, update those that are here; its options stay.
+
+        Raises UsageError for one whose update of an element depends on others: it would see only a part of them.
+        """
+        if optimizer.state:
+            raise UsageError(
+                f"the {type(optimizer).__name__} has state already: make it after the model was cut, and take no step with it before"
+            )
+        if any(pair.here.numel() != pair.whole.numel() for pair in self._pairs.values()):
+            _check_elementwise(type(optimizer))
+        known = {id(parameter) for parameter in self.module.parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            group["params"] = [self._known(each, known, number) for each in group["params"]]
+
+    def _known(self, parameter: Tensor, known: set[int], number: int) -> Tensor:
+        pair = self._pairs.get(id(parameter))
+        if pair is None and id(parameter) not in known:
+            raise UsageError(
+                f"group {number} of the optimizer holds a parameter {list(parameter.shape)} that is none of the model's: "
+                "make the optimizer after the model was cut, from its parameters"
+            )
+        return parameter if pair is None else pair.here
+
+    def counted(self, name: str) -> bool:
+        """Whether this rank's part of a parameter counts in a sum over all ranks of the shard and tensor axes: each element does once."""
+        return self.boxes[name].counts(self._at)
+
+    def pieces(self, prefix: str, name: str, tensor: Tensor, along: Group) -> list[Piece]:
+        """What this rank writes of a parameter, a buffer, or the optimizer's state beside one: over one replica every element once.
+
+        `tensor` is this rank's part, or whole where there are no parts. The ranks along the tensor axis (`along`) call it in the same order.
+        """
+        box = self.boxes.get(name)
+        if box is None:
+            return [Piece(prefix + name, tensor)] if self._at.tensor == 0 and self._at.shard == 0 else []
+        return pieces(prefix + name, box, tensor, self._at, along)
+
+    def take(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole parameter, buffer, or piece of the optimizer's state beside one. Asks no other rank."""
+        return self.boxes[name].take(whole) if name in self.boxes else whole
+
+    def let_go(self) -> None:
+        """Let go of what FSDP has gathered: after a forward without a backward it keeps the root's, and would compute with old values."""
+        for module in self._original.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy whole tensors into what is here of them, by name."""
+        self.let_go()
+        state = self.module.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, whole in tensors.items():
+                state[name].copy_(self.take(name, whole))
+
+
+def _local(tensor: DTensor) -> Tensor:
+    found: Any = tensor._local_tensor  # to_local() under grad is another tensor
+    return found.wait() if isinstance(found, AsyncCollectiveTensor) else found.detach()
+
+
+def _check_elementwise(kind: type[Optimizer]) -> None:
+    if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+        raise UsageError(
+            f"{kind.__module__}.{kind.__qualname__} cannot update a part of a parameter: on a mesh with shard or tensor only torch.optim's elementwise "
+            f"optimizers are known to give it what they would give the whole ({', '.join(ELEMENTWISE)})"
+        )

@@ -1,0 +1,53 @@
+"""`lockstep show pipeline`: what model_parallel/chart.py draws, with the options as given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli.app import app
+from lockstep.errors import UsageError
+from lockstep.mesh.schedules import Schedule
+from lockstep.model_parallel.chart import chart, text
+from lockstep.model_parallel.chart_svg import svg
+
+
+def shown(*args: str) -> str:
+    done = CliRunner().invoke(app, ["show", "pipeline", *args])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_defaults() -> None:
+    assert shown() == text(chart(Schedule.read("1f1b"), 4, 8)) + "\n"
+
+
+def test_options() -> None:
+    found = shown("--schedule", "interleaved:3", "--stages", "2", "--micro-batches", "4", "--backward", "1.5")
+    assert found == text(chart(Schedule.read("interleaved:3"), 2, 4, 1.5)) + "\n"
+
+
+def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "chart.svg"
+    found = shown("--schedule", "gpipe", "-n", "2", "-m", "3", "--out", str(file))
+    assert found == f"{file}: gpipe: 2 ranks, 3 micro-batches; a backward takes 2 forwards\n"
+    assert file.read_text() == svg(chart(Schedule.read("gpipe"), 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--schedule", "1f2b"], "schedule='1f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved, zero-bubble"),
+        (["--stages", "0"], "--stages 0: give at least 1"),
+        (["--micro-batches", "-1"], "--micro-batches -1: give at least 1"),
+        (["--stages", "4", "--micro-batches", "3"], "3 micro-batches for 4 stages: 1f1b needs at least as many"),
+        (["--backward", "0"], "how many forwards a backward takes"),
+        (["--out", "chart.pdf"], "give a file that ends in .svg or .png"),
+    ],
+)
+def test_what_cannot_be_shown(args: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["show", "pipeline", *args])
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)

@@ -1,0 +1,52 @@
+"""Models that are cut in tests, small and made so that a wrong cut is seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A residual connection inside: a layer that cannot be cut."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inside = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, width, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inside(self.norm(x))
+        return out
+
+
+class Reader(nn.Module):
+    """Token ids [batch, length] -> [batch, 5, length]: additions and a root's own parameter between modules, a view at the end."""
+
+    def __init__(self, depth: int = 6, width: int = 6, dropout: float = 0.0, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(11, width)
+        self.places = nn.Embedding(7, width)
+        self.blocks = nn.Sequential(*[Block(width, dropout) for _ in range(depth)])
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+        self.head = nn.Linear(width, 11 if tied else 5, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        x = self.blocks(self.words(ids) + self.places(places)) * self.scale
+        out: Tensor = self.head(x).transpose(1, 2)
+        return out
+
+
+def reader(**options: int | float | bool) -> Reader:
+    """The same weights on every rank, in float64."""
+    torch.manual_seed(3)
+    return Reader(**options).double()  # type: ignore[arg-type]
+
+
+def sentences(count: int, last: int = 3, length: int = 4) -> list[tuple[Tensor]]:
+    """Micro-batches of 3 sentences each, other ones in each, the last of `last`."""
+    draw = torch.Generator().manual_seed(5)
+    sizes = [3] * (count - 1) + [last] if count else []
+    return [(torch.randint(0, 11, (size, length), generator=draw),) for size in sizes]

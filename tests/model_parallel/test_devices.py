@@ -1,0 +1,64 @@
+"""torch's mesh and the library's groups are the lines of the layout, for every way to factor a world."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lockstep.errors import UsageError
+from lockstep.mesh.layout import AXES, Mesh
+from lockstep.model_parallel.devices import LINES, device_mesh, open_devices
+from lockstep.testing import run_ranks
+from lockstep.world import World
+from tests.mesh.test_layout import factorisations
+
+
+@pytest.mark.parametrize("mesh", factorisations(8), ids=str)
+@pytest.mark.parametrize("rank", [0, 3, 6, 7])
+def test_process_groups_are_the_lines_of_the_mesh(mesh: Mesh, rank: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    try:
+        devices = device_mesh(mesh, "cpu")
+        assert devices.mesh_dim_names == AXES
+        assert tuple(devices.shape) == mesh.shape
+        for axis in AXES:
+            assert tuple(dist.get_process_group_ranks(devices.get_group(axis))) == mesh.line(rank, axis)
+            assert devices.get_group(axis) is not dist.group.WORLD
+            assert devices.get_local_rank(axis) == getattr(mesh.at(rank), axis)
+    finally:
+        dist.destroy_process_group()
+
+
+def lines(world: World) -> None:
+    for mesh in factorisations(4):
+        devices, axes = open_devices(mesh, world)
+        for name, along in LINES.items():
+            group = getattr(axes, name)
+            assert group.ranks == mesh.line(world.rank, *along), (mesh, name)
+            total = torch.tensor([float(world.rank)])
+            group.all_reduce(total).wait()
+            assert total.item() == sum(group.ranks), (mesh, name)
+        for axis in AXES:
+            group = devices.get_group(axis)
+            assert tuple(dist.get_process_group_ranks(group)) == mesh.line(world.rank, axis)
+            number = torch.ones(1)
+            dist.all_reduce(number, group=group)
+            assert number.item() == getattr(mesh, axis)
+
+
+def test_groups_are_the_lines_of_the_mesh() -> None:
+    run_ranks(lines, 4, timeout=timedelta(seconds=110))
+
+
+def another_size(world: World) -> str:
+    with pytest.raises(UsageError) as caught:
+        open_devices(Mesh(data=2, tensor=2), world)
+    return str(caught.value)
+
+
+def test_a_mesh_of_another_size_is_refused() -> None:
+    assert run_ranks(another_size, 1)[0].startswith("mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), and the run has 1")

@@ -1,0 +1,180 @@
+"""Plain tensors in the memory of the cut ones: what is done to one is done to the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import TaskError, UsageError
+from lockstep.mesh.layout import Mesh
+from lockstep.model_parallel.local import Locals
+from lockstep.model_parallel.shard import shard_parameters, take_part, units_of
+from lockstep.testing import run_ranks
+from lockstep.world import World
+from tests.model_parallel import cut_models as models
+
+
+def one_memory(world: World, name: str, text: str) -> None:
+    mesh = Mesh.read(text)
+    model, here, _ = models.cut(world, name, mesh)
+    given = models.share(name, mesh, world.rank)
+    before = model(given[0]).detach()
+    cut = dict(model.named_parameters(remove_duplicate=False))
+    for key, parameter in here.module.named_parameters(remove_duplicate=False):
+        assert not isinstance(parameter, DTensor)
+        if isinstance(cut[key], DTensor):
+            assert parameter.shape == cut[key].to_local().shape
+        with torch.no_grad():
+            parameter.zero_()
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        assert not local.count_nonzero()
+    assert before.count_nonzero()
+    assert not model(given[0]).count_nonzero()
+
+
+@pytest.mark.parametrize(("name", "text"), [("gpt", "tensor=2"), ("odd", "shard=4"), ("gpt", "shard=3"), ("mlp", "shard=2,tensor=2")])
+def test_they_lie_in_one_memory(name: str, text: str) -> None:
+    run_ranks(one_memory, Mesh.read(text).size, args=(name, text), timeout=models.PATIENCE)
+
+
+def loaded(world: World, text: str) -> None:
+    """FSDP keeps what it has gathered of the root for the backward; without one it is still there."""
+    mesh = Mesh.read(text)
+    model, here, _ = models.cut(world, "gpt", mesh)
+    other = models.build("gpt")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
+        text_in = models.batch("gpt")[0]
+        model(text_in)
+        here.load(other.state_dict())
+        torch.testing.assert_close(model(text_in), other(text_in), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["shard=2", "shard=3", "tensor=2"])
+def test_what_is_loaded_is_what_computes_also_after_an_evaluation(text: str) -> None:
+    run_ranks(loaded, Mesh.read(text).size, args=(text,), timeout=models.PATIENCE)
+
+
+def counts_and_refusals(world: World) -> None:
+    mesh = Mesh(shard=2, tensor=2)
+    model, here, axes = models.cut(world, "gpt", mesh)
+    counted = torch.tensor([sum(each.numel() for name, each in here.module.named_parameters() if here.counted(name))])
+    axes.model.all_reduce(counted).wait()
+    assert counted.item() == sum(each.numel() for each in models.build("gpt").parameters())
+    for optimizer, said in (
+        (torch.optim.LBFGS(model.parameters()), "LBFGS cannot update a part of a parameter"),
+        (
+            torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1),
+            r"group 0 of the optimizer holds a parameter \[3\] that is none of the model's",
+        ),
+    ):
+        with pytest.raises(UsageError, match=said):
+            here.adopt(optimizer)
+    groups = [{"params": [p], "weight_decay": float(number)} for number, p in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
+    here.adopt(optimizer)
+    for number, (group, parameter) in enumerate(zip(optimizer.param_groups, here.module.parameters(), strict=True)):
+        assert group["params"][0] is parameter
+        assert (group["weight_decay"], group["lr"]) == (float(number), 0.5)
+    models.backward(world, "gpt", mesh, model, here, axes)
+    optimizer.step()
+    with pytest.raises(UsageError, match="the AdamW has state already"):
+        here.adopt(optimizer)
+
+
+def test_what_counts_and_what_is_refused() -> None:
+    run_ranks(counts_and_refusals, 4, timeout=models.PATIENCE)
+
+
+def fewer_micro_batches(world: World) -> None:
+    """Rank 1 has one micro-batch, rank 0 three, and their layers with buffers see only their own."""
+    mesh = Mesh(shard=2)
+    model, here, _ = models.cut(world, "odd", mesh)
+    cuts = [(0, 2), (2, 5), (5, 12)] if world.rank == 0 else []
+    for number in range(3):
+        if number < len(cuts):
+            models.loss(model, models.batch("odd", *cuts[number])).backward()
+        else:
+            model.seen.fill_(4.0)
+            take_part(model, lambda: (model(models.batch("odd", 0, 1)[0]), model.seen.zero_())[0])
+            assert model.seen.tolist() == [4.0] * 3
+    here.collect()
+    for key, parameter in models.alone("odd").named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(dict(here.module.named_parameters())[key].grad, here.take(key, parameter.grad), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_without_micro_batches_takes_part_with_zeros() -> None:
+    run_ranks(fewer_micro_batches, 2, timeout=models.PATIENCE)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, second: bool) -> torch.Tensor:
+        return self.second(x) if second else self.first(x)
+
+
+def different_layers(world: World) -> None:
+    from lockstep.model_parallel.devices import open_devices
+
+    mesh = Mesh(shard=2)
+    devices, _ = open_devices(mesh, world)
+    model, whole = Sometimes(), Sometimes()
+    shard_parameters(model, devices["shard"])
+    here = Locals(model, mesh.at(world.rank))
+    x = torch.arange(8.0).view(2, 4)
+    model(x, world.rank == 1).sum().backward()
+    here.collect()
+    for second in (False, True):
+        whole(x, second).sum().backward()
+    for key, parameter in whole.named_parameters():
+        torch.testing.assert_close(dict(here.module.named_parameters())[key].grad, here.take(key, parameter.grad))
+
+
+def test_ranks_may_use_different_parameters_of_a_unit() -> None:
+    run_ranks(different_layers, 2, timeout=models.PATIENCE)
+
+
+def uncuttable(world: World) -> list[str]:
+    from lockstep.model_parallel.devices import open_devices
+
+    devices, _ = open_devices(Mesh(shard=2), world)
+    scalar, turned = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    said = []
+    for module in (scalar, turned):
+        with pytest.raises(TaskError) as caught:
+            shard_parameters(module, devices["shard"])
+        said.append(str(caught.value))
+    return said
+
+
+def test_parameters_that_cannot_be_cut_are_named() -> None:
+    scalar, turned = run_ranks(uncuttable, 2, timeout=models.PATIENCE)[0]
+    assert scalar == "shard: scale is a single number without a dim to cut: give it the shape [1]"
+    assert turned.startswith("shard: weight [2, 2, 3, 3] lies in memory with strides [18, 1, 6, 2]")
+
+
+def test_units_are_the_outermost_repeated_blocks() -> None:
+    gpt, odd = models.build("gpt"), models.build("odd")
+    assert units_of(gpt) == [[gpt.blocks[0]], [gpt.blocks[1]]]
+    assert units_of(odd) == [[odd.blocks[1]]], "the first block is tied to a layer outside"
+    stage = nn.Module()
+    stage.add_module("blocks", nn.Module())
+    stage.blocks.add_module("3", gpt.blocks[0])
+    stage.blocks.add_module("4", nn.Module())
+    stage.blocks.get_submodule("4").add_module("in", nn.Linear(2, 2))
+    stage.blocks.get_submodule("4").add_module("out", nn.Linear(2, 2))
+    traced = stage.blocks.get_submodule("4")
+    assert units_of(stage) == [[gpt.blocks[0]], [traced.get_submodule("in"), traced.get_submodule("out")]]

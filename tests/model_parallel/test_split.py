@@ -1,0 +1,349 @@
+"""A model cut into layers and stages: where, by what, under which names, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep import World
+from lockstep.errors import TaskError, UsageError
+from lockstep.mesh.parts import Parts
+from lockstep.model_parallel.layers import Layers, layers_of
+from lockstep.model_parallel.split import balanced, by_parameters, by_time, cut, shared, tied
+from lockstep.model_parallel.stages import described, stage_module
+from lockstep.tasks.text import GPT
+from lockstep.testing import run_ranks
+from tests.model_parallel.layered import Block, reader, sentences
+
+
+def stages_of(layers: Layers, count: int) -> list[nn.Module]:
+    return [stage_module(layers, part) for part in cut(layers, count)]
+
+
+def through(stages: Sequence[nn.Module], *arguments: Any) -> Any:
+    for stage in stages:
+        arguments = (stage(*arguments),)
+    return arguments[0]
+
+
+# -- where a model can be cut ------------------------------------------------------------------------------------------------------
+
+
+def test_a_transformer_is_cut_between_its_blocks() -> None:
+    layers = layers_of(GPT(16, 3, 8, 0.0))
+    assert layers.names == ("bytes", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
+
+
+def test_what_has_no_module_joins_the_layer_before_it() -> None:
+    layers = layers_of(reader(depth=2))
+    assert layers.names == ("words", "blocks.0", "blocks.1", "head")
+    names = [name for name, _ in stage_module(layers, range(2, 3)).named_parameters()]
+    assert "scale" in names  # the root's own parameter is where it is used
+
+
+def test_sequentials_are_gone_into() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4))), nn.Linear(4, 2))
+    assert layers_of(model).names == ("0", "1.0", "1.1", "1.2.0", "2")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        out: Tensor = self.d(y + self.c(self.b(y)))
+        return out
+
+
+def test_a_residual_connection_at_the_root_leaves_no_place_to_cut_inside_it() -> None:
+    assert layers_of(Residual()).names == ("a", "b", "d")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.lstm, self.after = nn.Linear(3, 3), nn.LSTM(3, 4), nn.Linear(4, 2)
+        self.register_buffer("shift", torch.ones(2), persistent=False)
+        self.other = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0) -> dict[str, Tensor]:
+        x = self.before(x)
+        if mask is not None:
+            x = x * mask
+        hidden, _ = self.lstm(x)
+        return {"out": self.after(hidden) * scale + self.shift}
+
+
+def test_a_tuple_is_no_place_to_cut_and_defaults_stay_what_they_are() -> None:
+    model = Recurrent()
+    layers = layers_of(model)
+    assert layers.names == ("before", "lstm", "after")
+    x = torch.randn(5, 2, 3)
+    assert isinstance(through(stages_of(layers, 3)[:2], x), Tensor)
+    torch.testing.assert_close(through(stages_of(layers, 3), x)["out"], model(x)["out"])
+
+
+class Pair(nn.Module):
+    """Both parts of a tuple go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.lstm, self.both, self.after = nn.Linear(3, 3), nn.LSTM(3, 4), nn.Bilinear(4, 4, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, (state, _) = self.lstm(self.before(x))
+        out: Tensor = self.after(self.both(hidden, state.expand_as(hidden)))
+        return out
+
+
+def test_a_tuple_of_which_two_parts_are_used_stays_with_who_uses_them() -> None:
+    assert layers_of(Pair()).names == ("before", "lstm", "after")
+
+
+def test_an_argument_that_is_given_crosses_until_it_is_used() -> None:
+    model = Recurrent()
+    layers = layers_of(model, arguments=2)
+    assert layers.names == ("before", "lstm", "after")
+    x, mask = torch.randn(5, 2, 3), torch.rand(5, 2, 3)
+    torch.testing.assert_close(through(stages_of(layers, 3), x, mask)["out"], model(x, mask)["out"])
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.same(self.same(x)))
+        return out
+
+
+def test_a_module_that_is_called_twice_is_two_layers_and_shared() -> None:
+    layers = layers_of(Twice())
+    assert layers.names == ("same", "same:2", "last")
+    assert shared(layers, [range(0, 1), range(1, 3)]) == {"same.weight": (0, 1), "same.bias": (0, 1)}
+
+
+# -- the stages --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_stages_one_after_the_other_are_the_model_and_have_its_names(count: int) -> None:
+    model = reader(depth=3)
+    stages = stages_of(layers_of(model), count)
+    (ids,) = sentences(1)[0]
+    assert torch.equal(through(stages, ids), model(ids))
+    found = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(found[name] is parameter for name, parameter in model.named_parameters())
+
+
+def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
+    model = Recurrent()
+    stages = stages_of(layers_of(model), 2)
+    assert {"other.weight", "other.bias"} <= dict(stages[1].named_parameters()).keys()
+    assert "shift" in dict(stages[1].named_buffers())
+    assert stages[0].state_dict().keys() | stages[1].state_dict().keys() == model.state_dict().keys()  # shift is in none
+
+
+def test_train_and_eval_reach_the_modules() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    stage = stage_module(layers_of(model), range(1, 3))
+    x = torch.randn(6, 4)
+    assert not torch.equal(stage(x), stage(x))
+    stage.eval()
+    assert torch.equal(stage(x), stage(x))
+    assert [module.training for module in model] == [True, False, False]
+
+
+def test_tracing_leaves_the_mode_of_every_module() -> None:
+    model = reader(depth=2)
+    model.blocks[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    stages_of(layers_of(model), 2)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+# -- layers given by the task ------------------------------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """A forward that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(3, 3), nn.ModuleList([Block(3, 0.0), Block(3, 0.0)]), nn.Linear(3, 2)
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e6:
+            raise ValueError("too much")
+        x = self.first(x)
+        for block in self.body:
+            x = block(x)
+        out: Tensor = self.last(x)
+        return out
+
+
+GIVEN = Parts(layers=lambda model: [model.first, *model.body, model.last])
+
+
+def test_a_forward_that_cannot_be_followed_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TaskError, match=r"(?s)Branching: its forward cannot be followed.*control flow.*Parts\(layers=\.\.\.\)"):
+        layers_of(Branching())
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_given_layers_make_the_same_stages(count: int) -> None:
+    model = Branching()
+    layers = layers_of(model, GIVEN)
+    assert layers.names == ("first", "body.0", "body.1", "last")
+    stages = stages_of(layers, count)
+    x = torch.randn(2, 3)
+    assert torch.equal(through(stages, x), model(x))
+    assert {name for stage in stages for name, _ in stage.named_parameters()} == dict(model.named_parameters()).keys()
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (lambda model: [nn.Linear(1, 1)], "returned a Linear as number 0, which is no module inside Branching"),
+        (lambda model: [model.first, model.first], "returned 'first' twice"),
+        (lambda model: [model.first, None], "returned a NoneType as number 1"),
+        (lambda model: [], "returned none for Branching"),
+    ],
+)
+def test_layers_that_are_not_the_models_are_refused(layers: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        layers_of(Branching(), Parts(layers=layers))
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :1], x[:, 1:]
+
+
+def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
+    model = nn.Sequential(Halves(), nn.Linear(1, 1))
+    stage = stage_module(layers_of(model, Parts(layers=list)), range(2))
+    with pytest.raises(TaskError, match=r"layer '0' \(Halves\) returned a tuple of Tensor, Tensor: .* must be one tensor"):
+        stage(torch.ones(2, 2))
+
+
+class FunctionalDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(F.dropout(self.a(x), 0.5, self.training))
+        return out
+
+
+def test_a_mode_baked_into_the_forward_is_refused() -> None:
+    with pytest.raises(TaskError, match="FunctionalDropout: its forward does something else in training than in evaluation"):
+        layers_of(FunctionalDropout())
+
+
+# -- which layers make a stage -----------------------------------------------------------------------------------------------------
+
+
+def brute_force(costs: Sequence[int], stages: int) -> tuple[int, int]:
+    every = itertools.combinations(range(1, len(costs)), stages - 1)
+    sums = [[sum(costs[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs)])] for cuts in every]
+    return min((max(each), sum(part * part for part in each)) for each in sums)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9).flatmap(lambda costs: st.tuples(st.just(costs), st.integers(1, len(costs)))))
+def test_no_cut_is_better(case: tuple[list[int], int]) -> None:
+    costs, stages = case
+    parts = balanced(costs, stages)
+    assert [layer for part in parts for layer in part] == list(range(len(costs)))
+    assert len(parts) == stages
+    assert all(len(part) for part in parts)
+    sums = [sum(costs[layer] for layer in part) for part in parts]
+    assert (max(sums), sum(each * each for each in sums)) == brute_force(costs, stages)
+
+
+def test_the_largest_stage_comes_first_and_squares_after() -> None:
+    assert balanced([3, 4, 8, 1], 3) == [range(0, 2), range(2, 3), range(3, 4)]  # 3 | 4 | 8 1 has smaller squares, and a stage of 9
+
+
+def test_ties_are_cut_early() -> None:
+    assert balanced([1, 1, 1], 2) == [range(0, 1), range(1, 3)]
+    assert balanced([5, 0, 0, 5], 2) == [range(0, 1), range(1, 4)]
+
+
+def test_more_stages_than_layers() -> None:
+    layers = layers_of(reader(depth=1))
+    with pytest.raises(UsageError, match=r"stages=4, but the model has 3 layers that can be cut apart: words, blocks\.0, head; have fewer"):
+        cut(layers, 4)
+
+
+def test_stages_begin_where_parts_says() -> None:
+    layers = layers_of(reader(depth=3))
+    assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [range(0, 1), range(1, 4), range(4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (["blocks.7", "head"], "'blocks.7' is no layer at which the model can be cut; the layers are words, blocks.0"),
+        (["head", "blocks.0"], "'blocks.0' does not come after 'head'"),
+        (["words", "head"], "'words' is the first layer, where stage 0 begins"),
+        (["head"], r"names 1 beginning, and 3 stages need 2: one for every stage after the first; the layers are"),
+    ],
+)
+def test_beginnings_that_cannot_be(stages: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cut(layers_of(reader(depth=2)), 3, Parts(stages=stages))
+
+
+def test_costs_by_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1, bias=False))
+    assert by_parameters(layers_of(model)) == [40.0, 0.0, 8.0]
+
+
+def timed(world: World) -> tuple[list[float], bool]:
+    model = nn.Sequential(nn.Linear(4, 256), nn.BatchNorm1d(256), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    costs = by_time(layers_of(model), (torch.randn(16, 4),), world.group)
+    untouched = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    return costs, untouched and all(p.grad is None for p in model.parameters())
+
+
+def test_costs_by_time_are_the_same_on_all_ranks_and_leave_no_trace() -> None:
+    first, second = run_ranks(timed, 2)
+    assert first == second
+    assert first[1]
+    assert all(cost > 0 for cost in first[0])
+
+
+# -- tied weights ------------------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_found_and_so_are_the_stages_that_share_them() -> None:
+    model = reader(depth=2, tied=True)
+    assert tied(model) == {"head.weight": "words.weight"}
+    layers = layers_of(model)
+    assert shared(layers, cut(layers, 2, Parts(stages=["blocks.1"]))) == {"words.weight": (0, 1)}
+    assert shared(layers, [range(len(layers))]) == {}
+    assert tied(reader()) == {}
+
+
+def test_a_stage_says_what_it_is() -> None:
+    layers = layers_of(reader(depth=2))
+    assert described(stage_module(layers, range(0, 3))) == "layers words to blocks.1"
+    assert described(stage_module(layers, range(3, 4))) == "layer head"
+    assert described(nn.ReLU()) == "a ReLU"
