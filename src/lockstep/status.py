@@ -1,10 +1,10 @@
 """What this rank is doing, on a page of memory in a file: its launcher reads it without asking, also where the rank hangs or is dead.
 
     page    one block of fixed fields (step, phase, since when, latest collective, ...) and a ring of the last collectives in words
-    phase   start, data, forward, backward, reduce, optimizer, checkpoint, evaluate; "loop" is the user's code between steps
+    phase   start, data, forward, backward, reduce, optimizer, checks, checkpoint, evaluate; "loop" is the user's code between steps
 
-Without a launcher of ours there is no page, and noting costs a comparison. Only the main thread notes: what threads of a library do beside it
-does not say where a rank is. Nothing here takes a lock or may raise.
+Without a launcher of ours there is no page. The clock of a training's steps (step_clock.py) hears the same. Only the main thread notes: what threads of
+a library do beside it does not say where a rank is. Nothing here takes a lock or may raise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-PHASES = ("start", "data", "forward", "backward", "reduce", "optimizer", "checkpoint", "evaluate", "loop")
+from lockstep.step_clock import INDEX, PHASES, StepClock
 
 _TICKS = struct.Struct("=Q")  # grows with everything that is noted: whoever sees it stand still sees a rank that does
 _STATE = struct.Struct("=QIIqQQ")  # ticks, phase, waits?, step, since (monotonic ns), latest collective
@@ -45,7 +45,7 @@ class Page:
         finally:
             os.close(handle)
         self._owner = threading.get_ident()
-        self._ticks, self._phase, self._waits, self._step = 0, 0, 0, 0
+        self._ticks, self.phase, self._waits, self._step = 0, 0, 0, 0
         self._since, self._number = time.monotonic_ns(), 0
         self._began_to_wait, self._waited = 0, 0
         self._totals = [0] * len(PHASES)
@@ -53,13 +53,12 @@ class Page:
 
     def _put(self) -> None:
         self._ticks += 1
-        _STATE.pack_into(self._memory, 0, self._ticks, self._phase, self._waits, self._step, self._since, self._number)
+        _STATE.pack_into(self._memory, 0, self._ticks, self.phase, self._waits, self._step, self._since, self._number)
 
-    def enter(self, phase: int) -> None:
-        now = time.monotonic_ns()
-        self._totals[self._phase] += now - self._since
-        _NUMBER.pack_into(self._memory, _AT_TOTALS + 8 * self._phase, self._totals[self._phase])
-        self._phase, self._since = phase, now
+    def enter(self, phase: int, now: int) -> None:
+        self._totals[self.phase] += now - self._since
+        _NUMBER.pack_into(self._memory, _AT_TOTALS + 8 * self.phase, self._totals[self.phase])
+        self.phase, self._since = phase, now
         self._put()
 
     def step(self, number: int) -> None:
@@ -75,8 +74,7 @@ class Page:
         self._number = number
         self._put()
 
-    def waits(self, begun: bool) -> None:
-        now = time.monotonic_ns()
+    def waits(self, begun: bool, now: int) -> None:
         if begun:
             self._began_to_wait = now
         else:
@@ -86,16 +84,13 @@ class Page:
         self._put()
 
     @property
-    def current(self) -> int:
-        return self._phase
-
-    @property
     def mine(self) -> bool:
         """Whether this thread is the one that notes."""
         return threading.get_ident() == self._owner
 
 
 _page: Page | None = None
+_clock: StepClock | None = None
 _hook: Callable[[int, str], None] | None = None  # called with (step, phase) whenever a phase begins: testing.faults
 _step = 0
 
@@ -104,6 +99,14 @@ def open_page(directory: Path, rank: int) -> None:
     """From now on this process, rank `rank`, notes what it does. Called by its main thread."""
     global _page
     _page = Page(file_of(directory, rank))
+
+
+def open_clock(clock: StepClock) -> None:
+    """From now on this one hears of phases. Where another did, what passed in between is none of its steps'."""
+    global _clock
+    if clock is not _clock:
+        _clock = clock
+        clock.begin()
 
 
 def on_phase(hook: Callable[[int, str], None] | None) -> None:
@@ -119,13 +122,21 @@ def noted() -> bool:
 
 def enter(phase: str) -> str:
     """A phase begins; gives the one that it ends."""
-    before = "loop"
-    page = _page
-    if page is not None and page.mine:
-        before = PHASES[page.current]
-        page.enter(_INDEX[phase])
+    before = _enter(INDEX[phase])
     if _hook is not None:
         _hook(_step, phase)
+    return PHASES[before]
+
+
+def _enter(phase: int) -> int:
+    now = time.monotonic_ns()
+    page, clock, before = _page, _clock, INDEX["loop"]
+    if clock is not None and clock.mine:
+        before = clock.phase
+        clock.enter(phase, now)
+    if page is not None and page.mine:
+        before = page.phase
+        page.enter(phase, now)
     return before
 
 
@@ -134,9 +145,7 @@ def inside(phase: str) -> Iterator[None]:
     """A phase within another. An exception that leaves it leaves it noted: that is where it came from."""
     before = enter(phase)
     yield
-    page = _page
-    if page is not None and page.mine:
-        page.enter(_INDEX[before])
+    _enter(INDEX[before])  # goes on: no hook hears of it
 
 
 def step(number: int) -> None:
@@ -156,12 +165,12 @@ def collective(number: int, text: str) -> None:
 
 def waits(begun: bool) -> None:
     """It begins, or has ended, to wait for other ranks."""
-    page = _page
+    now = time.monotonic_ns()
+    page, clock = _page, _clock
     if page is not None and page.mine:
-        page.waits(begun)
-
-
-_INDEX = {name: number for number, name in enumerate(PHASES)}
+        page.waits(begun, now)
+    if clock is not None and clock.mine:
+        clock.waits(begun, now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,67 @@
+"""When each bucket left this rank, and when its sum was there: how much of the communication went on behind the backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lockstep.collectives.group import Work, asks
+
+_SECOND = 1e9  # ns
+
+
+class Departure(NamedTuple):
+    """One bucket's, in seconds of this process's monotonic clock."""
+
+    left: float
+    arrived: float | None
+    """None: not known yet."""
+
+
+class Departures:
+    """Of one window. Nobody waits for a look: a sum that came unseen counts as there when somebody looks, or waits for it."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._asks: list[Callable[[], bool] | None] = []
+        self._left: list[int] = []
+        self._arrived: list[int | None] = []
+        self._looked = 0  # those before this one are there
+        self._over: int | None = None
+
+    def leave(self, work: Work) -> None:
+        self._asks.append(asks(work))
+        self._left.append(time.monotonic_ns())
+        self._arrived.append(None)
+
+    def look(self) -> None:
+        """Sums come in the order in which they left: note those that have."""
+        while self._looked < len(self._asks) and (done := self._asks[self._looked]) is not None and done():
+            self._arrived[self._looked] = time.monotonic_ns()
+            self._looked += 1
+
+    def backward_is_over(self) -> None:
+        """From now on nothing is computed behind."""
+        self.look()
+        self._over = time.monotonic_ns()
+
+    def waited_for(self, number: int) -> None:
+        if self._arrived[number] is None:
+            self._arrived[number] = time.monotonic_ns()
+
+    def times(self) -> Sequence[Departure]:
+        """By bucket, in the order in which they left."""
+        return [Departure(left / _SECOND, None if at is None else at / _SECOND) for left, at in zip(self._left, self._arrived, strict=True)]
+
+    def hidden(self) -> float:
+        """Seconds in which something was on its way while the backward went on. What only begins when it is waited for was not."""
+        total = reached = 0
+        for asked, left, arrived in zip(self._asks, self._left, self._arrived, strict=True):
+            if asked is not None and self._over is not None and left < self._over:
+                end = self._over if arrived is None else min(arrived, self._over)
+                total += max(0, end - max(left, reached))
+                reached = max(reached, end)
+        return total / _SECOND

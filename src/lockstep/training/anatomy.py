@@ -1,0 +1,228 @@
+"""RUN/anatomy/rank-R.jsonl: where the time of every step went, written by each rank for itself. `lockstep report` reads it.
+
+begin    a rank begins, or begins again: workers, host, step, and how it trains; `at` is its monotonic clock's time
+steps    sums over the steps first .. last, in seconds: data, forward, backward, exposed (= moving + waits), hidden, optimizer, checks, other;
+         `lost`: of the waits, how long it was for a rank that came later, by that rank's number; spans and buckets: of some steps, where each piece lies
+pause    evaluate or checkpoint, between steps
+links    of TCP connections to other hosts, since the line before
+memory   bytes of parameters, gradients, optimizer, activations of one micro-batch; peak
+end      the training came to its end
+
+A line is one step for the first 1000, then 2, 4, ... for each thousand lines: a file grows with the logarithm of the run's length, and all ranks' lines
+end at the same steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+
+from lockstep.data.windows import Window
+from lockstep.gradients.departures import Departure
+from lockstep.settings import Settings
+from lockstep.step_clock import StepTimes
+from lockstep.step_result import StepResult
+from lockstep.stepper import Stepper
+from lockstep.task import Task
+from lockstep.training.links import Links
+from lockstep.training.memory_use import memory_use
+
+FOLDER = "anatomy"
+_LINES = 1000
+_IN_DETAIL = 20  # steps, and later one in _RARELY
+_RARELY = 100
+_DIGITS = 7
+_FLUSH_EVERY = 1.0  # s: what a rank that is killed takes with it
+_encoded = json.JSONEncoder(allow_nan=False).encode
+_NAMES = {"reduce": "moving", "loop": "other", "start": "other"}  # of phases, as the sums call them
+_SUMMED = ("seconds", "data", "forward", "backward", "exposed", "moving", "waits", "hidden", "optimizer", "checks", "other")
+
+
+def ends_line(step: int) -> bool:
+    """Whether a line ends with step `step`, counted from 1 since the rank began."""
+    width = 1
+    before = 0
+    while step > before + _LINES * width:
+        before += _LINES * width
+        width *= 2
+    return (step - before) % width == 0
+
+
+def in_detail(step: int) -> bool:
+    """Whether a line of step `step`, counted like that, has spans and buckets."""
+    return step <= _IN_DETAIL or (step <= _LINES and step % _RARELY == 0)
+
+
+def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
+    """What a rank's first line says of how it trains."""
+    world = stepper.world
+    return {
+        "workers": world.size,
+        "host": socket.gethostname(),
+        "node": world.node,
+        "device": world.device.type,
+        "reduction": stepper.reducer.reduction.name,
+        "method": stepper.method.describe(),
+        "buckets": [bucket.sum.nbytes for bucket in stepper.reducer.buckets],
+        "micro_batch": task.micro_batch,
+        "global_batch": task.global_batch,
+        "loader_workers": settings.loader_workers,
+        "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+
+
+class AnatomyFile:
+    """This rank's, from the stepper's next step on. `begin`: what its first line says beside rank and step."""
+
+    def __init__(self, run: Path, stepper: Stepper, begin: Mapping[str, Any]) -> None:
+        world = stepper.world
+        self._stepper = stepper
+        self._lines = _opened(run / FOLDER / f"rank-{world.rank}.jsonl")
+        self._flush_due = 0.0
+        self._before = stepper.steps
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._lost: defaultdict[int, float] = defaultdict(float)
+        self._count = 0  # steps that are in lines, or in the one that is open
+        self._open: list[_Held] = []  # the steps of the line that is open: the first, and the latest
+        self._held: list[_Held] = []  # steps of which it is not known yet who came last
+        self._activations: int | None = None
+        self._links = Links() if world.local_size != world.size else None
+        self.write({"kind": "begin", "rank": world.rank, "step": stepper.steps, "at": time.monotonic(), **begin})
+        stepper.keeps_spans = lambda step: in_detail(step - self._before)
+
+    def step(self, result: StepResult, window: Window, activations: int | None) -> None:
+        """One step, over this window; `activations`: what a micro-batch's forward keeps, in bytes."""
+        if self._held and self._count == 0:  # the optimizer has its state by now
+            self._write_memory(activations)
+        lost = _lost(result.waited_by_rank, self._stepper.place)
+        for each in self._held:
+            self._add(each, lost if each is self._held[-1] else {})
+        departures = self._stepper.reducer.departures.times()
+        self._held = [_Held(times, len(window), window.samples, departures) for times in result.times]
+        for times in result.times:
+            for what, seconds in (("evaluate", times.evaluate), ("checkpoint", times.checkpoint)):
+                if seconds:
+                    self.write({"kind": "pause", "what": what, "step": times.step - 1, "seconds": _rounded(seconds)})
+        self._look_at_links()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._lines.write(f"{_encoded(record)}\n")
+        if (now := time.monotonic()) > self._flush_due:
+            self._lines.flush()
+            self._flush_due = now + _FLUSH_EVERY
+
+    def end(self, step: int) -> None:
+        """The training came to its end, after so many steps."""
+        self._flush()
+        self._look_at_links(now_or_never=True)
+        self._write_memory(self._activations)
+        self.write({"kind": "end", "step": step})
+
+    def _look_at_links(self, *, now_or_never: bool = False) -> None:
+        if self._links is not None and (rows := self._links.look(now_or_never=now_or_never)):
+            self.write({"kind": "links", "step": self._stepper.steps, "to": rows})
+
+    def _write_memory(self, activations: int | None) -> None:
+        self._activations = activations
+        self.write({"kind": "memory", **memory_use(self._stepper, activations)})
+
+    def close(self) -> None:
+        self._flush()
+        self._lines.close()
+
+    def __enter__(self) -> AnatomyFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _add(self, held: _Held, lost: Mapping[int, float]) -> None:
+        self._open = [*self._open[:1], held]
+        for name in _SUMMED:
+            self._sums[name] += getattr(held.times, name) or 0.0
+        self._sums["micro_batches"] += held.micro_batches
+        self._sums["samples"] += held.samples
+        for rank, seconds in lost.items():
+            self._lost[rank] += seconds
+        self._count += 1
+        if ends_line(self._count):
+            self._end_line()
+
+    def _end_line(self) -> None:
+        first, latest = self._open[0].times, self._open[-1].times
+        record: dict[str, Any] = {"kind": "steps", "first": first.step, "last": latest.step}
+        record |= {name: _rounded(self._sums[name]) for name in _SUMMED}
+        record |= {name: round(self._sums[name]) for name in ("micro_batches", "samples")}
+        if latest.hidden is None:
+            record["hidden"] = None
+        if self._lost:
+            record["lost"] = {str(rank): _rounded(seconds) for rank, seconds in sorted(self._lost.items())}
+        if len(self._open) == 1 and latest.spans:
+            record |= self._open[0].detail()
+        self.write(record)
+        self._sums.clear()
+        self._lost.clear()
+        self._open = []
+
+    def _flush(self) -> None:
+        """What is not written yet, as if a line ended here."""
+        held, self._held = self._held, []
+        for each in held:
+            self._add(each, {})
+        if self._open:
+            self._end_line()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    times: StepTimes
+    micro_batches: int
+    samples: int
+    departures: Sequence[Departure]
+
+    def detail(self) -> dict[str, Any]:
+        """Where each piece of it lies, and when each bucket left and was there, by this process's monotonic clock."""
+        spans = [span for span in self.times.spans if span.end > span.begin]
+        names = ["waits" if span.waits else _NAMES.get(span.phase, span.phase) for span in spans]
+        return {
+            "spans": [[name, _rounded(span.begin), _rounded(span.end)] for name, span in zip(names, spans, strict=True)],
+            "buckets": [
+                [number, _rounded(each.left), None if each.arrived is None else _rounded(each.arrived)]
+                for number, each in enumerate(self.departures)
+            ],
+        }
+
+
+def _lost(waited_by_rank: Sequence[float], rank: int) -> Mapping[int, float]:
+    """For whom this rank waited: the one that waited least came last. What it waited itself was for the network, and so is as much of ours."""
+    if len(waited_by_rank) < 2:
+        return {}
+    least = min(waited_by_rank)
+    last = waited_by_rank.index(least)
+    lost = waited_by_rank[rank] - least
+    return {last: lost} if lost > 0 else {}
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, _DIGITS)
+
+
+def _opened(file: Path) -> TextIO:
+    """To be appended to, line by line. A rank that was killed may have left half a line."""
+    file.parent.mkdir(exist_ok=True)
+    torn = file.exists() and not file.read_bytes().endswith(b"\n")
+    found = file.open("a", encoding="utf-8")
+    if torn:
+        found.write("\n")
+    return found

@@ -1,0 +1,98 @@
+"""How much of the communication went on behind the backward, by a clock that the test moves on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+
+from lockstep.gradients.departures import Departures
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic_ns(self) -> int:
+        return round(self.now * 1e9)
+
+
+@dataclass
+class Goes:
+    """On its way by itself, there at `at`."""
+
+    time: Time
+    at: float
+
+    def wait(self, timeout: timedelta | None = None) -> None: ...
+
+    def done(self) -> bool:
+        return self.time.now >= self.at
+
+
+class Begins:
+    """Only when it is waited for."""
+
+    def wait(self, timeout: timedelta | None = None) -> None: ...
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    found = Time()
+    monkeypatch.setattr("lockstep.gradients.departures.time", found)
+    return found
+
+
+def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_once(time: Time) -> None:
+    found = Departures()
+    for now, arrives in ((1.0, 3.0), (2.0, 4.0), (6.0, 9.0)):
+        time.now = now
+        found.look()
+        found.leave(Goes(time, arrives))
+    for now in (3.0, 4.0, 5.0):  # the looks of gradients that land meanwhile
+        time.now = now
+        found.look()
+    time.now = 8.0
+    found.backward_is_over()
+    found.leave(Goes(time, 10.0))
+    for number, now in enumerate((8.0, 8.0, 9.0, 10.0)):
+        time.now = now
+        found.waited_for(number)
+    assert [(each.left, each.arrived) for each in found.times()] == [(1.0, 6.0), (2.0, 6.0), (6.0, 9.0), (8.0, 10.0)]
+    assert found.hidden() == pytest.approx(7.0)  # from 1 to 8: the looks came late, at 6
+
+
+def test_a_look_in_time_says_when_a_sum_was_there(time: Time) -> None:
+    found = Departures()
+    time.now = 1.0
+    found.leave(Goes(time, 2.0))
+    found.leave(Goes(time, 3.0))
+    for now in (1.5, 2.0, 2.5, 3.0):
+        time.now = now
+        found.look()
+    time.now = 5.0
+    found.backward_is_over()
+    assert [each.arrived for each in found.times()] == [2.0, 3.0]
+    assert found.hidden() == pytest.approx(2.0)
+
+
+def test_nothing_is_hidden_of_what_begins_when_it_is_waited_for(time: Time) -> None:
+    found = Departures()
+    time.now = 1.0
+    found.leave(Begins())
+    time.now = 5.0
+    found.backward_is_over()
+    time.now = 7.0
+    found.waited_for(0)
+    assert found.hidden() == 0.0
+    assert [(each.left, each.arrived) for each in found.times()] == [(1.0, 7.0)]
+
+
+def test_a_window_without_a_backward_hides_nothing(time: Time) -> None:
+    found = Departures()
+    found.backward_is_over()
+    found.leave(Goes(time, 3.0))
+    time.now = 3.0
+    found.waited_for(0)
+    assert found.hidden() == 0.0

@@ -1,0 +1,159 @@
+"""What each rank leaves of where its time went: lines that fit together over ranks, and whom the others waited for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from lockstep import Loader, Stepper, testing
+from lockstep.step_clock import StepTimes
+from lockstep.step_result import StepResult
+from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
+from lockstep.training.memory_use import Activations, memory_use
+from lockstep.updates.update import Applied
+from lockstep.world import World
+
+_DAWDLES = 0.15  # s
+
+
+def test_lines_grow_rarer_and_every_step_is_in_one() -> None:
+    ends = [step for step in range(1, 15_001) if ends_line(step)]
+    assert ends[:1000] == list(range(1, 1001))
+    assert ends[1000:2000] == list(range(1002, 3001, 2))
+    assert ends[2000:3000] == list(range(3004, 7001, 4))
+    assert ends[3000:4000] == list(range(7008, 15_001, 8))
+
+
+def test_the_first_steps_are_in_detail_and_then_one_in_a_hundred() -> None:
+    assert [step for step in range(1, 3000) if in_detail(step)] == [*range(1, 21), *range(100, 1001, 100)]
+
+
+def lines(run: Path, rank: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "anatomy" / f"rank-{rank}.jsonl").read_text().splitlines() if line]
+
+
+def train(world: World, run: str, steps: int, slow: tuple[int, str] | None, reduce: str = "auto") -> None:
+    """A linear model over 12 samples a step, four of each rank; another gradient on every rank."""
+    if slow is not None:
+        testing.slow_at(slow[0], 1, slow[1], _DAWDLES)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters()), reduce=reduce, world=world)
+    data = TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
+    loader = Loader(data, global_batch=12, micro_batch=2, seed=0, rank=world.rank, size=world.size)
+    with AnatomyFile(Path(run), stepper, {"workers": world.size}) as file:
+        for epoch in loader.epochs(steps // 4):
+            for window in epoch:
+                for x, y in stepper.micro_batches(window):
+                    stepper.backward(((model(x) - y) ** 2).sum(), weight=len(y))
+                file.step(stepper.step(), window, None)
+        file.end(stepper.steps)
+    testing.no_faults()
+
+
+@pytest.mark.parametrize("reduce", ["auto", "native"])
+@pytest.mark.parametrize(("phase", "where"), [("forward", "forward"), ("reduce", "moving"), ("optimizer", "optimizer")])
+def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(tmp_path: Path, phase: str, where: str, reduce: str) -> None:
+    testing.run_ranks(train, 3, (str(tmp_path), 8, (1, phase), reduce))
+    for rank in range(3):
+        found = [line for line in lines(tmp_path, rank) if line["kind"] == "steps"]
+        assert [(line["first"], line["last"]) for line in found] == [(step, step) for step in range(1, 9)]
+        assert all(line["samples"] == 4 and line["micro_batches"] == 2 for line in found)
+        later = found[2:7]
+        assert (median(line[where] for line in later) > _DAWDLES) == (rank == 1)
+        if rank != 1:
+            assert median(line.get("lost", {}).get("1", 0.0) for line in later) > 0.5 * _DAWDLES
+        for line in found:
+            parts = sum(line[name] for name in ("data", "forward", "backward", "exposed", "optimizer", "checks", "other"))
+            assert parts == pytest.approx(line["seconds"], abs=1e-6)
+            assert line["exposed"] == pytest.approx(line["moving"] + line["waits"], abs=1e-6)
+        kinds = Counter(line["kind"] for line in lines(tmp_path, rank))
+        assert (kinds["begin"], kinds["memory"], kinds["end"]) == (1, 2, 1)
+
+
+def alone(world: World, run: str) -> list[dict[str, Any]]:
+    train(world, run, 8, None)
+    return []
+
+
+def test_one_rank_waits_for_nobody_and_spans_fill_its_steps(tmp_path: Path) -> None:
+    testing.run_ranks(alone, 1, (str(tmp_path),))
+    found = [line for line in lines(tmp_path, 0) if line["kind"] == "steps"]
+    assert all("lost" not in line for line in found)
+    for line in found[1:]:
+        spans = line["spans"]
+        assert all(end == begin for (_, _, end), (_, begin, _) in itertools.pairwise(spans))
+        assert spans[-1][2] - spans[0][1] == pytest.approx(line["seconds"], abs=1e-5)
+        assert {name for name, _, _ in spans} >= {"data", "forward", "backward", "optimizer"}
+
+
+def keep_half_a_line(world: World, run: str) -> None:
+    file = Path(run) / "anatomy" / "rank-0.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"kind": "begin"}\n{"kind": "ste')
+    train(world, run, 4, None)
+
+
+def test_a_rank_that_begins_again_does_not_write_into_half_a_line(tmp_path: Path) -> None:
+    testing.run_ranks(keep_half_a_line, 1, (str(tmp_path),))
+    text = (tmp_path / "anatomy" / "rank-0.jsonl").read_text().splitlines()
+    assert text[1] == '{"kind": "ste'
+    assert json.loads(text[2])["kind"] == "begin"
+
+
+def lagging(world: World, run: str) -> None:
+    """As on a GPU: what steps came to is known two steps later, and of the last ones never."""
+    model = torch.nn.Linear(2, 1)
+    stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+    loader = Loader(TensorDataset(torch.randn(4, 2)), global_batch=4, micro_batch=2, rank=0, size=1)
+    (window,) = next(loader.epochs(1))
+    times = StepTimes(
+        step=0, data=1.0, forward=2.0, backward=3.0, moving=0.5, waits=0.25, optimizer=1.0, checks=0.0, other=0.0, hidden=None
+    )
+    result = StepResult(loss=0.0, weight=1.0, stop=False, samples_by_rank=(4,), bytes_sent=0, outcome=Applied())
+    with AnatomyFile(Path(run), stepper, {}) as file:
+        for step in range(1, 6):
+            known = () if step < 3 else (replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0),)
+            file.step(replace(result, times=known), window, None)
+
+
+def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -> None:
+    testing.run_ranks(lagging, 1, (str(tmp_path),))
+    found = lines(tmp_path, 0)
+    assert [(line["first"], line["seconds"], line["hidden"]) for line in found if line["kind"] == "steps"] == [
+        (step, 7.75, None) for step in (1, 2, 3)
+    ]
+    (pause,) = (line for line in found if line["kind"] == "pause")
+    assert (pause["what"], pause["step"], pause["seconds"]) == ("evaluate", 1, 7.0)
+
+
+def counted(world: World) -> tuple[int | None, dict[str, int | None]]:
+    model = torch.nn.Sequential(torch.nn.Linear(100, 50, bias=False), torch.nn.ReLU(), torch.nn.Linear(50, 10, bias=False))
+    stepper = Stepper(model, torch.optim.AdamW(model.parameters(), fused=True), world=world)
+    found = Activations(counts=True)
+    for _ in range(2):
+        for x in stepper.micro_batches([torch.randn(8, 100)]):
+            with found.counted(model):
+                loss = model(x).sum()
+            stepper.backward(loss, weight=1.0)
+        stepper.step()
+    return found.bytes, memory_use(stepper, found.bytes)
+
+
+def test_memory_is_counted_by_what_it_is_for() -> None:
+    ((activations, use),) = testing.run_ranks(counted, 1)
+    assert activations == 4 * (8 * 100 + 8 * 50)  # the input, and what ReLU gives, which two layers keep: once
+    weights = 4 * (100 * 50 + 50 * 10)
+    assert use["parameters"] == weights
+    assert use["gradients"] >= weights
+    assert 2 * weights <= (use["optimizer"] or 0) <= 2 * weights + 16
+    assert use["activations"] == activations
