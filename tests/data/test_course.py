@@ -19,7 +19,7 @@ def picture(course: Any, epoch: int, size: int) -> list[str]:
     """A line a rank: its micro-batches, one after the other."""
     plan = course.plan(epoch)
     return [
-        " ".join(",".join(map(str, batch)) for batch in course.indices(epoch, range(plan.steps_per_epoch), rank, size))
+        " ".join(",".join(map(str, batch)) for batch in course.indices(epoch, range(plan.steps_per_epoch), plan.cut(0).share(rank, size)))
         for rank in range(size)
     ]
 
@@ -53,7 +53,8 @@ def test_an_order_asked_in_pieces_says_the_same(samples: int, size: int) -> None
     course = ByPosition(order, Plan(samples=samples, global_batch=12, micro_batch=5))
     wanted = order.at(1, np.arange(samples)).tolist()
     for rank in range(size):
-        batches = [index for batch in course.indices(1, range(course.plan(1).steps_per_epoch), rank, size) for index in batch]
+        slots = course.plan(1).cut(0).share(rank, size)
+        batches = [index for batch in course.indices(1, range(course.plan(1).steps_per_epoch), slots) for index in batch]
         positions = [p for cut in course.plan(1).cuts(1) for slot in cut.share(rank, size) for p in cut.positions(slot)]
         assert batches == [wanted[position] for position in positions]
 
@@ -67,7 +68,7 @@ def test_an_order_is_asked_for_many_positions_at_once_and_never_for_all() -> Non
             return super().at(epoch, positions)
 
     course = ByPosition(Noting(10**12), Plan(samples=10**12, global_batch=64, micro_batch=32))
-    indices = course.indices(0, range(10**9, course.plan(0).steps_per_epoch), 0, 1)
+    indices = course.indices(0, range(10**9, course.plan(0).steps_per_epoch), range(2))
     assert next(indices)[:2] == [64 * 10**9, 64 * 10**9 + 1]
     assert asked == [4096]
 

@@ -361,5 +361,5 @@ def test_epochs_that_do_not_exist_are_named() -> None:
 def test_an_iterable_dataset_gives_a_loader_with_the_same_face() -> None:
     found = Loader(Stream(), global_batch=4, micro_batch=2, device="cpu")
     assert isinstance(found, StreamLoader)
-    assert {name for name in dir(Loader) if not name.startswith("_")} - {"plan", "order"} <= set(dir(found))
+    assert {name for name in dir(Loader) if not name.startswith("_")} - {"plan", "order", "by_rank", "share"} <= set(dir(found))
     assert found.describe().endswith("an iterable dataset, sharded by the loader")

@@ -102,5 +102,6 @@ def test_the_recipe_is_one_object_and_says_what_must_be_equal() -> None:
         "micro_batch": 2,
         "drop_last": False,
         "cut by the number of ranks": False,
+        "balance": None,
     }
     assert loader(Numbers(32), seed=3, rank=0, size=3, num_workers=1).recipe == ours.recipe

@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, Sampler
 
+from lockstep.balance import Balance
+from lockstep.data.balancer import Balancer
 from lockstep.data.course import ByBatch, ByPosition, Course
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
+from lockstep.data.shares import in_proportion
 from lockstep.data.windows import Plan, whole
 from lockstep.errors import UsageError
 from lockstep.place import rank_and_size
@@ -91,6 +94,24 @@ def sizes_of(global_batch: int | None, batch_per_rank: int | None, micro_batch: 
             "change one of them, or give global_batch"
         )
     return each * size, micro_batch or each, True
+
+
+def choose_shares(balance: Balance | None, slots: int, size: int, *, depends: bool) -> tuple[Balancer | None, tuple[int, ...]]:
+    """Who shares out a step's `slots` micro-batches from window to window, or the shares of all windows (empty: evenly). Raises UsageError.
+
+    `depends`: whether the world size decides how the data is cut.
+    """
+    if balance is None:
+        return None, ()
+    if depends:
+        raise UsageError(
+            f"balance={str(balance)!r} shares out micro-batches that are the same on any number of ranks, and here every rank has its own: "
+            "give global_batch and micro_batch"
+        )
+    if balance.weights is None:
+        return Balancer(slots, size), ()
+    balance.check_count(size)
+    return None, in_proportion(balance.weights, slots)
 
 
 def place_of(rank: int | None, size: int | None) -> tuple[int, int]:

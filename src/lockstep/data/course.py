@@ -35,15 +35,15 @@ class Course(Protocol):
         """Take over the number of an epoch's first step. Raises UsageError where it is another one."""
         ...
 
-    def indices(self, epoch: int, steps: range, rank: int, size: int) -> Iterator[list[int]]:
-        """The samples of one rank's micro-batches in these steps, counted from the epoch's first, one micro-batch after the other."""
+    def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
+        """The samples of these slots' micro-batches in these steps, counted from the epoch's first, one micro-batch after the other."""
         ...
 
-    def counts(self, cut: Cut, rank: int, size: int) -> list[int] | None:
-        """Samples in each of one rank's micro-batches of a step; None: as many as positions."""
+    def counts(self, cut: Cut, slots: range) -> list[int] | None:
+        """Samples in each of these micro-batches of a step, which hold some; None: as many as positions."""
         ...
 
-    def describe(self, size: int) -> str: ...
+    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str: ...
 
     def fields(self) -> dict[str, Any]:
         """What of it belongs to a training, by name."""
@@ -69,8 +69,8 @@ class ByPosition:
                 f"the state's epoch {epoch} begins with step {first}, here it does with step {self.first(epoch)}: it is another run's"
             )
 
-    def indices(self, epoch: int, steps: range, rank: int, size: int) -> Iterator[list[int]]:
-        plan, mine = self._plan, self._mine(rank, size)
+    def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
+        plan, mine = self._plan, self._places(slots)
         if not mine:
             return
         within = np.arange(mine.start, mine.stop, dtype=np.int64)
@@ -84,17 +84,16 @@ class ByPosition:
                 for start in range(begin, end, plan.micro_batch):
                     yield found[start : min(start + plan.micro_batch, end)]
 
-    def _mine(self, rank: int, size: int) -> range:
-        """The positions of one rank in a full step, from the step's beginning on."""
-        slots = self._plan.cut(0).share(rank, size)
+    def _places(self, slots: range) -> range:
+        """The positions of these slots in a full step, from the step's beginning on."""
         most = self._plan.global_batch
         return range(min(slots.start * self._plan.micro_batch, most), min(slots.stop * self._plan.micro_batch, most))
 
-    def counts(self, cut: Cut, rank: int, size: int) -> None:
+    def counts(self, cut: Cut, slots: range) -> None:
         return None
 
-    def describe(self, size: int) -> str:
-        return self._plan.describe(size)
+    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
+        return self._plan.describe(size, owner, by_rank)
 
     def fields(self) -> dict[str, Any]:
         return {"global_batch": self._plan.global_batch, "micro_batch": self._plan.micro_batch, "drop_last": self._plan.drop_last}
@@ -131,22 +130,24 @@ class ByBatch:
             )
         self._firsts[epoch] = first
 
-    def indices(self, epoch: int, steps: range, rank: int, size: int) -> Iterator[list[int]]:
+    def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
         plan = self.plan(epoch)
         for place in steps:
             cut = plan.at(place, epoch, place)
-            for slot in cut.filled(rank, size):
-                yield self._batch(epoch, cut.positions(slot).start)
+            for number in map(cut.positions, slots):
+                if number:  # a short step leaves the last empty
+                    yield self._batch(epoch, number.start)
 
-    def counts(self, cut: Cut, rank: int, size: int) -> list[int]:
-        return [len(self._batch(cut.epoch, cut.positions(slot).start)) for slot in cut.filled(rank, size)]
+    def counts(self, cut: Cut, slots: range) -> list[int]:
+        return [len(self._batch(cut.epoch, cut.positions(slot).start)) for slot in slots]
 
     def _find(self, epoch: int, number: int) -> list[int]:
         found: list[int] = self.order.batch(epoch, number).tolist()
         return found
 
-    def describe(self, size: int) -> str:
-        return f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__} makes them; {shares(self._size, size)}"
+    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
+        made = f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__} makes them"
+        return f"{made}; {shares(self._size, size, owner, by_rank)}"
 
     def fields(self) -> dict[str, Any]:
         return {"micro_batches": self._size, "drop_last": self._drop_last}

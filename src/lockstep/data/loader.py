@@ -6,21 +6,23 @@ micro-batches are fetched here, so what a micro-batch holds, augmentation includ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lockstep.balance import Balance
 from lockstep.data.ahead import Copies, copies_to
-from lockstep.data.choice import choose_course, default_device, place_of
-from lockstep.data.draws import Drawn, Draws
+from lockstep.data.choice import choose_course, choose_shares, default_device, place_of
+from lockstep.data.draws import Draws
+from lockstep.data.epoch import Epoch
 from lockstep.data.iterable.shards import Sharding
 from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.position import Position, read_state
-from lockstep.data.walk import DrawnSpan, KeysSampler, Span, Turns, Walk, end_workers
-from lockstep.data.windows import BY_RANKS, Plan, Window, whole
+from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
+from lockstep.data.windows import BY_RANKS, Plan, whole
 from lockstep.errors import UsageError
 
 
@@ -42,6 +44,9 @@ class Loader:
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index), in the workers as in this process,
     whose own random states are left alone. Never pads: a ragged tail keeps its true size.
+
+    `balance`, for ranks of different speed: a number for each rank, in proportion to which micro-batches are dealt out; or "auto": shares follow
+    what a Stepper measures, from window to window. Nothing but who computes what depends on it. A resumed run begins evenly again.
 
     An iterable dataset gives a StreamLoader (data/iterable/loader.py), which has the same methods; `sharding` says who divides it.
 
@@ -76,6 +81,7 @@ class Loader:
         device: torch.device | str | None = None,
         rank: int | None = None,
         size: int | None = None,
+        balance: str | Sequence[float] | None = None,
         sharding: Sharding | None = None,
     ) -> None:
         self.rank, self.size = place_of(rank, size)
@@ -97,6 +103,8 @@ class Loader:
             drop_last=drop_last,
             size=self.size,
         )
+        self.balance = None if balance is None else Balance.of(balance)
+        self.balancer, self._fixed = choose_shares(self.balance, self.course.plan(0).slots, self.size, depends=self.depends_on_world_size)
         self.device = torch.device(device) if device is not None else default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._fingerprint = {"dataset length": samples, "order": self.order.fingerprint(), "seed": seed, **self.course.fields()}
@@ -125,15 +133,26 @@ class Loader:
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
         """(workers, batches that each fetches ahead): together the micro-batches of a window, so that the next one is always under way."""
-        cut = self.course.plan(0).cut(0)
-        ours = len(cut.share(self.rank, self.size))
+        cut = self.course.plan(0).cut(0)._replace(by_rank=self.by_rank)
+        ours = len(self.share)
         never = ours == 0 or (isinstance(self.order, Order) and not cut.filled(self.rank, self.size))  # the first step is the fullest
+        never = never and self.balancer is None
         return (0, None) if wanted == 0 or never else (wanted, max(2, -(-ours // wanted)))
 
     @property
     def plan(self) -> Plan:
         """How the next epoch is cut into steps: equal for all epochs, but with an order that makes the micro-batches itself."""
         return self.course.plan(self._position.epoch)
+
+    @property
+    def by_rank(self) -> tuple[int, ...]:
+        """How many of a full step's micro-batches each rank has now; empty: evenly."""
+        return self._fixed if self.balancer is None else self.balancer.by_rank
+
+    @property
+    def share(self) -> range:
+        """The slots of a full step that are this rank's now."""
+        return self.course.plan(0).cut(0)._replace(by_rank=self.by_rank).share(self.rank, self.size)
 
     @property
     def order(self) -> Order | Batches:
@@ -146,7 +165,8 @@ class Loader:
         Always the same object. A Stepper compares it among the ranks in its first step.
         """
         if self._recipe is None:
-            self._recipe = self._fingerprint | self._digest(self._position.epoch) | {BY_RANKS: self.depends_on_world_size}
+            shared = {BY_RANKS: self.depends_on_world_size, "balance": None if self.balance is None else str(self.balance)}
+            self._recipe = self._fingerprint | self._digest(self._position.epoch) | shared
         return self._recipe
 
     def _digest(self, epoch: int) -> dict[str, str]:
@@ -159,9 +179,10 @@ class Loader:
         """Steps of an epoch, of the next one where epochs differ."""
         return self.plan.steps_per_epoch
 
-    def describe(self) -> str:
-        """One line: how the global batch is cut and shared, and whether that depends on the world size."""
-        line = self.course.describe(self.size)
+    def describe(self, owner: str = "rank") -> str:
+        """One line: how the global batch is cut and shared among `owner`s, and whether that depends on the world size."""
+        line = self.course.describe(self.size, owner, self.by_rank)
+        line += ", by measured speed" if self.balancer is not None else ""
         return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
 
     def __iter__(self) -> Iterator[Any]:
@@ -211,80 +232,15 @@ class Loader:
         self._position = Position(epoch, place + 1) if place + 1 < steps else Position(epoch + 1, 0)
         self._loaded = False
 
-    def _walk(self, epoch: Epoch) -> Walk:
-        return self._walk_along(Span(self.course, epoch.number, epoch.begin, self.rank, self.size))
-
-    def _walk_along(self, span: Span | DrawnSpan) -> Walk:
+    def _walk(self, epoch: int, steps: range, slots: range) -> Walk:
         if self._copies is None:
             self._copies = copies_to(self.device, pinned=self._pinned)
-        return Walk(self._loader, self._keys, span, self._copies, self._turns)
+        return Walk(self._loader, self._keys, Span(self.course, epoch, steps, slots, self.rank), self._copies, self._turns)
 
     def close(self) -> None:
         """End the workers now, not when the Loader is collected; what was not fetched is lost. A later epoch starts new ones."""
         self._turns.next()
         end_workers(self._loader)
-
-
-class Epoch:
-    """One epoch of a Loader: iterating yields its windows in order; `len` is the number of its steps, the same on all ranks.
-
-    A resumed epoch yields the windows from its step `begin` on; its length stays.
-    """
-
-    def __init__(self, loader: Loader, number: int, begin: int = 0) -> None:
-        self.number = number
-        self.begin = begin
-        self._loader = loader
-
-    def __len__(self) -> int:
-        return self._loader.course.plan(self.number).steps_per_epoch
-
-    def __repr__(self) -> str:
-        return f"Epoch({self.number}, {len(self)} steps)"
-
-    def __iter__(self) -> Iterator[Window]:
-        """Yield every step's Window, empty ones too. What a loop leaves of a window is fetched before the next one."""
-        loader, course = self._loader, self._loader.course
-        if loader.draws is not None:
-            yield from self._drawn(loader.draws)
-            return
-        steps = len(self)
-        loader._position = Position(self.number, self.begin)
-        recipe = loader.recipe
-        walk = loader._walk(self)
-        plan, rank, size = course.plan(self.number), loader.rank, loader.size
-        for place, cut in enumerate(plan.cuts(self.number, self.begin, course.first(self.number)), self.begin):
-            window = Window(cut, rank, size, walk.take, course.counts(cut, rank, size), recipe)
-            if walk.ahead:
-                following = plan.at(place + 1, self.number, cut.step + 1).filled(rank, size) if place + 1 < steps else ()
-                walk.fetch_ahead(len(window) + len(following))
-            loader._hand_out(self.number, place, steps)
-            yield window
-            window.drain()
-
-    def _drawn(self, draws: Draws) -> Iterator[Window]:
-        """Windows of the slots that this rank draws, as many as it gets; and an empty one wherever all ranks meet, the last at the epoch's end."""
-        loader, course = self._loader, self._loader.course
-        plan, first = course.plan(self.number), course.first(self.number)
-        loader._position = Position(self.number, self.begin)
-        recipe, drawn = loader.recipe, Drawn(self.begin, range(0))
-        while not drawn.over:
-            drawn = draws.draw(self.number, first, self.begin, plan)
-            place = drawn.place if drawn.slots else max(0, drawn.place - 1)
-            cut = plan.at(place, self.number, first + place)
-            counts = course.counts(cut, 0, 1) if drawn.slots else None
-            mine = None if counts is None else counts[drawn.slots.start : drawn.slots.stop]
-            if drawn.slots:
-                walk = loader._walk_along(DrawnSpan(course, self.number, place, drawn.slots, loader.rank))
-                window = Window(cut, loader.rank, loader.size, walk.take, mine, recipe, drawn.slots)
-                if walk.ahead:
-                    walk.fetch_ahead(len(window))
-            else:
-                window = Window(cut, loader.rank, loader.size, tuple, None, recipe, drawn.slots)
-                loader._position = Position(self.number, drawn.place) if not drawn.over else Position(self.number + 1, 0)
-                loader._loaded = False
-            yield window
-            window.drain()
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, repeat
+from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -34,39 +34,23 @@ _LIKELY = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a walk goes: one rank's micro-batches of one epoch, from its step `begin` on."""
+    """Where a walk goes: the micro-batches of these slots in these steps of one epoch, for one rank."""
 
     course: Course
     epoch: int
-    begin: int
-    rank: int
-    size: int
-
-    def keys(self) -> Iterator[Keys]:
-        steps = range(self.begin, self.course.plan(self.epoch).steps_per_epoch)
-        return zip(repeat(self.epoch), self.course.indices(self.epoch, steps, self.rank, self.size), strict=False)
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnSpan:
-    """Where a walk of drawn slots goes: those of one step."""
-
-    course: Course
-    epoch: int
-    place: int
+    steps: range
     slots: range
     rank: int
 
     def keys(self) -> Iterator[Keys]:
-        step = self.course.indices(self.epoch, range(self.place, self.place + 1), 0, 1)
-        return zip(repeat(self.epoch), islice(step, self.slots.start, self.slots.stop), strict=False)
+        return zip(repeat(self.epoch), self.course.indices(self.epoch, self.steps, self.slots), strict=False)
 
 
 class KeysSampler(Sampler[Keys]):
     """DataLoader's batch sampler: the keys of a span's micro-batches. Remembers those that have not come back."""
 
     def __init__(self) -> None:
-        self.span: Span | DrawnSpan | None = None
+        self.span: Span | None = None
         self.sent: dict[int, Keys] = {}
         self.received = 0
 
@@ -96,7 +80,7 @@ class Walk:
     when a fetch fails; from then on it raises, where it could only give the batches of other slots.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: KeysSampler, span: Span | DrawnSpan, copies: Copies, turns: Turns) -> None:
+    def __init__(self, loader: DataLoader[Any], sampler: KeysSampler, span: Span, copies: Copies, turns: Turns) -> None:
         self._loader, self._sampler, self._span, self._turns = loader, sampler, span, turns
         self._turn = turns.next()
         self._failed = False

@@ -4,7 +4,7 @@ Everything but `Window` is a pure function of integers, so that every rank, ever
 
     step        consumes positions [start, stop) of its epoch's order: `global_batch` of them, fewer at an epoch's end
     slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in order, so a short step leaves the last empty
-    share       a rank's contiguous range of slots, the same in every step; the world size decides nothing else
+    share       a rank's contiguous range of slots; the world size, and who is faster (data/shares.py), decide nothing else
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from lockstep.data.shares import in_words
 from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.data.balancer import Balancer, Moved
 
 BY_RANKS = "cut by the number of ranks"
 """In a recipe: whether another number of ranks would see other micro-batches."""
@@ -33,6 +37,8 @@ class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass take
     """Samples in a full micro-batch."""
     slots: int
     """Micro-batches of a full step, also where this step is short."""
+    by_rank: tuple[int, ...] = ()
+    """How many of a full step's slots each rank has, in the order of ranks; empty: evenly."""
 
     def positions(self, slot: int) -> range:
         """The positions of one micro-batch; empty for the slots that a short step leaves."""
@@ -41,21 +47,30 @@ class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass take
         return range(begin, min(begin + self.micro_batch, self.stop))
 
     def share(self, rank: int, size: int) -> range:
-        """The slots of one rank. The first `slots % size` ranks have one more; with more ranks than slots the last have none."""
-        return _share(self.slots, self.slots, rank, size)
+        """The slots of one rank. Evenly: the first `slots % size` ranks have one more; with more ranks than slots the last have none."""
+        return _share(self.slots, self.slots, rank, size, self.by_rank)
+
+    def first(self, size: int) -> int:
+        """The rank that has slot 0."""
+        return next(rank for rank in range(size) if self.share(rank, size))
 
     def filled(self, rank: int, size: int) -> range:
         """The slots of one rank that hold samples: all of its share, but in a short step."""
-        return _share(self.slots, -(-(self.stop - self.start) // self.micro_batch), rank, size)
+        return _share(self.slots, -(-(self.stop - self.start) // self.micro_batch), rank, size, self.by_rank)
 
 
 @lru_cache(maxsize=1024)  # asked for in every step, and nearly always alike
-def _share(slots: int, full: int, rank: int, size: int) -> range:
+def _share(slots: int, full: int, rank: int, size: int, by_rank: tuple[int, ...]) -> range:
     """One rank's slots among `slots`, less those from number `full` on."""
     assert 0 <= rank < size
-    each, more = divmod(slots, size)
-    begin = rank * each + min(rank, more)
-    return range(begin, max(begin, min(begin + each + (rank < more), full)))
+    if by_rank:
+        assert len(by_rank) == size
+        assert sum(by_rank) == slots
+        begin, count = sum(by_rank[:rank]), by_rank[rank]
+    else:
+        each, more = divmod(slots, size)
+        begin, count = rank * each + min(rank, more), each + (rank < more)
+    return range(begin, max(begin, min(begin + count, full)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,28 +136,32 @@ class Plan:
         stop = min(start + self.global_batch, self.samples)
         return Cut(step=step, epoch=epoch, start=start, stop=stop, micro_batch=self.micro_batch, slots=self.slots)
 
-    def describe(self, size: int) -> str:
-        """One line: how a step is cut and shared among `size` ranks."""
+    def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
+        """One line: how a step is cut and shared among `size` ranks, or whatever has a share; `by_rank` where that is not evenly."""
         line = f"global batch {self.global_batch} = {counted(self.slots, 'micro-batch', 'es')} x {self.micro_batch}"
         if rest := self.global_batch % self.micro_batch:
             line += f", the last {rest}"
-        line += f"; {shares(self.slots, size)}"
-        if idle := self.idle(size):
+        line += f"; {shares(self.slots, size, owner, by_rank)}"
+        if idle := self.idle(size, by_rank):
             line += f"; the dataset's {counted(self.samples, 'sample')} leave {idle} of them without any"
         if self.dropped:
             line += f"; {counted(self.dropped, 'sample')} of an epoch dropped"
         return line
 
-    def idle(self, size: int) -> int:
+    def idle(self, size: int, by_rank: tuple[int, ...] = ()) -> int:
         """Ranks that own micro-batches and yet never get a sample: the first step, the fullest, does not reach them."""
-        first = self.at(0, 0, 0)
-        return sum(len(first.share(rank, size)) > 0 and not first.filled(rank, size) for rank in range(min(size, self.slots)))
+        first = self.at(0, 0, 0)._replace(by_rank=by_rank)
+        return sum(
+            len(first.share(rank, size)) > 0 and not first.filled(rank, size) for rank in range(size if by_rank else min(size, self.slots))
+        )
 
 
-def shares(slots: int, size: int) -> str:
-    """How `slots` micro-batches are shared among `size` ranks, in words."""
+def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
+    """How `slots` micro-batches are shared among `size` owners, in words; `by_rank` where that is not evenly."""
+    ranks = counted(size, owner)
+    if len(set(by_rank)) > 1:
+        return f"{ranks}: {in_words(by_rank)}"
     each, more = divmod(slots, size)
-    ranks = counted(size, "rank")
     if more == 0:
         return f"{ranks} x {each}"
     if each == 0:
@@ -175,6 +194,11 @@ class Window(Sequence[Any]):
     micro-batch's. `recipe` is what must be equal on all ranks for their windows to fit together, the Loader's own.
     A rank without a share has an empty window, and still takes part in the step. `drawn`: its slots are no fixed share, but were drawn.
     """
+
+    balancer: Balancer | None = None
+    """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work has taken."""
+    moved: Moved | None = None
+    """What is new from this window on, where shares have moved."""
 
     def __init__(
         self,

@@ -33,8 +33,17 @@ class Length:
         return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
 
 
-def loader_of(task: Task, world: World, loader_workers: int = 0) -> Loader:
-    """This rank's, over the training data."""
+def loader_of(
+    task: Task,
+    world: World,
+    loader_workers: int = 0,
+    share: tuple[int, int] | None = None,
+    balance: str | None = None,
+    *,
+    drop_last: bool = False,
+) -> Loader:
+    """This rank's, over the training data. `share`: which of how many shares is its, where that is not one for every rank."""
+    number, shares = share or (world.rank, world.size)
     return Loader(
         task.train_data,
         order=task.order(task.train_data) if task.order is not None else None,
@@ -42,10 +51,12 @@ def loader_of(task: Task, world: World, loader_workers: int = 0) -> Loader:
         micro_batch=task.micro_batch,
         seed=task.seed,
         num_workers=loader_workers,
+        drop_last=drop_last,
         collate_fn=task.collate,
         device=world.device,
-        rank=world.rank,
-        size=world.size,
+        rank=number,
+        size=shares,
+        balance=balance,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,13 +24,16 @@ from lockstep.errors import Preempted, TaskError, UsageError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.method import Reduce
-from lockstep.settings import METHOD, Device, Settings
+from lockstep.model_parallel.training import digest_of, mesh_in_words, part_of, say_mesh
+from lockstep.settings import METHOD, SCHEDULE, SPLITS, Device, Settings
 from lockstep.step_result import StepResult
 from lockstep.stepper import Stepper
 from lockstep.task import Precision, Task
+from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
 from lockstep.training.journal import Journal
+from lockstep.training.memory_use import Activations
 from lockstep.training.metrics import finite
 from lockstep.training.opening import computing, run_directory_for, world_for
 from lockstep.training.result import Result
@@ -56,6 +61,10 @@ def train(
     staleness: int | str | None = None,
     sync_every: int | None = None,
     outer: str | None = None,
+    balance: str | None = None,
+    mesh: str | None = None,
+    schedule: str = SCHEDULE,
+    split: str = SPLITS[0],
     bucket_mb: float = 25,
     threads: int | None = None,
     checkpoint_every: int | None = None,
@@ -74,6 +83,9 @@ def train(
         compress: in how many bits gradients travel: bf16, fp16, int8, powersgd:RANK, topk:SHARE.
         staleness: with update="server", the steps that a rank may be ahead of the slowest, or "inf".
         sync_every, outer: steps that every rank takes alone between two meetings, and what these do: average, nesterov.
+        balance: for ranks of different speed, "auto" or a number for each rank, such as "2,1,1": who computes how many of a step's micro-batches.
+        mesh: how many ranks there are along data, shard, pipeline and tensor, such as "data=2,pipeline=2"; default: data alone.
+        schedule, split: of a pipeline, the order in which it runs micro-batches, and in what its stages are equal: "time" or "parameters".
         threads: intra-op threads of each rank while it trains; None: the cores of the host shared among its ranks.
         checkpoint_every: steps from one checkpoint to the next; None: as often as costs less than 2 % of the time.
         checkpoints: a URL that fsspec knows (s3://bucket/run): every checkpoint is copied there, and a run directory without one goes on from it.
@@ -83,7 +95,7 @@ def train(
     It evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on stderr.
 
     Returns:
-        The result, with the trained model, on every rank.
+        The result, with the trained model, on every rank; on a mesh that splits it, with this rank's part.
 
     Raises:
         UsageError: values that cannot work, or a run directory that is in use, not writable, or holds a run already.
@@ -108,6 +120,10 @@ def train(
             staleness=staleness,
             sync_every=sync_every,
             outer=outer,
+            balance=balance,
+            mesh=mesh,
+            schedule=schedule,
+            split=split,
             bucket_mb=bucket_mb,
             threads=threads,
             checkpoint_every=checkpoint_every,
@@ -142,18 +158,29 @@ class Training:
     def __init__(self, task: Task, settings: Settings, world: World, run: RunDirectory | None) -> None:
         self.task, self.settings, self.world, self.directory = task, settings, world, run
         self.size = world.size
-        self.loader = loader_of(task, world, settings.loader_workers)
+        grid = settings.grid
+        share = None if grid is None else (grid.share(world.rank), grid.replicas)
+        self.loader = loader_of(task, world, settings.loader_workers, share, settings.balance)
         self.length = Length.of(task, settings, None if is_iterable(task.train_data) else len(self.loader))
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
-        self.model = model_of(task).to(world.device)
-        if task.compile if settings.compile is None else settings.compile:
+        self.model = model_of(task)
+        weights(self.model)  # what cannot be stored is found before the training, not after it
+        self.forward = Forward(self.model, task, self.precision, world.device)
+        self.part = part_of(task, self.forward, settings, world)
+        self.model = self.model.to(world.device) if self.part is None else self.part.runs
+        self.forward.model = self.model if self.part is None else self.part.modes
+        compiles = self.part is None and bool(task.compile if settings.compile is None else settings.compile)
+        self.activations = Activations(counts=not compiles)
+        if compiles:
             self.model.compile()  # in place: the weights keep their names
         self.optimizer = optimizer_of(task, self.model)
         recipe = recipe_of(task, settings, self.optimizer)  # before a scheduler touches it
         self.scheduler = scheduler_of(task, self.optimizer, self.length)
+        if self.part is not None:
+            self.part.adopt(self.optimizer)
         self.stepper = Stepper(
-            self.model,
+            self.model if self.part is None else self.part.module,
             self.optimizer,
             clip=task.clip,
             scaler=grad_scaler(self.precision, world.device),
@@ -161,16 +188,15 @@ class Training:
             seed=task.seed,
             **{name: getattr(settings, name) for name in METHOD},
             bucket_mb=settings.bucket_mb,
+            held=self.part,
             world=world,
         )
         self.stepper.draws(self.loader)
         if self.length.steps is not None:
             self.stepper.meet_before(self.length.steps)
-        self.forward = Forward(self.model, task, self.precision, world.device)
         self.evaluation: Evaluation | None = None
         if task.eval_data is not None:
-            self.evaluation = Evaluation(task, self.forward, world, loader_workers=settings.loader_workers)
-        weights(self.model)  # what cannot be stored is found before the training, not after it
+            self.evaluation = Evaluation(task, self.forward, world, loader_workers=settings.loader_workers, split=self.part)
         self.recipe, self.machine = recipe, machine()
         self.checkpoints: Checkpoints | None = None
         if run is not None:
@@ -185,6 +211,7 @@ class Training:
         self.metrics: dict[str, float] = {}
         self.loss = math.nan  # of the last step
         self.stopped_early: str | None = None
+        self.anatomy: AnatomyFile | None = None
         self.unevaluated: int | None = None  # the epoch whose evaluation was broken off, or is under way
 
     def _how(self) -> str:
@@ -193,7 +220,8 @@ class Training:
             buckets = f" in buckets of {settings.bucket_mb:g} MiB"
         method = self.stepper.method
         what = "meetings" if method.local is not None else "gradients"
-        silent = method.server is not None or (self.world.size == 1 and method.compress is None)
+        replicas = self.world.size if self.part is None else self.part.data.size
+        silent = method.server is not None or (replicas == 1 and method.compress is None)
         reduction = "" if silent else f"{what} by {self.stepper.reducer.reduction.name}{buckets}, "
         more = [] if settings.threads is None else [f"{settings.threads} thread{'s' * (settings.threads > 1)} a rank"]
         more += [f"{settings.loader_workers} loader worker{'s' * (settings.loader_workers > 1)} a rank"] if settings.loader_workers else []
@@ -204,9 +232,21 @@ class Training:
         skips = self.precision == "fp16"  # without a loss scale the Stepper warns
         self.world.heed_signals()
         resumed = self._resume()
-        with Journal(self.task, self.world, self.directory, says_skips=skips, **lengths) as journal, matmul_precision(self.precision):
+        with (
+            Journal(self.task, self.world, self.directory, says_skips=skips, sent=lambda: self.stepper.bytes_sent, **lengths) as journal,
+            matmul_precision(self.precision),
+            self._anatomy(),
+        ):
             came_from = {} if self.settings.settings_file is None else {"settings_file": self.settings.settings_file}
-            journal.event("start", f"{self.loader.describe()}; {self._how()}", workers=self.world.size, **lengths, **came_from)
+            journal.event(
+                "start",
+                f"{self.loader.describe('rank' if self.part is None else 'replica')}; {self._how()}",
+                workers=self.world.size,
+                **lengths,
+                **came_from,
+            )
+            if self.settings.mesh is not None:
+                say_mesh(self.settings, self.part, self.world, self.directory, journal)
             if not self.stepper.method.world_size_free:
                 journal.event("method", "the number of workers is part of what is trained: another one gives other weights")
             if self.settings.exact:
@@ -220,8 +260,20 @@ class Training:
             seconds = time.perf_counter() - began
             if self.stopped_early:
                 journal.event("early stop", f"stopped early: {self.stopped_early}", step=self.stepper.steps)
+            if self.part is not None and (idle := self.part.idle()) is not None:
+                journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
         return self._result(seconds)
+
+    @contextmanager
+    def _anatomy(self) -> Iterator[None]:
+        """Record where the time of steps goes, on every rank, where there is a folder for it."""
+        if self.directory is None:
+            yield
+            return
+        with AnatomyFile(self.directory.path, self.stepper, begins(self.stepper, self.task, self.settings)) as self.anatomy:
+            yield
+            self.anatomy.end(self.stepper.steps)
 
     def _resume(self) -> Checkpoint | None:
         """Go on from the newest whole checkpoint of the run directory, if it has one."""
@@ -279,9 +331,14 @@ class Training:
         self._evaluate(journal, epoch)
 
     def _step(self, window: Window, journal: Journal) -> None:
+        if window.moved is not None:
+            moved = window.moved
+            journal.event("balance", str(moved), step=window.step + 1, micro_batches_by_rank=moved.by_rank, seconds_by_rank=moved.seconds)
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
         self.loss = result.loss
+        if self.anatomy is not None:
+            self.anatomy.step(result, window, self.activations.bytes)
         if self.stepper.method.server is None:
             journal.step(window, lr, result)
         else:
@@ -333,8 +390,12 @@ class Training:
 
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""
+        if self.part is not None:
+            self.part.walk(self.stepper, window, self.forward)
+            return self.stepper.step()
         for batch in self.stepper.micro_batches(window):
-            loss, weight = self.forward.loss(self.forward(batch), batch)
+            with self.activations.counted(self.model):
+                loss, weight = self.forward.loss(self.forward(batch), batch)
             self.stepper.backward(loss, weight)
         return self.stepper.step()
 
@@ -391,7 +452,7 @@ class Training:
         return folder_of(self.checkpoints.directory, self.stepper.steps)
 
     def _result(self, seconds: float) -> Result:
-        digest = sha256(weights(self.model))
+        digest = sha256(weights(self.model)) if self.part is None else digest_of(self.part)
         result = Result(
             task=self.task.name or "task",
             model=self.model,
@@ -402,7 +463,7 @@ class Training:
             epochs=self.epochs_done,
             steps=self.stepper.steps,
             workers=self.world.size,
-            update=self.stepper.method.describe(),
+            update=", ".join(filter(None, [mesh_in_words(self.settings), self.stepper.method.describe()])),
             reduce=self.stepper.reducer.reduction.name,
             seconds=seconds,
             stopped_early=self.stopped_early,

@@ -116,14 +116,14 @@ class StreamLoader:
         if self.sharding == "dataset" and self.size > 1:
             self._say(f"the order of {self._name} may depend on the number of ranks: an iterable dataset shards itself as it likes")
 
-    def describe(self) -> str:
-        """One line: how the global batch is cut and shared, and whether that depends on the world size."""
+    def describe(self, owner: str = "rank") -> str:
+        """One line: how the global batch is cut and shared among `owner`s, and whether that depends on the world size."""
         cut = self.cut
         line = f"global batch {cut.global_batch} = {counted(cut.slots, 'micro-batch', 'es')} x {cut.micro_batch}"
         if rest := cut.global_batch % cut.micro_batch:
             line += f", the last {rest}"
         who = "the loader" if self.sharding == "items" else "the dataset"
-        line += f"; {shares(cut.slots, self.size)}; an iterable dataset, sharded by {who}"
+        line += f"; {shares(cut.slots, self.size, owner)}; an iterable dataset, sharded by {who}"
         return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
 
     def __iter__(self) -> Iterator[Any]:
@@ -276,7 +276,7 @@ def _group_of(rank: int, size: int) -> Group | None:
 
 
 def stream_loader(
-    dataset: Any, *, order: Any = None, micro_batches: int | None = None, shuffle: bool | None = None, **options: Any
+    dataset: Any, *, order: Any = None, micro_batches: int | None = None, shuffle: bool | None = None, balance: Any = None, **options: Any
 ) -> StreamLoader:
     """A StreamLoader from a Loader's arguments. Raises UsageError for those that need samples with numbers."""
     name = type(dataset).__name__
@@ -285,4 +285,8 @@ def stream_loader(
             raise UsageError(
                 f"{argument}={value!r}: {name} is iterable, so what comes when is its own affair; leave it out, and shuffle in the dataset"
             )
+    if balance is not None:
+        raise UsageError(
+            f"balance={balance!r}: {name} is iterable, and what is read of a stream cannot be left to another rank; leave it out"
+        )
     return StreamLoader(dataset, **options)
