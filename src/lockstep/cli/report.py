@@ -1,0 +1,53 @@
+"""`lockstep report`: where a run's time went, in a sentence and on one page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.errors import UsageError
+
+NO_ANATOMY = "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its time went is not known."
+NO_STEP = "No step was recorded: there is nothing to judge yet."
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of `lockstep train`; the run may be under way.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", show_default=False, help="The page; default: RUN/report.html.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write verdict and figures to this file, too.")
+    ] = None,
+) -> None:
+    """Say where the time of RUN went, and write it up as one HTML page that needs nothing else; RUN/timeline.json is for Perfetto."""
+    from lockstep.cli.over_run import write_json
+    from lockstep.measure import timeline
+    from lockstep.measure.files import check_writable
+    from lockstep.measure.page.page import FILE, page
+    from lockstep.measure.page.recorded import read
+    from lockstep.measure.page.rows import as_json
+    from lockstep.measure.verdict.verdict import verdict
+
+    recorded = read(run)
+    file = out or run / FILE
+    check_writable(file, "--out")
+    check_writable(json_file, "--json")
+    found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
+    sentences = [NO_ANATOMY] if recorded.anatomy is None else [NO_STEP] if found is None else found.sentences()
+    print("\n".join(sentences))
+    write_json(json_file, as_json(recorded, found))
+    text = page(recorded, sentences)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--out {file} cannot be written ({error.strerror}): choose another file") from None
+    print(f"page: {file}")
+    if recorded.anatomy is not None:
+        try:
+            print(f"timeline: {timeline.write(run, recorded.anatomy)}")
+        except OSError as error:
+            print(f"warning: {run / timeline.FILE} cannot be written ({error.strerror}) and is left out", file=sys.stderr)

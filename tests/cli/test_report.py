@@ -1,0 +1,118 @@
+"""`lockstep report` on runs of every state: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli.app import app
+from lockstep.errors import UsageError
+from tests.measure.page.runs import anatomy, make, metrics
+
+
+def report(*words: str) -> str:
+    done = CliRunner().invoke(app, ["report", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    run, out = make(tmp_path / "run"), tmp_path / "report.json"
+    verdict, page, timeline = report(str(run), "--json", str(out)).splitlines()
+    assert verdict.startswith("4 ranks: ")
+    assert "waiting for rank 3 (its loader: 55 ms against 4." in verdict
+    assert (page, timeline) == (f"page: {run}/report.html", f"timeline: {run}/timeline.json")
+    assert "waiting for rank 3" in (run / "report.html").read_text()
+    assert json.loads((run / "timeline.json").read_text())["traceEvents"]
+    found = json.loads(out.read_text())
+    assert found["verdict"]["sentences"] == [verdict]
+    assert [each["ranks"] for each in found["ranks"]] == [[0], [1], [2], [3]]
+    assert found["ranks"][3]["data"] > 0.05
+    assert found["starts"][0] | {"seconds": 0} == {"workers": 4, "from": 0, "to": 40, "missing": [], "seconds": 0}
+    assert found["state"] == "finished"
+
+
+def test_a_run_under_way_and_one_that_was_killed(tmp_path: Path) -> None:
+    parts = anatomy(2, 8)
+    for each in parts.values():
+        del each[-1]
+    run = make(tmp_path / "run", parts=parts, finished=False)
+    report(str(run))
+    assert "without a word of ranks 0 and 1" in (run / "report.html").read_text()
+    with (run / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        report(str(run))
+    text = (run / "report.html").read_text()
+    assert "under way</p>" in text
+    assert "<td>under way</td>" in text
+
+
+def test_a_run_without_anatomy_still_has_its_curves(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", parts={})
+    first, page = report(str(run)).splitlines()
+    assert first.startswith("This run left no anatomy")
+    assert page == f"page: {run}/report.html"
+    assert "Throughput" in (run / "report.html").read_text()
+    assert not (run / "timeline.json").exists()
+
+
+def test_a_run_of_one_rank_and_a_run_without_a_step(tmp_path: Path) -> None:
+    assert report(str(make(tmp_path / "one", parts=anatomy(1, 8), workers=1))).startswith("1 rank: ")
+    none = make(tmp_path / "none", parts=anatomy(2, 0), records=metrics(0), finished=False)
+    assert report(str(none)).startswith("No step was recorded")
+
+
+def test_the_page_goes_where_it_is_asked_to(tmp_path: Path) -> None:
+    run, out = make(tmp_path / "run", parts={}), tmp_path / "elsewhere.html"
+    assert f"page: {out}" in report(str(run), "--out", str(out))
+    assert out.exists()
+    assert not (run / "report.html").exists()
+
+
+def test_it_can_be_written_again(tmp_path: Path) -> None:
+    run = make(tmp_path / "run", parts={})
+    assert report(str(run)) == report(str(run))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/nowhere"], "/nowhere does not exist"),
+        (["{tmp}"], "is not a run directory of `lockstep train`"),
+        (["{tmp}/run/settings.json"], "settings.json is a file: give the run directory"),
+        (["{tmp}/run", "--out", "/nowhere/page.html"], "--out /nowhere/page.html cannot be written"),
+        (["{tmp}/run", "--out", "{tmp}"], "cannot be written: Is a directory"),
+        (["{tmp}/run", "--json", "/nowhere/page.json"], "--json /nowhere/page.json cannot be written"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    make(tmp_path / "run", parts={})
+    with pytest.raises(UsageError, match=message):
+        report(*(word.format(tmp=tmp_path) for word in words))
+
+
+def test_without_matplotlib_the_verdict_is_printed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path / "run")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = CliRunner().invoke(app, ["report", str(run)])
+    assert done.stdout.startswith("4 ranks: ")
+    assert isinstance(done.exception, UsageError)
+    assert "pip install 'lockstep-train[plot]'" in str(done.exception)
+    assert not (run / "report.html").exists()
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    """A page is written in a second or two, also on a machine that trains nothing."""
+    run = make(tmp_path / "run", parts=anatomy(2, 4))
+    program = (
+        "import sys; sys.modules['torch'] = None; from lockstep.cli.app import app; app(['report', sys.argv[1]], standalone_mode=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (run / "report.html").exists()
