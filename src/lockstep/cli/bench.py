@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli import bench_scaling
 from lockstep.cli.over_run import DeviceName, TaskName
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.measure.files import check_plot, check_writable, write_json
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.settings import Settings
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.command("scaling")(bench_scaling.scaling)
 
 
 @app.command("sampler")

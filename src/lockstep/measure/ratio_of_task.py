@@ -1,0 +1,56 @@
+"""Communication to computation of a task: its own model, its first micro-batch, its loss and precision, on one rank here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep import randomness
+from lockstep.collectives.network import Link
+from lockstep.data.windows import Plan
+from lockstep.errors import UsageError
+from lockstep.launcher.spawn import launch
+from lockstep.measure.counted import Counted, counted
+from lockstep.measure.plan.cost import Gradients
+from lockstep.measure.plan.gradients import gradients_of
+from lockstep.measure.ratio import CommunicationRatio, ratio_of
+from lockstep.method import Method
+from lockstep.task import Task
+from lockstep.training.build import loader_of, model_of
+from lockstep.training.forward import Forward, matmul_precision
+from lockstep.training.threads import intra_op_threads
+from lockstep.tuning.here import cores
+from lockstep.world import init
+
+
+def ratio_of_task(
+    source: Callable[[], Task], workers: int, *, network: str | Link, method: Method | None = None, told: str = "native"
+) -> CommunicationRatio:
+    """In one process that talks to nobody, with the threads that each of so many ranks has on this host. Raises UsageError and WorkerFailed."""
+    threads = max(1, cores() // workers)
+    work, gradients, samples = launch(_on_rank, workers=1, args=(source, threads))[0]
+    task = source()
+    slots = Plan(samples=task.global_batch, global_batch=task.global_batch, micro_batch=task.micro_batch).slots
+    return ratio_of(
+        task.name or "task",
+        work,
+        gradients,
+        samples=samples,
+        world_size=workers,
+        network=network,
+        method=method or Method(),
+        told=told,
+        micro_batches=-(-slots // workers),
+    )
+
+
+def _on_rank(source: Callable[[], Task], threads: int) -> tuple[Counted, Gradients, int]:
+    task = source()
+    with init(backend="gloo") as world, intra_op_threads(threads), matmul_precision(task.precision):
+        randomness.shared(task.seed)
+        model = model_of(task).to(world.device)
+        forward = Forward(model, task, task.precision, world.device)
+        window = next(iter(next(iter(loader_of(task, world).epochs(1)))), None)
+        if window is None:
+            raise UsageError("the dataset gives no micro-batch: there is nothing to compute")
+        batch = window[0]
+        return counted(model, lambda: forward.loss(forward(batch), batch)[0]), gradients_of(model), window.counts[0]

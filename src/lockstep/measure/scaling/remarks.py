@@ -1,0 +1,64 @@
+"""What a reader of scaling figures should know before believing them. Pure: rows and the machine go in, sentences come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lockstep.data.windows import counted
+from lockstep.measure.scaling.result import Row
+
+
+def remarks(rows: Sequence[Row], *, cores: int, device: str) -> list[str]:
+    """In the order of importance. `cores`: of this host, or its GPUs where `device` is cuda."""
+    return [*_alone(rows), *(_crowded(rows, cores) if device == "cpu" else ()), *_threads(rows, device), *_above_one(rows)]
+
+
+def _alone(rows: Sequence[Row]) -> Iterator[str]:
+    counts = {row.workers for row in rows}
+    if len(counts) == 1:
+        yield f"{counted(counts.pop(), 'worker')} only: there is nothing to compare with, and the speedup is 1 by definition"
+
+
+def _crowded(rows: Sequence[Row], cores: int) -> Iterator[str]:
+    """More ranks than cores take turns on them."""
+    crowded = sorted({row.workers for row in rows if row.workers > cores})
+    if crowded:
+        yield (
+            f"{_listed(crowded)} workers on {counted(cores, 'core')}: ranks wait for a core that another one has, so the figure says little about the "
+            f"task, and nothing about {_listed(crowded)} cores"
+        )
+    threads = sorted({row.workers for row in rows if row.workers <= cores < row.workers * row.threads})
+    if threads:
+        yield (
+            f"{_listed(threads)} workers with {rows[0].threads} threads each are more threads than the {counted(cores, 'core')} that there are: they "
+            f"wait for each other; --threads {max(1, cores // max(threads))} fits"
+        )
+
+
+def _threads(rows: Sequence[Row], device: str) -> Iterator[str]:
+    """A rank that has more threads at the base than later is not the same rank."""
+    first = rows[0]
+    others = sorted({row.workers for row in rows if row.threads != first.threads})
+    if others and device == "cpu":
+        yield (
+            f"ranks had {counted(first.threads, 'thread')} with {counted(first.workers, 'worker')}, and other numbers with {_listed(others)}: the same cores "
+            "are compared, used in two ways; --threads 1 compares equal ranks, on as many cores as workers"
+        )
+
+
+def _above_one(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        base = next(each for each in rows if each.mode == row.mode)
+        if row.efficiency > 1 and row.workers > base.workers:  # fewer than the base are expected above it
+            within = row.low / row.samples_per_s * row.efficiency <= 1 or base.high / base.samples_per_s >= row.efficiency
+            why = "the quartiles reach below it: noise would explain it" if within else _WHY_ABOVE
+            yield f"{row.mode}, {counted(row.workers, 'worker')}: efficiency {100 * row.efficiency:.0f} % is above the ideal, shown as measured; {why}"
+
+
+_WHY_ABOVE = "smaller shares may fit a cache that the whole does not, or one process uses several threads worse than several processes one"
+
+
+def _listed(counts: Sequence[int]) -> str:
+    """ "2", "2 and 4", "2, 4 and 8"."""
+    *most, last = map(str, counts)
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,167 @@
+"""One rank's part: the steps of its team's world, timed when it is the team's turn.
+
+A turn takes one step that is not timed, in which caches fill again and what loader workers fetched in others' turns is used up, then the timed
+steps in a row. A GPU is waited for at both borders, and all ranks begin together; the slowest rank's time counts. Before the first turn that
+counts, every piece of work has a turn of its own to warm up: buckets follow the first backward, kernels are chosen, replicas compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle, islice
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lockstep.collectives.network import Link
+from lockstep.gradients.reducer import Reducer
+from lockstep.measure.plan.work import Leaves
+from lockstep.measure.scaling.link import in_memory, link_of
+from lockstep.measure.scaling.teams import Turns
+from lockstep.measure.scaling.works import Work, order_of_turns
+from lockstep.settings import Settings
+from lockstep.step_result import StepResult
+from lockstep.task import Task
+from lockstep.training.build import loader_of
+from lockstep.training.forward import matmul_precision
+from lockstep.training.opening import computing
+from lockstep.training.threads import intra_op_threads
+from lockstep.training.train import Training
+from lockstep.tuning.here import backend_of
+from lockstep.tuning.trial import Trial
+from lockstep.world import World, init
+
+WARM_UP = 3  # steps
+_HELD = 4  # windows that are gone round in where loading is not timed
+_MANY_EPOCHS = 2**62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """What the first rank of a team has to say."""
+
+    turns: dict[int, list[tuple[int, float]]]
+    """By number of the work: samples, of all ranks, and seconds of every turn that counts."""
+    buckets: Sequence[Leaves]
+    """Of gradients, in the order in which they leave."""
+    width: int
+    """Bytes of an element of a gradient."""
+    buffers: int
+    """Bytes that ranks average after every step: BatchNorm's statistics."""
+    reduction: str
+    overlaps: bool
+    """Whether gradients can travel while the backward goes on."""
+    link: Link | None
+    """Between two ranks, where this team was to measure it."""
+
+
+def on_rank(
+    turns: Turns,
+    source: Callable[[], Task],
+    settings: Settings,
+    works: Sequence[Work],
+    steps: int,
+    rounds: int,
+    loading: bool,
+    links: int | None,
+) -> Timed:
+    """Called on every rank of every team with the same arguments. `links`: the size of the team that measures the link between ranks."""
+    task = source()
+    with init(backend=backend_of(settings.device)) as world, computing(settings, world):
+        mine = [number for number, work in enumerate(works) if work.workers == world.size]
+        first = replace(task, global_batch=works[mine[0]].global_batch)
+        training = Trial(first, replace(settings, workers=world.size), world).training
+        link = None
+        with matmul_precision(training.precision):
+            ready = {number: _Steps(works[number], task, training, loading=loading) for number in mine}
+            found: dict[int, list[tuple[int, float]]] = {number: [] for number in mine}
+            turns.ready()
+            order = order_of_turns(len(works), rounds)
+            for turn, number in enumerate(order):
+                if number not in mine:
+                    continue
+                with turns.turn(turn):
+                    if turn >= len(works):
+                        found[number].append(ready[number].timed(steps))
+                        continue
+                    ready[number].timed(WARM_UP - 1)
+                    if world.size == links:
+                        link = link_of(world, training.stepper.reducer.reduction)
+            turns.wait_for(len(order))
+        for each in ready.values():
+            each.close()
+        return _answer(training, found, link)
+
+
+def _answer(training: Training, found: dict[int, list[tuple[int, float]]], link: Link | None) -> Timed:
+    reducer = training.stepper.reducer
+    moving = [each for each in training.model.buffers() if each.is_floating_point()]
+    return Timed(
+        turns=found,
+        buckets=_leaves(reducer),
+        width=max(each.element_size() for each in reducer.parameters),
+        buffers=sum(each.numel() * each.element_size() for each in moving),
+        reduction=reducer.reduction.name,
+        overlaps=not in_memory(reducer.reduction),
+        link=link,
+    )
+
+
+def _leaves(reducer: Reducer) -> list[Leaves]:
+    """A bucket is taken to be complete after as large a share of the backward as it, and those before it, have of the elements."""
+    sizes = [sum(span.stop - span.start for span in bucket.spans) for bucket in reducer.buckets]
+    shapes = [tuple(tuple(each.shape) for each in bucket.parameters) for bucket in reducer.buckets]
+    return [
+        Leaves(ready=so_far / sum(sizes), elements=size, tensors=tensors)
+        for size, tensors, so_far in zip(sizes, shapes, accumulate(sizes), strict=True)
+    ]
+
+
+class _Steps:
+    """The steps of one work, on this rank: of the team's one model, with a Loader of their own."""
+
+    def __init__(self, work: Work, task: Task, training: Training, *, loading: bool) -> None:
+        self._work, self._training, self._world = work, training, training.world
+        own = replace(task, global_batch=work.global_batch)
+        self._loader = loader_of(own, self._world, training.settings.loader_workers, drop_last=True)
+        self._windows = self._walk() if loading else self._held()
+
+    def _walk(self) -> Iterator[Any]:
+        for epoch in self._loader.epochs(_MANY_EPOCHS):
+            yield from epoch
+
+    def _held(self) -> Iterator[Any]:
+        windows = list(islice(self._walk(), _HELD))
+        for window in windows:
+            list(window)  # fetched, and kept
+        return cycle(windows)
+
+    def timed(self, steps: int) -> tuple[int, float]:
+        """Samples and seconds of so many steps, after one that is not timed; the same on all ranks."""
+        with intra_op_threads(self._work.threads):
+            self._step()
+            _meet(self._world)
+            begin = perf_counter()
+            results = [self._step() for _ in range(steps)]
+            _settle(self._world)
+            seconds = torch.tensor(perf_counter() - begin, dtype=torch.float64)
+        self._world.control.all_reduce(seconds, "max").wait()
+        return sum(sum(result.samples_by_rank) for result in results), seconds.item()
+
+    def _step(self) -> StepResult:
+        return self._training.step(next(self._windows))
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+def _meet(world: World) -> None:
+    _settle(world)
+    world.control.all_reduce(torch.zeros(1)).wait()
+
+
+def _settle(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)

@@ -1,0 +1,67 @@
+"""Steps foretold from one rank alone and a link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.collectives.network import Link
+from lockstep.measure.plan.work import Leaves
+from lockstep.measure.scaling.link import fitted
+from lockstep.measure.scaling.prediction import Measured, step_seconds
+from lockstep.method import Method
+
+SLOW = Measured(
+    method=Method(),
+    buckets=[Leaves(ready=1.0, elements=250_000)],
+    width=4,
+    buffers=0,
+    link=Link(1e-3, 1e8),
+    overlaps=False,
+    cores=None,
+)  # 1 MB: 10 ms through a link
+
+
+def test_one_worker_computes_and_sends_nothing() -> None:
+    assert step_seconds(SLOW, workers=1, alone=0.3, micro_batches=4, threads=1) == 0.3
+
+
+def test_what_does_not_overlap_is_added_whole() -> None:
+    """Gradients and the facts of a step; each in 2(n-1) messages, and the gradients' bytes 2(n-1)/n times."""
+    two = step_seconds(SLOW, workers=2, alone=0.3, micro_batches=4, threads=1)
+    assert two == pytest.approx(0.3 + 2 * 2e-3 + 0.01)
+    four = step_seconds(SLOW, workers=4, alone=0.1, micro_batches=2, threads=1)
+    assert four == pytest.approx(0.1 + 2 * 6e-3 + 0.015)
+    moved = step_seconds(replace(SLOW, buffers=100), workers=2, alone=0.3, micro_batches=4, threads=1)
+    assert moved == pytest.approx(two + 2e-3)  # BatchNorm's statistics are a small message more
+
+
+def test_what_travels_behind_the_backward_is_hidden_but_for_the_last_bucket() -> None:
+    halves = [Leaves(ready=0.5, elements=125_000), Leaves(ready=1.0, elements=125_000)]
+    hidden = replace(SLOW, overlaps=True, buckets=halves, link=Link(0.0, 1e8))
+    assert step_seconds(hidden, workers=2, alone=0.3, micro_batches=1, threads=1) == pytest.approx(0.3 + 0.005, rel=1e-4)
+    # of three micro-batches the last backward, 2/3 of a third, is what gradients travel behind; here too short for the first bucket
+    short = step_seconds(hidden, workers=2, alone=0.009, micro_batches=3, threads=1)
+    assert short == pytest.approx(0.009 - 0.001 + 0.01, rel=1e-3)
+
+
+def test_ranks_that_share_a_core_take_turns_on_it() -> None:
+    free = replace(SLOW, link=None, cores=4)
+    assert step_seconds(free, workers=4, alone=0.1, micro_batches=1, threads=1) == pytest.approx(0.1)
+    assert step_seconds(free, workers=8, alone=0.1, micro_batches=1, threads=1) == pytest.approx(0.2)
+    assert step_seconds(free, workers=4, alone=0.1, micro_batches=1, threads=2) == pytest.approx(0.2)
+    assert step_seconds(replace(free, cores=None), workers=8, alone=0.1, micro_batches=1, threads=1) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_link_is_found_again_from_its_all_reduces(workers: int) -> None:
+    true = Link(50e-6, 1e9)
+    small, large = (2 * (workers - 1) * (true.latency + size / workers / true.bandwidth) for size in (2**12, 2**22))
+    found = fitted(workers, small, large)
+    assert (found.latency, found.bandwidth) == (pytest.approx(true.latency), pytest.approx(true.bandwidth))
+
+
+def test_noise_leaves_a_link_that_costs_nothing_rather_than_one_that_pays() -> None:
+    assert fitted(2, 2e-3, 1e-3).bandwidth == float("inf")
+    assert fitted(2, 1e-9, 1.0).latency == 0
