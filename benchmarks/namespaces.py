@@ -62,8 +62,8 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def hosts(count: int, rate: str) -> Iterator[list[Host]]:
-    """So many hosts around a switch. Nothing is left of them, nor of what runs in them."""
+def hosts(count: int, rate: str | None) -> Iterator[list[Host]]:
+    """So many hosts around a switch; None: links without a limit. Nothing is left of them, nor of what runs in them."""
     tag = f"lsl{os.getpid()}"
     switch = f"{tag}s"
     made: list[Host] = []
@@ -73,16 +73,17 @@ def hosts(count: int, rate: str) -> Iterator[list[Host]]:
         _ip("-n", switch, "link", "set", "bridge", "up")
         for number in range(count):
             host = Host(f"{tag}h{number}", f"10.79.0.{number + 1}")
+            made.append(host)  # before it is made: a signal may come in between
             _ip("netns", "add", host.namespace)
-            made.append(host)
             port = f"port{number}"
             _ip("-n", host.namespace, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
-            _limit(host.namespace, INTERFACE, rate)
-            _limit(switch, port, rate)
+            if rate is not None:
+                _limit(host.namespace, INTERFACE, rate)
+                _limit(switch, port, rate)
         yield made
     finally:
         for host in made:
@@ -92,10 +93,16 @@ def hosts(count: int, rate: str) -> Iterator[list[Host]]:
             subprocess.run(["ip", "netns", "del", namespace], check=False)
 
 
-def _limit(namespace: str, device: str, rate: str) -> None:
+def change_rate(host: Host, number: int, rate: str) -> None:
+    """Give one of `hosts`, the one with that number, another rate, both ways."""
+    _limit(host.namespace, INTERFACE, rate, "change")
+    _limit(f"{host.namespace.removesuffix(f'h{number}')}s", f"port{number}", rate, "change")
+
+
+def _limit(namespace: str, device: str, rate: str, what: str = "add") -> None:
     """A bucket of two milliseconds: small beside what a gradient takes, large enough for the rate to be reached."""
     burst = max(64 * 1024, int(bits_per_second(rate) / 8 * 0.002))
-    words = ["qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
+    words = ["qdisc", what, "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
     subprocess.run(["tc", "-n", namespace, *words], check=True)
 
 

@@ -36,7 +36,7 @@ def measured(tmp_path: Path, **changes: Any) -> Path:
 def test_the_table_and_the_json(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     text = plan(*SLOW, "--json", str(out))
-    assert "4 ranks, 100 Mbit/s, 200 us a message" in text
+    assert "4 ranks, 94 Mbit/s of payload, 200 us a message" in text
     assert "a rank computes 100.0 ms in a step of 2 micro-batches (given); gradients travel behind 33.3 ms of it" in text
     found = json.loads(out.read_text())
     rows = {row["method"]: row for row in found["rows"]}
@@ -68,7 +68,7 @@ def test_what_was_measured_stands_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["text"], "give --methods"),
+        ([*SMALL, "--workers", "2,4"], "--workers 2,4 with --methods: give one number of ranks"),
         ([*SMALL, "--workers", "0"], "--workers 0: give at least 1"),
         ([*SMALL, "--network", "modem"], "--network modem is unknown: choose one of 100Mbit"),
         ([*SMALL, "--step-ms", "0"], "--step-ms 0: give the milliseconds"),

@@ -1,95 +1,94 @@
-"""`lockstep plan`: what a training would send and how long it would take, from formulas, before anybody runs it."""
+"""`lockstep plan`: how long a step would take on ranks and a network that need not be there."""
 
 from __future__ import annotations
 
-import math
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.over_run import TaskName
-from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.measure.files import check_writable, write_json
+from lockstep.cli import plan_methods, plan_model, plan_task
+from lockstep.cli.plan_options import Asked, check_together
 
 
 def plan(
-    task: TaskName,
-    methods: Annotated[bool, typer.Option("--methods", help="Compare the ways to make one training of the ranks' work.")] = False,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks, each with a link of its own.")] = 4,
+    context: typer.Context,
+    task: Annotated[
+        str | None, typer.Argument(metavar="[TASK]", help="digits, text, or a Python file whose task() returns a lockstep.Task.")
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", "-n", metavar="N|N,N|N..N", show_default=False, help="Ranks: 512, or 1,2,4, or powers of two: 1..4096."),
+    ] = None,
     network: Annotated[
-        str, typer.Option(metavar="NAME|US,RATE", help="100Mbit, 1Gbit, 10Gbit, 25GbE, free, or latency and rate: 500,50Mbit.")
+        str,
+        typer.Option(metavar="NAME|US,RATE|FILE", help="100Mbit, 25GbE, NVLink+IB, free, 500,50Mbit; what bench collectives wrote; here."),
     ] = "1Gbit",
+    nodes_of: Annotated[int, typer.Option(metavar="N", help="Ranks of a node, which share its way out.")] = 1,
+    ranks_per_host: Annotated[
+        str | None,
+        typer.Option(metavar="N|all", show_default=False, help="Ranks that share the cores of one host like this; default: --nodes-of."),
+    ] = None,
+    weak: Annotated[bool, typer.Option("--weak/--strong", help="Each rank keeps its share, or the task its global batch.")] = False,
+    reduce: Annotated[str, typer.Option(help="How gradients are summed, as for train.")] = "auto",
+    compress: Annotated[str | None, typer.Option(show_default=False, help="In how many bits they travel, as for train.")] = None,
+    update: Annotated[str, typer.Option(help="replicated, sharded or server, as for train.")] = "replicated",
+    staleness: Annotated[str | None, typer.Option(show_default=False, help="Of the server, as for train.")] = None,
+    sync_every: Annotated[int | None, typer.Option(metavar="H", show_default=False, help="Local steps, as for train.")] = None,
+    outer: Annotated[str | None, typer.Option(show_default=False, help="What a meeting does, as for train.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXIS=N,...", show_default=False, help="Such as shard=8; data takes the ranks that are left.")
+    ] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="HOURS", show_default=False, help="Between two failures of one rank: foretells goodput.")
+    ] = None,
+    checkpoint_cost: Annotated[float, typer.Option(metavar="S", help="By which a checkpoint holds up the training. With --mtbf.")] = 10.0,
+    restart: Annotated[float, typer.Option(metavar="S", help="From a failure until the work goes on. With --mtbf.")] = 60.0,
+    storage: Annotated[
+        float | None, typer.Option(metavar="SAMPLES/S", show_default=False, help="That a storage gives all ranks together.")
+    ] = None,
+    loader_workers: Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")] = 0,
+    seconds: Annotated[float, typer.Option(help="That a rank is profiled, warming up aside.")] = 30.0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Measure nothing: take what --save-profile wrote.")
+    ] = None,
+    save_profile: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Keep what was measured.")] = None,
+    noise_scale: Annotated[
+        bool, typer.Option("--noise-scale", help="Measure beyond which global batch more workers stop helping.")
+    ] = False,
+    methods: Annotated[bool, typer.Option("--methods", help="Compare the ways to make one training of the ranks' work.")] = False,
     step_ms: Annotated[
-        float | None,
-        typer.Option(
-            "--step-ms", metavar="MS", show_default=False, help="What a rank computes in a step; default: measured here, in one process."
-        ),
+        float | None, typer.Option("--step-ms", metavar="MS", show_default=False, help="With --methods: what a rank computes in a step.")
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="What benchmarks/slow_link.py --json wrote, set beside it.")
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="With --methods: what benchmarks/slow_link.py --json wrote, set beside it."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", show_default=False, help="In place of a task: resnet50, vgg16, gpt3-175b, ...; with --device."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default=False, help="With --model: p100, v100, rtx4090, a100-80g, h100, h200.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", show_default=False, help="With --model: samples of a device in a step.")] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file, too.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw samples/s over workers, .png or .svg.")
+    ] = None,
 ) -> None:
-    """Foretell bytes and time of a step of TASK for every method, on a network that need not be there.
+    """Foretell the step of TASK, or of a --model of the table, for any number of workers on any network.
 
-    Communication follows from sizes, latency and bandwidth; what leaves during the backward of a rank's last micro-batch is hidden behind it, but
-    for the last bucket. Compressing is taken to cost nothing, and every rank to compute alike.
+    A rank of the task is profiled here: its phases, and when each bucket of gradients is complete. The step is then simulated: buckets go over
+    the link one after the other, the slowest of W ranks is waited for, loaders and storage are shared.
     """
-    if not methods:
-        raise UsageError("lockstep plan compares methods so far, and nothing else: give --methods")
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: give at least 1")
-    if step_ms is not None and not 0 < step_ms < math.inf:
-        raise UsageError(f"--step-ms {step_ms:g}: give the milliseconds that a rank computes in a step, above 0")
-    from lockstep.measure.plan.networks import network as network_of
-
-    link = network_of(network)
-    check_writable(json_file, "--json")
-    from lockstep.measure.plan import measured as were_measured
-    from lockstep.measure.plan.cost import Computation
-    from lockstep.measure.plan.model import seconds_of, work_of
-    from lockstep.measure.plan.table import as_json, rows, table
-    from lockstep.settings import overrides_of
-    from lockstep.training.resolve import locate, resolve, short_name
-
-    place, overrides = locate(task), overrides_of(override or [])
-    beside = {} if measured is None else were_measured.read(measured, task=short_name(place), workers=workers, link=link)
-    source = partial(resolve, place, overrides)
-    work = work_of(source(), workers)
-    try:
-        seconds = step_ms / 1e3 if step_ms is not None else seconds_of(source, work.micro_batches, workers)
-    except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
-    computation = Computation.of(seconds, work.micro_batches)
-    found = rows(work.gradients, workers, link, computation, beside)
-    rate = "no limit" if math.isinf(link.bandwidth) else f"{link.bandwidth * 8 / 1e6:g} Mbit/s"
-    print(
-        f"{short_name(place)}: {work.gradients.bytes / 1e6:.2f} MB of gradients in {len(work.gradients.shapes)} tensors; "
-        f"{workers} rank{'s' * (workers != 1)}, {rate}, {1e6 * link.latency:g} us a message"
-    )
-    how = "given" if step_ms is not None else "measured here, in one process"
-    print(
-        f"a rank computes {1e3 * seconds:.1f} ms in a step of {work.micro_batches} micro-batch{'es' * (work.micro_batches != 1)} ({how}); "
-        f"gradients travel behind {1e3 * computation.behind:.1f} ms of it"
-    )
-    print(table(found))
-    write_json(
-        json_file,
-        {
-            "task": short_name(place),
-            "workers": workers,
-            "network": {"latency": link.latency, "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else "inf"},
-            "gradient_bytes": work.gradients.bytes,
-            "computation": {"step": computation.step, "behind": computation.behind},
-            "rows": as_json(found),
-        },
-    )
+    asked = Asked(**context.params)  # every option by its name
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    kind = check_together(asked, given)
+    {"methods": plan_methods.run, "model": plan_model.run, "task": plan_task.run}[kind](asked)

@@ -8,15 +8,16 @@ import pytest
 
 from lockstep.collectives.network import Link
 from lockstep.errors import UsageError
+from lockstep.measure.plan.fabrics import TCP
 from lockstep.measure.plan.networks import bits_per_second, network
 
 
 def test_names_and_numbers() -> None:
-    assert network("100mbit").bandwidth == 12.5e6
-    assert network("25GbE").bandwidth == 3.125e9
+    assert network("100mbit").bandwidth == TCP * 12.5e6
+    assert network("25GbE").bandwidth == TCP * 3.125e9
     assert network("free") == Link(0.0, math.inf)
-    assert network("500,50Mbit") == Link(500e-6, 6.25e6)
-    assert network("0,2.5Gbit") == Link(0.0, 312.5e6)
+    assert network("500,50Mbit") == Link(500e-6, TCP * 6.25e6)
+    assert network("0,2.5Gbit") == Link(0.0, TCP * 312.5e6)
     assert bits_per_second("100mbit") == 100e6
     assert bits_per_second("fast") is None
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.collectives.network import Link
 from lockstep.errors import UsageError
+from lockstep.measure.plan.fabrics import TCP
 from lockstep.measure.plan.networks import bits_per_second
 
 
@@ -39,9 +40,9 @@ def read(file: Path, *, task: str, workers: int, link: Link) -> dict[str, Measur
 
 
 def _check(file: Path, setting: Mapping[str, Any], *, task: str, workers: int, link: Link) -> None:
-    bits = bits_per_second(setting["rate"]) or 0.0
+    bits = TCP * (bits_per_second(setting["rate"]) or 0.0)
     if (setting["task"], setting["workers"]) != (task, workers) or abs(bits / 8 - link.bandwidth) > 0.01 * link.bandwidth:
         raise UsageError(
             f"--measured {file} is of {setting['task']} with {setting['workers']} workers at {setting['rate']}, and the plan of {task} with "
-            f"{workers} workers at {link.bandwidth * 8 / 1e6:g} Mbit/s: plan what was measured"
+            f"{workers} workers at {link.bandwidth * 8 / TCP / 1e6:g} Mbit/s: plan what was measured"
         )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from lockstep.data.windows import Plan
-from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, plan
 from lockstep.launcher.spawn import launch
 from lockstep.measure.given import feed
 from lockstep.measure.plan.cost import Gradients
+from lockstep.measure.plan.gradients import gradients_of
 from lockstep.measure.ways import Loop, Setting
 from lockstep.task import Task
 from lockstep.training.build import model_of
@@ -34,12 +34,8 @@ class Work:
 
 def work_of(task: Task, workers: int) -> Work:
     """From the task's own model and sizes; nothing is computed."""
-    named = [(name, each) for name, each in model_of(task).named_parameters() if each.requires_grad]
-    entries = [Entry(name, each.numel(), each.dtype, each.device) for name, each in named]
-    layout = plan(entries, list(reversed(range(len(entries)))), bucket=BUCKET, first_bucket=FIRST_BUCKET)
     slots = Plan(samples=task.global_batch, global_batch=task.global_batch, micro_batch=task.micro_batch).slots
-    buckets = tuple(sum(span.stop - span.start for span in bucket.spans) for bucket in layout.buckets)
-    return Work(Gradients(tuple(tuple(each.shape) for _, each in named), buckets), -(-slots // workers))
+    return Work(gradients_of(model_of(task)), -(-slots // workers))
 
 
 def seconds_of(source: Callable[[], Task], micro_batches: int, workers: int) -> float:

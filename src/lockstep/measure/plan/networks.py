@@ -7,13 +7,15 @@ import re
 
 from lockstep.collectives.network import Link
 from lockstep.errors import UsageError
+from lockstep.measure.plan.fabrics import TCP
 
-# Latencies are those of a TCP message between two processes on such a network, to the order of magnitude.
+# Latencies are those of a TCP message between two processes on such a network, to the order of magnitude. Of the rate, what is payload.
 NETWORKS = {
-    "100Mbit": Link(200e-6, 100e6 / 8),
-    "1Gbit": Link(100e-6, 1e9 / 8),
-    "10Gbit": Link(50e-6, 10e9 / 8),
-    "25GbE": Link(25e-6, 25e9 / 8),
+    "100Mbit": Link(200e-6, TCP * 100e6 / 8),
+    "1Gbit": Link(100e-6, TCP * 1e9 / 8),
+    "10Gbit": Link(50e-6, TCP * 10e9 / 8),
+    "25GbE": Link(25e-6, TCP * 25e9 / 8),
+    "100GbE": Link(20e-6, TCP * 100e9 / 8),
     "free": Link(0.0, math.inf),
 }
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
@@ -21,7 +23,7 @@ CHOICES = f"{', '.join(NETWORKS)}, or LATENCY_US,RATE such as 500,50Mbit"
 
 
 def network(text: str) -> Link:
-    """`100Mbit`, `25GbE`, `free`, or microseconds and a rate: `500,50Mbit`. Raises UsageError."""
+    """`100Mbit`, `25GbE`, `free`, or microseconds and a line's rate: `500,50Mbit`. Raises UsageError."""
     named = {name.lower(): link for name, link in NETWORKS.items()}
     if text.lower() in named:
         return named[text.lower()]
@@ -33,7 +35,7 @@ def network(text: str) -> Link:
     bits = bits_per_second(rate)
     if not (math.isfinite(microseconds) and microseconds >= 0 and bits):
         raise UsageError(f"--network {text} is unknown: choose one of {CHOICES}")
-    return Link(microseconds / 1e6, bits / 8)
+    return Link(microseconds / 1e6, TCP * bits / 8)
 
 
 def bits_per_second(rate: str) -> float | None:

@@ -31,8 +31,8 @@ def rows(gradients: Gradients, workers: int, link: Link, computation: Computatio
     found = []
     for name in names:
         method = method_of(name)
-        sent = traffic(method, gradients, workers)
-        found.append(Row(name, sent.sends, seconds(method, sent, gradients, link, computation), measured.get(name)))
+        sends = traffic(method, gradients, workers).sends
+        found.append(Row(name, sends, seconds(method, gradients, workers, link, computation), measured.get(name)))
     return found
 
 

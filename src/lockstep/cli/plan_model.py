@@ -1,0 +1,41 @@
+"""`lockstep plan --model M --device D`: a model of the table on devices of the table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lockstep.cli.plan_options import Asked
+from lockstep.errors import UsageError
+from lockstep.measure.files import check_writable, write_json
+
+
+def run(asked: Asked) -> None:
+    """What fits, and how long a step takes in the layouts that do."""
+    if asked.device is None:
+        raise UsageError(f"--model {asked.model} needs a --device: p100, v100, rtx4090, a100-80g, h100 or h200")
+    assert asked.model is not None
+    from lockstep.measure.plan.connection import HERE, connection
+    from lockstep.measure.plan.devices import device_named
+    from lockstep.measure.plan.model_text import describe
+    from lockstep.measure.plan.models import model_named
+    from lockstep.measure.plan.of_model import NCCL, plan_model
+    from lockstep.method import Method
+
+    if asked.network == HERE:
+        raise UsageError("--network here is of this host's own ranks: name a network for devices that are elsewhere, such as NVLink+IB")
+    model, device = model_named(asked.model), device_named(asked.device)
+    found_network = connection(asked.network, asked.nodes_of)
+    check_writable(asked.json_file, "--json")
+    chosen = asked.method()
+    plan = plan_model(
+        model,
+        device,
+        asked.counts("1..64"),
+        found_network.network,
+        batch=asked.batch,
+        method=None if chosen == Method() else chosen,
+        assumed=replace(NCCL, link_error=found_network.error),
+    )
+    print(found_network.words)
+    print(describe(plan))
+    write_json(asked.json_file, {"model": model.name, "device": device.name, "network": found_network.words, "rows": plan.as_json()})
