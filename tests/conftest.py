@@ -16,9 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
+
+hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes is the machine's affair
+hypothesis.settings.load_profile("lockstep")
 
 _PATIENCE_SECONDS = 5.0  # for what is ending on its own
 _SHARED_MEMORY = Path("/dev/shm")

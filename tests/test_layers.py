@@ -12,7 +12,23 @@ import lockstep
 
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors", "place", "slurm", "status", "orphans", "randomness", "streams", "learning_rate", "task", "settings", "method", "lint"},
+    {
+        "balance",
+        "errors",
+        "place",
+        "slurm",
+        "status",
+        "step_clock",
+        "orphans",
+        "randomness",
+        "streams",
+        "learning_rate",
+        "task",
+        "settings",
+        "method",
+        "mesh",
+        "lint",
+    },
     {"collectives", "data", "launcher", "meeting", "joining", "slurm_store", "hosts", "determinism"},
     {"world", "backend"},
     {"gradients", "checks", "checkpoints"},
@@ -29,12 +45,24 @@ LAYERS = [
         "stepper_reducer",
         "checkpointing",
     },
-    {"inference", "training"},
+    {"inference", "model_parallel", "training"},
     {"testing", "tasks", "measure", "tuning", "verify", "doctor"},
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ["launcher", "settings", "method", "place", "slurm", "orphans", "errors", "cli", "lint"]  # import it late or not at all
+WITHOUT_TORCH = [
+    "balance",
+    "launcher",
+    "settings",
+    "method",
+    "mesh",
+    "place",
+    "slurm",
+    "orphans",
+    "errors",
+    "cli",
+    "lint",
+]  # import it late or not at all
 LAUNCHER_WITH_TORCH = {"agent.py", "spawn.py"}
 
 

@@ -49,6 +49,13 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
         ({"reduce": "star"}, "reduce='star' is unknown: choose one of auto, native, central, ring, tree, halving_doubling, "),
         ({"reduce": "ring", "exact": True}, "reduce='ring' with exact: it adds in an order of its own"),
+        ({"balance": "2,x"}, "balance='2,x': give auto, or a number for each rank"),
+        ({"balance": "2,1", "workers": 3}, "balance='2,1' gives 2 of 3 workers a share: give one number for each of them"),
+        ({"balance": "auto", "sync_every": 2}, "balance='auto' with sync_every=2"),
+        (
+            {"balance": "2,1", "workers": 2, "grow": True},
+            "balance='2,1' has a number for each of 2 workers: give that number of workers, and no",
+        ),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
     ],
 )
@@ -79,6 +86,11 @@ def test_the_bucket_is_the_reducers() -> None:
     from lockstep.gradients.layout import BUCKET
 
     assert Settings(task="digits").bucket_mb * 2**20 == BUCKET
+
+
+def test_one_host_of_several_has_no_shares_of_its_own() -> None:
+    settings = Settings(task="digits", workers=4, balance="2,1,1,1")
+    assert settings.on_one_host(2).balance is None
 
 
 def test_overrides_are_pairs() -> None:

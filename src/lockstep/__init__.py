@@ -20,6 +20,8 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "Stepper": "lockstep.stepper",
     "Task": "lockstep.task",
     "World": "lockstep.world",
+    "benchmark_scaling": "lockstep.measure.scaling.benchmark",
+    "communication_ratio": "lockstep.measure.ratio",
     "evaluate": "lockstep.inference.evaluate",
     "init": "lockstep.world",
     "launch": "lockstep.launcher.spawn",
@@ -43,7 +45,9 @@ __all__ = [
     "Task",
     "World",
     "backend",
+    "benchmark_scaling",
     "collectives",
+    "communication_ratio",
     "errors",
     "evaluate",
     "init",
@@ -67,6 +71,8 @@ if TYPE_CHECKING:
     from lockstep.inference.predict import predict
     from lockstep.launcher.spawn import launch
     from lockstep.learning_rate import scale_lr
+    from lockstep.measure.ratio import communication_ratio
+    from lockstep.measure.scaling.benchmark import benchmark_scaling
     from lockstep.replicas import Replicas
     from lockstep.sharded_optimizer import ShardedOptimizer
     from lockstep.shared_memory_hook import shared_memory_hook

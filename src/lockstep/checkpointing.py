@@ -12,7 +12,6 @@ checkpoints.close()                        # waits for the last
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.checkpoints.remote import Remote
 from lockstep.checkpoints.saver import Saver
+from lockstep.collectives.texts import said_by
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, PeerFailed, UsageError
 from lockstep.stepper import Stepper
 from lockstep.stepper_state import restore, take
@@ -150,11 +150,7 @@ class Checkpoints:
                 chosen = choose()
             except (LockstepError, OSError) as error:
                 problem = error
-        octets = torch.zeros(256, dtype=torch.uint8)
-        text = json.dumps({"folder": chosen, "failed": problem is not None}).encode()
-        octets[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._world.control.broadcast(octets, place="for the choice of a checkpoint").wait()
-        said = json.loads(octets.numpy().tobytes().rstrip(b"\0"))
+        said = said_by(0, {"folder": chosen, "failed": problem is not None}, self._world.control, "for the choice of a checkpoint")
         if said["failed"]:
             raise problem or PeerFailed(f"rank 0 found no checkpoint in {self.directory} that can be used: its own error says why")
         found: str | None = said["folder"]

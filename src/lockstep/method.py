@@ -3,6 +3,7 @@
     reduce      how gradients are summed           compress    in how many bits they travel
     update      who applies them                   sync_every  how often replicas meet
     exact       in one order of addition, at any number of ranks
+    mesh        who holds which part of the model
 
 A choice that has options of its own is one text, `name:option=value,...`. No torch here: the command line refuses before any rank starts.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from lockstep.errors import UsageError
+from lockstep.mesh.layout import Mesh
 
 Reduce = Literal["auto", "native", "central", "ring", "tree", "halving_doubling", "shared_memory", "hierarchical"]
 CAST = ("bf16", "fp16")
@@ -160,6 +162,8 @@ class Method:
     """Steps that every rank takes on its own before replicas meet. None: gradients are summed in every step."""
     outer: str | Outer | None = None
     """What a meeting does; None: average."""
+    mesh: Mesh | None = None
+    """How the ranks divide data and model between them; None: every rank holds the whole model."""
     compression: Compression | None = field(init=False, default=None)
     local: Outer | None = field(init=False, default=None)
     server: Server | None = field(init=False, default=None)
@@ -239,6 +243,8 @@ class Method:
             found.append(
                 f"sync_every={self.sync_every} with update={self.update!r}: ranks that step alone each need a whole optimizer; choose replicated"
             )
+        if self.mesh is not None and not self.mesh.only_data:
+            found += self._refusals_of_a_mesh(self.mesh)
         if self.server is not None:
             if self.compress is not None:
                 found.append(
@@ -246,6 +252,28 @@ class Method:
                 )
             if self.reduce != "auto":
                 found.append(f"reduce={self.reduce!r} with update={self.update!r}: a server adds gradients up itself; leave reduce out")
+        return found
+
+    def _refusals_of_a_mesh(self, mesh: Mesh) -> list[str]:
+        """Where a rank holds a part of the model only."""
+        whole = {
+            "exact": (self.exact or None, "torch's engines add up in orders of their own"),
+            "compress": (self.compression and str(self.compression), "what is left out of a gradient is remembered for whole models only"),
+            "sync_every": (self.sync_every, "ranks that step alone each need a whole model"),
+            "update": (self.server and self.update, "a server's workers each need a whole model"),
+        }
+        found = [
+            f"{name}={value!r} with mesh={str(mesh)!r}: {why}; leave one out" for name, (value, why) in whole.items() if value is not None
+        ]
+        if mesh.shard > 1 and mesh.pipeline > 1:
+            found.append(
+                f"mesh={str(mesh)!r}: stages that run different micro-batches would gather parameters at different times; "
+                "use data and pipeline with update='sharded', or shard without pipeline"
+            )
+        if self.update == "sharded" and (mesh.shard > 1 or mesh.tensor > 1):
+            found.append(
+                f"update='sharded' with mesh={str(mesh)!r}: parameters that are split already have no whole memory to cut; leave update out"
+            )
         return found
 
     @property

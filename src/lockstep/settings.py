@@ -8,17 +8,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.balance import Balance
 from lockstep.errors import UsageError
+from lockstep.mesh.layout import Mesh
+from lockstep.mesh.schedules import Schedule
 from lockstep.method import Method, Reduce
 from lockstep.task import PRECISIONS, Precision
 
 Device = Literal["auto", "cpu", "cuda"]
 
 FILE = "settings.json"
+SPLITS = ("time", "parameters")
+SCHEDULE = "1f1b"
 METHOD = ("reduce", "exact", "compress", "update", "staleness", "sync_every", "outer")
 
 
@@ -54,6 +59,14 @@ class Settings:
     """Steps that every rank takes on its own between two meetings. It changes the weights."""
     outer: str | None = None
     """What a meeting does: average, nesterov."""
+    balance: str | None = None
+    """Who computes how many of a step's micro-batches: auto, as fast as each rank is; 2,1,1, in proportion to these. None: all equally many."""
+    mesh: str | None = None
+    """How many ranks there are along each axis: data, shard, pipeline, tensor. None: data alone."""
+    schedule: str = SCHEDULE
+    """Of a pipeline: the order in which its stages run micro-batches (mesh/schedules.py)."""
+    split: str = SPLITS[0]
+    """Of a pipeline: whether its stages take equal time, or hold equally many parameters."""
     exact: bool = False
     """The same bits at any number of workers: sums along one tree, deterministic algorithms, one intra-op thread unless `threads` says another."""
     grow: bool = False
@@ -92,13 +105,49 @@ class Settings:
             value = getattr(self, name)
             if value not in known:
                 raise UsageError(f"{name}={value!r} is unknown: choose one of {', '.join(choice for choice in known if choice)}")
-        self.method()
+        method = self.method()
+        self._check_mesh()
+        if self.balance is not None:
+            self._check_balance(Balance.of(self.balance), method)
         if self.precision == "fp16" and (self.sync_every is not None or self.update.startswith("server")):
             raise UsageError("precision='fp16' needs one loss scale for all ranks, and these would each find their own: use bf16")
 
+    def _check_mesh(self) -> None:
+        grid = self.grid
+        if self.split not in SPLITS:
+            raise UsageError(f"split={self.split!r} is unknown: choose one of {', '.join(SPLITS)}")
+        Schedule.read(self.schedule)
+        if grid is None or grid.pipeline == 1:
+            for name, default in (("schedule", SCHEDULE), ("split", SPLITS[0])):
+                if getattr(self, name) != default:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)!r} says how a pipeline runs, and there is none: give mesh='pipeline=2', say"
+                    )
+        if grid is None:
+            return
+        grid.check_size(self.workers)
+        if self.grow or self.grow_if_wanted:
+            raise UsageError(f"mesh={self.mesh!r} has a place for each of {grid.size} ranks: give that number of workers, and no range")
+        check_parts(grid, self.precision, compile=self.compile)
+
+    def _check_balance(self, balance: Balance, method: Method) -> None:
+        balance.check(method, self.workers)
+        if not balance.measured and (self.grow or self.grow_if_wanted):
+            raise UsageError(
+                f"balance={self.balance!r} has a number for each of {self.workers} workers: give that number of workers, and no range"
+            )
+
+    def on_one_host(self, workers: int) -> Settings:
+        """With one host's ranks alone; a mesh is laid over all of them, and shares are dealt out among all."""
+        return replace(self, workers=workers, mesh=None, balance=None, schedule=SCHEDULE, split=SPLITS[0])
+
+    @property
+    def grid(self) -> Mesh | None:
+        return None if self.mesh is None else Mesh.read(self.mesh)
+
     def method(self) -> Method:
         """How the ranks' work becomes one training. Raises UsageError for what makes no sense together."""
-        return Method(**{name: getattr(self, name) for name in METHOD})
+        return Method(**{name: getattr(self, name) for name in METHOD}, mesh=self.grid)
 
     def differences(self, before: Settings) -> list[str]:
         """In what a run with these settings would be another training than one with those of `before`, in words."""
@@ -130,6 +179,14 @@ class Settings:
             wrong = f"{', '.join(unknown)} unknown to this version" if unknown else "no task named"
             raise UsageError(f"{file}: {wrong}; it was written by another version of Lockstep, or by hand")
         return cls(**found)
+
+
+def check_parts(mesh: Mesh, precision: Precision | None, *, compile: bool | None) -> None:
+    """Raise a UsageError for what a model in parts cannot be trained with."""
+    if not mesh.only_data and precision == "fp16":
+        raise UsageError(f"precision='fp16' with mesh={str(mesh)!r}: every part would find a loss scale of its own; use bf16")
+    if not mesh.only_data and compile:
+        raise UsageError(f"compile with mesh={str(mesh)!r}: parts of a model are not compiled; give --no-compile")
 
 
 def _shown(value: object) -> str:

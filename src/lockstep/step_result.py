@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.step_clock import StepTimes
 from lockstep.updates.server.update import AppliedWindow
 from lockstep.updates.update import Applied
 
@@ -30,6 +31,12 @@ class StepResult:
     """At a server: the updates that have come since this rank pulled the parameters of its gradient, until it pushed it."""
     windows: tuple[AppliedWindow, ...] = ()
     """At a server, on rank 0: the windows that were applied since the last step of this rank."""
+    times: tuple[StepTimes, ...] = ()
+    """Where this rank's time went: in this step, or, on a GPU, in those whose work the device has come through since."""
+    busy_by_rank: tuple[float, ...] = ()
+    """Seconds that each rank computed forward and backward, in the latest step before this one that it knows of."""
+    waited_by_rank: tuple[float, ...] = ()
+    """Seconds that each rank waited for others or the network in that step: the one with the least came last."""
 
     @property
     def norm(self) -> float | None:

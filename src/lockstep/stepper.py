@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,12 +24,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import randomness, status
+from lockstep.balance import Balance
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
+from lockstep.data.balancer import Balancer
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, check_checks
@@ -40,9 +43,11 @@ from lockstep.gradients.compression.choice import owes
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.method import Compression, Method, Outer
+from lockstep.step_clock import StepClock, StepTimes
 from lockstep.step_result import StepResult
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
+from lockstep.updates.held import Held, SplitNorm
 from lockstep.updates.local_steps import LocalSteps
 from lockstep.updates.server.update import Server
 from lockstep.updates.update import Applied
@@ -50,6 +55,9 @@ from lockstep.world import World
 
 Batch = TypeVar("Batch")
 
+Begin = Callable[[int, int], None]
+Count = Callable[[int, Tensor, float | Tensor], Tensor]
+_STAGES = 2**48  # apart from each other: a slot's numbers for the stages of a pipeline
 NOTHING = "every rank's weight is 0: the window holds nothing to learn from"
 
 
@@ -70,6 +78,7 @@ class Stepper:
     "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
     `compress` has gradients travel in fewer bytes: bf16, fp16, int8, powersgd:RANK, topk:SHARE; what is left out comes in later steps.
     `bucket_mb`: the MiB of gradients that travel together (25), for a bare module.
+    `held`: of a model that is split over a mesh, this rank's part (`lockstep train --mesh`); `model` is then its `module`.
     `trace_nonfinite` looks at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan
     or inf came up first; without it that is looked for in the window after a skipped one.
     On a GPU no step waits for the device, but for what was true before its last backward (the weights, the losses); with `clip`, an
@@ -98,6 +107,7 @@ class Stepper:
         unused: Unused = "error",
         checks: Checks = "full",
         trace_nonfinite: bool = False,
+        held: Held | None = None,
         world: World | None = None,
     ) -> None:
         check_kinds(model, optimizer)
@@ -107,8 +117,16 @@ class Stepper:
             raise UsageError(f"unused={unused!r}: choose one of {', '.join(POLICIES)}")
         check_checks(checks)
         self.method = Method(
-            reduce=reduce, exact=exact, compress=compress, update=update, staleness=staleness, sync_every=sync_every, outer=outer
+            reduce=reduce,
+            exact=exact,
+            compress=compress,
+            update=update,
+            staleness=staleness,
+            sync_every=sync_every,
+            outer=outer,
+            mesh=None if held is None else held.mesh,
         )
+        self.held = held
         if self.method.alone and scheduler is not None:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # torch: a rank without micro-batches steps the scheduler all the same
         if self.method.server is not None and unused == "skip":
@@ -123,7 +141,8 @@ class Stepper:
             )
         self.world = world or World.current()
         if checks != "off":
-            compare_start(*set_up_of(model, self.world, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
+            alike = self.world.group if held is None else held.data
+            compare_start(*set_up_of(model, alike, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
         self.optimizer = optimizer
         self._bucket_mb, self._unused_policy, self._trace_nonfinite, self._checks = bucket_mb, unused, trace_nonfinite, checks
         self.steps = 0
@@ -134,6 +153,10 @@ class Stepper:
             self.world.compute_deterministically()
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
+        self._clock = StepClock(partial(torch.cuda.Event, enable_timing=True) if self.world.device.type == "cuda" else None)
+        self._times: StepTimes | None = None  # of the latest step that is known
+        self.keeps_spans: Callable[[int], bool] = lambda step: False
+        """Of which steps, by number, it shall be kept when each piece of them began and ended."""
         self._compares_data = checks != "off"
         self._open_outcome: tuple[Applied, Facts] | None = None  # of the last step, while only a GPU knows it
         self._looks_at_once = self.world.device.type == "cpu" or scheduler is not None
@@ -142,18 +165,25 @@ class Stepper:
         self._warned: set[str] = set()
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
+        self._balancer: Balancer | None = None  # of its loader, where shares follow measured speed
+        self._walked: dict[int, int] = {}  # micro-batches of the steps whose times are not known yet
+        self._each = 0.0  # seconds that a micro-batch took, loading included, where that is known last
         self._samples: tuple[int, ...] = ()  # of each rank in this window, where no message tells
         self._loss_scale = 1.0
 
     def _work_with(self, model: nn.Module) -> None:
         """Take charge of the model's gradients, as the method has it now."""
         alone = self._is_alone()
-        self.reducer, self.model = reducer_of(model, self.method, self._bucket_mb, self.world, alone=alone)
+        summed_over = self.world.group if self.held is None else self.held.data
+        self.reducer, self.model = reducer_of(model, self.method, self._bucket_mb, summed_over, alone=alone)
         self.group = self.reducer.group
-        self.everyone = self.world.group if alone else self.group
+        self.everyone = self.world.group if alone or self.held is not None else self.group
         """All ranks of this training; `group` are those whose gradients are summed in a step, this rank alone where it steps alone."""
+        self._told = self.group if alone else self.everyone  # whose facts of a step this rank knows
+        self._reports = self.held is None or self.held.reports
         self.reducer.guarded, self.reducer.expecting = True, False
-        self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full")
+        norm = None if self.held is None else SplitNorm(self.held)
+        self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full", norm=norm)
         left_out = self._left_out()
         self.update.bind(self.reducer, self.optimizer)
         if isinstance(self.update, Server):
@@ -177,7 +207,7 @@ class Stepper:
 
     def part_if_due(self) -> None:
         """Begin to step alone, where the method has that begin after some steps. Every rank calls it alike; `micro_batches` does."""
-        if self._is_alone() and self.group is self.everyone:
+        if self._is_alone() and self._told is self.everyone:
             self.reducer.reset()
             order = self.reducer.order
             self._work_with(self.model)
@@ -189,6 +219,11 @@ class Stepper:
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         return [name for name, parameter in zip(self.reducer.names, self.reducer.parameters, strict=True) if id(parameter) not in held]
 
+    @property
+    def place(self) -> int:
+        """This rank's among those of `StepResult.waited_by_rank`."""
+        return self._told.rank
+
     # -- the window ----------------------------------------------------------------------------------------------------------------
 
     def micro_batches(self, window: Iterable[Batch]) -> Iterator[Batch]:
@@ -196,10 +231,74 @@ class Stepper:
 
         This is the place that knows the last one: in its backward the gradients leave for the other ranks.
         """
+        ours, step = self._open(window)
+        for place, (batch, last) in enumerate(_with_last(window)):
+            slot = self._slot(ours, place)
+            if ours is not None and self._reports:
+                self._facts_open.add_samples(ours.counts[place])
+            self._micro = _MicroBatch(last, slot if self.exact else 0)
+            self._buffers.open()
+            self._trace.open(place)
+            randomness.step(self._seed, step, slot)
+            try:
+                with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
+                    status.enter("forward")
+                    yield batch
+            finally:  # also when the user's loop breaks off: step() then sums what was there
+                self._buffers.shut(self._micro.weight, self._micro.row)
+                self._micro = None
+            status.enter("data")
+
+    def at_once(self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]) -> None:
+        """Walk a window whose micro-batches a pipeline runs, in an order of its own, forward and backward.
+
+        `run(batches, begin, count)` calls `begin(place, stage)` before a stage's forward of a micro-batch, and `count(place, loss, weight)`, where
+        the loss is known, for what is to be differentiated. Gradients have come when it returns.
+        """
+        ours, step = self._open(window)
+        batches = list(window)
+
+        def begin(place: int, stage: int) -> None:
+            status.enter("forward")
+            randomness.step(self._seed, step, self._slot(ours, place) + stage * _STAGES)
+
+        def count(place: int, loss: Tensor, weight: float | Tensor) -> Tensor:
+            loss = summed(loss, weight, "sum")
+            if self._reports:
+                if ours is not None:
+                    self._facts_open.add_samples(ours.counts[place])
+                self._facts_open.add(weight, loss.detach())
+            return loss
+
+        self._backwards, self.reducer.expecting = len(batches), True
+        try:
+            with self.reducer.window(last=False):
+                run(batches, begin, count)
+        finally:
+            self.reducer.expecting = False
+        status.enter("data")
+
+    @property
+    def bytes_sent(self) -> int:
+        """That this rank has sent since the world was opened, as far as Lockstep's own groups count it."""
+        return self.everyone.bytes_sent + (0 if self.held is None else self.held.sent())
+
+    @property
+    def _facts_open(self) -> FactsMessage:
+        assert self._facts is not None
+        return self._facts
+
+    def _slot(self, ours: Window | None, place: int) -> int:
+        """The number of a micro-batch in its window; of a plain list's, one that no other rank has."""
+        return self.world.rank * 2**32 + place if ours is None else ours.slots[place]
+
+    def _open(self, window: Iterable[Batch]) -> tuple[Window | None, int]:
+        """Begin a window: itself, where it is one of ours, and the step that its randomness belongs to."""
         if not isinstance(window, Iterable):
             raise UsageError(f"micro_batches() walks a window or a list of batches, not a {type(window).__name__}")
         if self._facts is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
+        status.open_clock(self._clock)
         status.step(self.steps + 1)
         self._settle()
         self.part_if_due()
@@ -216,27 +315,16 @@ class Stepper:
         slots = ours.cut.slots if self.exact and ours is not None else 0
         self._buffers.begin(slots)
         self._backwards, self.reducer.stray = 0, False
-        self._facts = FactsMessage(self.group, self.world.device, slots)
+        self._facts = FactsMessage(self._told, self.world.device, slots)
+        if self._times is not None:
+            self._facts.add_times(self._times.busy, self._times.waits, self._each)
+        self._balancer = None if ours is None else ours.balancer
+        if self._balancer is not None:
+            Balance().check(self.method, self.everyone.size)
         self._loss_scale = self._scale_for(window)
-        self._samples = () if self.group is self.everyone else self._shares(ours)
-        step = self.steps if ours is None else ours.step
+        self._samples = () if self._told is self.everyone else self._shares(ours)
         status.enter("data")
-        for place, (batch, last) in enumerate(_with_last(window)):
-            slot = self.world.rank * 2**32 + place if ours is None else ours.slots[place]
-            if ours is not None:
-                self._facts.add_samples(ours.counts[place])
-            self._micro = _MicroBatch(last, slot if self.exact else 0)
-            self._buffers.open()
-            self._trace.open(place)
-            randomness.step(self._seed, step, slot)
-            try:
-                with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
-                    status.enter("forward")
-                    yield batch
-            finally:  # also when the user's loop breaks off: step() then sums what was there
-                self._buffers.shut(self._micro.weight, self._micro.row)
-                self._micro = None
-            status.enter("data")
+        return ours, self.steps if ours is None else ours.step
 
     def _shares(self, window: Window | None) -> tuple[int, ...]:
         """How many samples of the window each rank walks, by the way it is cut."""
@@ -258,7 +346,8 @@ class Stepper:
         """Once, with the first window: the same data set, cut alike, from the same seed on all ranks."""
         if self._compares_data:
             self._compares_data = False
-            compare_start(self.group, window.recipe if isinstance(window, Window) else {})
+            with status.inside("checks"):
+                compare_start(self.group, window.recipe if isinstance(window, Window) else {})
 
     def _scale_for(self, window: object) -> float:
         """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""
@@ -280,7 +369,8 @@ class Stepper:
         loss = summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
         self._backwards += 1
-        self._facts.add(weight, loss.detach(), micro.row)
+        if self._reports:
+            self._facts.add(weight, loss.detach(), micro.row)
         if micro.last:
             self._send_facts()
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
@@ -336,6 +426,8 @@ class Stepper:
             self._send_facts()
         message, self._facts = self._facts, None
         facts, divisor = self._finish(message)
+        if self._balancer is not None:
+            self._balancer.note(facts.each_by_rank)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
         if isinstance(self.update, Server):
             return self._step_at(self.update, facts)
@@ -346,7 +438,8 @@ class Stepper:
         if self._looks_at_once:
             self._settle()
         if self._replicas is not None:
-            self._replicas(self._replicated)
+            with status.inside("checks"):
+                self._replicas(self._replicated)
         stop = facts.stop > 0
         if isinstance(self.update, LocalSteps):
             stop = self.update.after_step(facts.weight if outcome.applied else 0.0, stop=stop)
@@ -356,10 +449,24 @@ class Stepper:
             weight=facts.weight,
             stop=stop,
             samples_by_rank=self._samples or facts.samples_by_rank,
-            bytes_sent=self.everyone.bytes_sent,
+            bytes_sent=self.bytes_sent,
             outcome=outcome,
             together=self.together,
+            times=self._end_clock(),
+            busy_by_rank=facts.busy_by_rank,
+            waited_by_rank=facts.waited_by_rank,
         )
+
+    def _end_clock(self) -> tuple[StepTimes, ...]:
+        """The step has ended; those whose times are known since."""
+        hidden = None if self.world.device.type == "cuda" else self.reducer.departures.hidden()
+        self._clock.end(self.steps, hidden, spans=self.keeps_spans(self.steps + 1))
+        found = tuple(self._clock.finished())
+        self._walked[self.steps] = self._backwards
+        for times in found:
+            walked = self._walked.pop(times.step, 0)
+            self._times, self._each = times, (times.data + times.busy) / walked if walked else 0.0
+        return found
 
     def _step_at(self, server: Server, facts: Facts) -> StepResult:
         """Push what was drawn; or, where nothing was, meet the others."""
@@ -384,11 +491,12 @@ class Stepper:
             weight=weight,
             stop=stop,
             samples_by_rank=self._samples,
-            bytes_sent=self.everyone.bytes_sent,
+            bytes_sent=self.bytes_sent,
             outcome=Applied(),
             together=meets,
             gradient_age=age,
             windows=windows,
+            times=self._end_clock(),
         )
 
     def draws(self, loader: Any) -> None:
@@ -403,6 +511,8 @@ class Stepper:
             raise UsageError(
                 f"slots of a {type(loader).__name__} cannot be drawn: with update='server' the samples of a data set need numbers"
             )
+        if loader.balance is not None:
+            loader.balance.check(self.method, self.everyone.size)
         if self._checks != "off":
             compare_start(self.everyone, loader.recipe)
         loader.draws = self.update
@@ -438,6 +548,9 @@ class Stepper:
 
     def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""
+        if self.held is not None:
+            self.held.collect()
+            self.reducer.take_in()
         self.reducer.look_for_cleared()  # before the others are waited for
         reduction = self.reducer.reduction
         if reduction.divisor is None:
@@ -470,7 +583,7 @@ class Stepper:
             return
         (outcome, facts), self._open_outcome = self._open_outcome, None
         reason = outcome.reason
-        nothing_here = self.group is not self.everyone and facts.weight == 0
+        nothing_here = self._told is not self.everyone and facts.weight == 0
         if reason is None or nothing_here:  # alone, a rank without micro-batches keeps to the others' learning rate
             if self.scheduler is not None:
                 self.scheduler.step()

@@ -18,18 +18,17 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
 from lockstep.gradients.replicate import replicate
 from lockstep.method import Method
-from lockstep.world import World
 
 
-def set_up_of(model: nn.Module, world: World, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
-    """The ranks that must be set up alike, and what of this model they compare."""
+def set_up_of(model: nn.Module, group: Group, fields: dict[str, Any]) -> tuple[Group, dict[str, Any]]:
+    """The ranks that must be set up alike (a wrapped model's own, else `group`), and what of this model they compare."""
     if isinstance(model, DistributedDataParallel):
         return model.group, {**model_fields(model.module, model.ignored), **fields}
-    return world.group, {**model_fields(model), **fields}
+    return group, {**model_fields(model), **fields}
 
 
-def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world: World, *, alone: bool) -> tuple[Reducer, nn.Module]:
-    """`alone`: this rank steps with its own gradients; what would sum them is for meetings."""
+def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, group: Group, *, alone: bool) -> tuple[Reducer, nn.Module]:
+    """Gradients are summed over `group`. `alone`: this rank steps with its own gradients; what would sum them is for meetings."""
     if bucket_mb is not None and not bucket_mb > 0:
         raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
     if isinstance(model, DistributedDataParallel):
@@ -53,21 +52,21 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, world:
                 f"reduce={method.reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
             )
         return model.give_up_reducer(), model.module
-    replicate(model, world.group)
+    replicate(model, group)
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:
-        return exact_reducer(model, method.reduce, world.group, bucket_bytes), model
+        return exact_reducer(model, method.reduce, group, bucket_bytes), model
     if method.compression is None:
-        chosen = reduction("native" if method.server else method.reduce, world.group)
+        chosen = reduction("native" if method.server else method.reduce, group)
     else:
-        check_matrices(method.compression, model, world.rank)
-        chosen = compressed(method.compression, world.group)
+        check_matrices(method.compression, model, group.ranks[group.rank])
+        chosen = compressed(method.compression, group)
     if not alone:
-        return Reducer(model, world.group, chosen, bucket_bytes=bucket_bytes), model
+        return Reducer(model, group, chosen, bucket_bytes=bucket_bytes), model
     if method.local is not None and method.local.fragments > 1:  # fragments consist of whole buckets
         octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
         bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
     meeting = Alone(chosen)
     if method.server is not None:
         meeting.name = "messages"
-    return Reducer(model, world.group.alone(), meeting, bucket_bytes=bucket_bytes), model
+    return Reducer(model, group.alone(), meeting, bucket_bytes=bucket_bytes), model

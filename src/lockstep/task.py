@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import TaskError
+from lockstep.mesh.parts import Parts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -99,12 +100,16 @@ class Task:
     """Called with the record of every evaluation."""
     callbacks_on: Literal["first", "all"] = "first"
     """The ranks that call `on_step` and `on_evaluate`."""
+    parts: Parts = field(default_factory=Parts)
+    """Where the model may be cut when its layers or matrices are split over ranks (--mesh)."""
 
     def __post_init__(self) -> None:
         self._check_callables()
         self._check_sizes()
         self._check_data()
         self._check_evaluation()
+        if not isinstance(self.parts, Parts):
+            raise TaskError(f"Task: parts is a {type(self.parts).__name__}; give a lockstep.mesh.parts.Parts")
         _known("Task: precision", self.precision, PRECISIONS)
         _known("Task: callbacks_on", self.callbacks_on, ("first", "all"))
         _known("Task: scheduler_per", self.scheduler_per, ("step", "epoch"))

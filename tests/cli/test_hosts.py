@@ -116,6 +116,17 @@ def test_two_hosts_train_the_bits_of_one_and_listen_on_their_own_network_only(pa
     assert json.loads((folder / "run" / "settings.json").read_text())["workers"] == 4
 
 
+def test_data_over_hosts_and_layers_inside_them(pair: list[Host], folder: Path) -> None:
+    small = [word for each in ("train_bytes=3000", "eval_bytes=600", "width=16", "depth=2", "length=8") for word in ("--set", each)]
+    command = ["train", "text", "--mesh", "data=2,pipeline=2", "--workers", "4", "--steps", "3", "--run", "run", *small]
+    anna, bert = (host.lockstep(*command, *options("2"), "--node-rank", str(rank), cwd=folder) for rank, host in enumerate(pair))
+    (code, out, err), (other_code, other_out, other_err) = anna.end(), bert.end()
+    assert (code, other_code, other_out) == (0, 0, ""), err + other_err
+    assert "3 steps, 4 workers, mesh data=2,pipeline=2 1f1b, replicated, " in out
+    said = json.loads((folder / "run" / "mesh.json").read_text())["ranks"]
+    assert [(each["node"], each["data"], each["pipeline"]) for each in said] == [(0, 0, 0), (0, 0, 1), (1, 1, 0), (1, 1, 1)]
+
+
 def test_a_killed_agents_host_is_done_without_and_taken_in_again_at_a_checkpoint(pair: list[Host], folder: Path, undisturbed: str) -> None:
     command = ["train", "my_task.py", "--exact", "--workers-per-node", "2", "--run", "run", "--checkpoint-every", "2", *options("1:2")]
     anna = pair[0].lockstep(*command, "--node-rank", "0", cwd=folder, GATED="1")

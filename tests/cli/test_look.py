@@ -159,3 +159,36 @@ def test_an_unknown_name_is_answered_with_the_right_one(typed: str, meant: str) 
     assert done.exit_code == 2
     assert f"'{typed}'" in done.output
     assert f"Did you mean '{meant}'" in done.output
+
+
+# -- meshes ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh(tmp_path: Path) -> None:
+    from lockstep.mesh.layout import Mesh
+    from lockstep.model_parallel import picture as mesh_picture
+
+    assert shown("mesh", "--mesh", "data=2,tensor=2", "--nodes", "2") == mesh_picture.text(Mesh(data=2, tensor=2), 2) + "\n"
+    file = tmp_path / "mesh.svg"
+    assert shown("mesh", "--mesh", "shard=3", "--out", str(file)) == f"{file}: {mesh_picture.title(Mesh(shard=3), 1)}\n"
+    assert file.read_text() == mesh_picture.svg(Mesh(shard=3))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh", "data=2,rows=2"], "there is no axis 'rows'"),
+        (["--mesh", "data=4", "--nodes", "3"], "--nodes 3: 4 ranks"),
+        (["--mesh", "data=4", "--out", "mesh.pdf"], "--out mesh.pdf: give a file that ends in .svg or .png"),
+    ],
+)
+def test_a_mesh_that_cannot_be_shown(args: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["show", "mesh", *args])
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)
+
+
+def test_the_layers_of_a_task() -> None:
+    found = shown("mesh", "--mesh", "pipeline=2", "--task", "text")
+    assert "rank 0   share 0 of 1   stage 0 of 2: bytes" in found
+    assert found.splitlines()[4].endswith("head")

@@ -170,6 +170,11 @@ def test_a_task_that_ends_its_process_is_noticed(folder: Path, monkeypatch: pyte
         ({"device": "tpu"}, "device='tpu' is unknown"),
         ({"precision": "fp8"}, "precision='fp8' is unknown"),
         ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
+        ({"balance": "fast"}, "balance='fast': give auto, or a number for each rank, such as 2,1,1"),
+        ({"balance": "2,1", "workers": "3"}, "balance='2,1' gives 2 of 3 workers a share: give one number for each of them"),
+        ({"balance": "2,1", "workers": "1:2"}, "--balance 2,1 has a number for each of 2 ranks: give that number of workers, and no range"),
+        ({"balance": "2,1", "nodes": "1:2"}, "--balance 2,1 has a number for each of 2 ranks"),
+        ({"balance": "auto", "update": "server"}, "balance='auto' with update='server'"),
         ({"override": ["lr"]}, "--set lr: write it as --set key=value"),
         ({"run": Path("file")}, "run directory file cannot be made: it, or a folder above it, is a file"),
         ({"run": Path("file/run")}, "run directory file/run cannot be made"),
@@ -208,7 +213,10 @@ def test_more_gpus_than_there_are(
         train("digits", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("gpus", "options", "workers"), [(4, {}, 4), (0, {}, 1), (4, {"device": "cpu"}, 1), (4, {"workers": "2"}, 2)])
+@pytest.mark.parametrize(
+    ("gpus", "options", "workers"),
+    [(4, {}, 4), (0, {}, 1), (4, {"device": "cpu"}, 1), (4, {"workers": "2"}, 2), (0, {"balance": "2,1,1"}, 3)],
+)
 def test_the_default_is_a_worker_for_each_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], workers: int
 ) -> None:

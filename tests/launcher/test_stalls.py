@@ -18,6 +18,7 @@ from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
 from lockstep.launcher.supervise import Target, supervise
 from lockstep.launcher.watch import Stalls, timeout_for_ranks
 from lockstep.status import View
+from lockstep.step_clock import PHASES
 
 SECOND = 10**9
 
@@ -25,7 +26,7 @@ SECOND = 10**9
 def view(
     phase: str = "reduce", number: int = 7, waits: bool = False, step: int = 5, texts: dict[int, str] | None = None, **more: Any
 ) -> View:
-    values: dict[str, Any] = {"ticks": 1, "since_ns": time.monotonic_ns(), "waited_ns": 0, "totals_ns": dict.fromkeys(status.PHASES, 0)}
+    values: dict[str, Any] = {"ticks": 1, "since_ns": time.monotonic_ns(), "waited_ns": 0, "totals_ns": dict.fromkeys(PHASES, 0)}
     return View(phase=phase, number=number, waits=waits, step=step, collectives=texts or {}, **{**values, **more})
 
 
@@ -105,7 +106,7 @@ class Run:
     def steps(self, number: int) -> None:
         for page in self.pages:
             page.step(number)
-            page.enter(status.PHASES.index("forward"))
+            page.enter(PHASES.index("forward"), time.monotonic_ns())
 
     def after(self, seconds: float) -> str | None:
         """What is said when so much time has passed, looked at in between."""
@@ -149,7 +150,7 @@ def test_quiet_times_that_were_none_are_learnt_from(pages: Run) -> None:
 def test_a_checkpoint_of_all_may_take_ten_times_as_long(pages: Run) -> None:
     pages.steps(5)
     for page in pages.pages:
-        page.enter(status.PHASES.index("checkpoint"))
+        page.enter(PHASES.index("checkpoint"), time.monotonic_ns())
     assert pages.after(99) is None
     assert pages.after(3) is not None
 
@@ -158,11 +159,11 @@ def test_a_checkpoint_of_all_may_take_ten_times_as_long(pages: Run) -> None:
 def test_the_users_own_code_may_take_as_long_as_it_likes_where_nobody_waits(pages: Run, step: int) -> None:
     for page in pages.pages:
         page.step(step)
-        page.enter(status.PHASES.index("loop"))
+        page.enter(PHASES.index("loop"), time.monotonic_ns())
     assert pages.after(5000) is None
     for page in pages.pages:
         page.step(max(step, 2))
-    pages.pages[1].waits(True)
+    pages.pages[1].waits(True, time.monotonic_ns())
     assert pages.after(9) is None
     assert pages.after(3) is not None, "and not, where somebody does"
 
@@ -190,7 +191,7 @@ def slowness(waited: tuple[float, ...], spent: dict[str, int], step: int = 5) ->
     """What is said after ten seconds, of which each rank has waited for so many."""
     found = Slowness(10)
     assert found.look({rank: view(step=step) for rank in range(len(waited))}, 0) is None
-    totals = {**dict.fromkeys(status.PHASES, 0), **spent}
+    totals = {**dict.fromkeys(PHASES, 0), **spent}
     views = {rank: view(step=step + 9, waited_ns=int(each * SECOND), totals_ns=totals) for rank, each in enumerate(waited)}
     return found, found.look(views, 10)
 

@@ -6,6 +6,7 @@ they hold. The second oracle is torch's own DistributedDataParallel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,9 @@ import lockstep
 from lockstep.data.windows import Plan
 from lockstep.testing import run_ranks
 from tests import zoo
+from tests.data.scripted import scripted
 
+Moves = Mapping[int, tuple[int, ...]]
 SAMPLES, GLOBAL, MICRO, STEPS = 42, 16, 4, 10  # three steps an epoch, of 16, 16 and 10 samples: the last slot of the tail holds 2
 
 
@@ -81,12 +84,16 @@ def one_process(name: str, kind: str, clip: float | None) -> Trained:
     return Trained(seen[0], seen[2], {key: value.clone() for key, value in model.state_dict().items()}, losses)
 
 
-def on_ranks(world: lockstep.World, name: str, kind: str, clip: float | None, reduce: str) -> Trained:
+def on_ranks(
+    world: lockstep.World, name: str, kind: str, clip: float | None, reduce: str, balance: str | None = None, moves: Moves | None = None
+) -> Trained:
     torch.manual_seed(world.rank)  # replicas begin equal although their random states differ
     model = zoo.MODELS[name]() if world.rank else zoo.build(name)
     unused = "zeros" if name == "awkward" else "error"
     stepper = lockstep.Stepper(model, optimizer(kind, model), clip=clip, reduce=reduce, unused=unused)
-    loader = lockstep.Loader(TensorDataset(*zoo.samples(SAMPLES)), global_batch=GLOBAL, micro_batch=MICRO, shuffle=False)
+    loader = lockstep.Loader(TensorDataset(*zoo.samples(SAMPLES)), global_batch=GLOBAL, micro_batch=MICRO, shuffle=False, balance=balance)
+    if moves is not None:
+        scripted(loader, moves)
     seen, losses = [], []
     for epoch in loader.epochs(4):
         for window in epoch:
@@ -155,6 +162,18 @@ def test_our_own_schedules_give_the_gradients_of_one_process(workers: int, reduc
         compare(rank.tail, expected.tail)
         compare(rank.weights, expected.weights)
         assert all(torch.equal(value, ranks[0].weights[name]) for name, value in rank.weights.items())
+
+
+@pytest.mark.parametrize("name", ["cnn", "awkward"])
+def test_ranks_with_uneven_and_moving_shares_give_the_gradients_of_one_process(name: str) -> None:
+    expected = one_process(name, "sgd", clip=None)
+    moving: Moves = {1: (0, 1, 3), 2: (2, 2, 0), 5: (1, 3, 0)}
+    for balance, moves in (("2,1,1", None), ("0,3,1", None), ("auto", moving)):
+        for rank in run_ranks(on_ranks, 3, args=(name, "sgd", None, "auto", balance, moves)):
+            compare(rank.gradients, expected.gradients)
+            compare(rank.tail, expected.tail)
+            compare(rank.weights, expected.weights)
+            assert rank.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 def test_all_ranks_end_with_the_same_bits() -> None:

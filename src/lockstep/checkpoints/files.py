@@ -1,6 +1,7 @@
 """A checkpoint on disk: a folder that is there whole or not at all, in formats that run no code when they are read.
 
     checkpoints/step-0000276/model.safetensors             parameters and buffers by their plain names: loads anywhere
+                             model-00000.safetensors       in its place where no rank holds the whole model: what each one wrote of it
                              optimizer-00000.safetensors   the optimizer's state; as many files as ranks wrote some of it
                              state.json                    what was trained, how far, and how well
                              manifest.json manifest.sha256 what makes it a checkpoint (manifest.py)
@@ -31,6 +32,7 @@ from lockstep.errors import DamagedCheckpoint, LockstepError
 MODEL = "model.safetensors"
 STATE = "state.json"
 BEST = "best.json"
+_MODEL_PART = "model-"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free
 
@@ -50,20 +52,36 @@ class Checkpoint:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The model's, on the CPU."""
-        return _loaded(self.folder / MODEL)
+        """The model's, on the CPU, all at once."""
+        return dict(self.model()) if self.in_parts else _loaded(self.folder / MODEL)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model lies in several files, of which none need have a whole tensor."""
+        return any(entry.name.startswith(_MODEL_PART) for entry in self.entries)
+
+    def model(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors by name, whole, one after the other."""
+        parts = [entry.name for entry in self.entries if entry.name.startswith(_MODEL_PART)]
+        return read_whole([self.folder / name for name in parts or [MODEL]])
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's tensors, whole, one after the other: ("exp_avg/conv.weight", ...)."""
         return read_whole([self.folder / entry.name for entry in self.entries if entry.name.startswith(_OPTIMIZER)])
 
 
-def write_part(folder: Path, model: Mapping[str, Tensor] | None, pieces: Sequence[Piece], rank: int) -> list[Entry]:
-    """Write this rank's files of a checkpoint, on disk when this returns. `folder` exists."""
+def write_part(folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | None, pieces: Sequence[Piece], rank: int) -> list[Entry]:
+    """Write this rank's files of a checkpoint, on disk when this returns. `folder` exists.
+
+    `model` is a whole model, which one rank writes; or what this rank writes of it, where all do; or None.
+    """
     entries = []
-    if model is not None:
-        write_pieces(folder / MODEL, [Piece(name, tensor) for name, tensor in model.items()])
+    if isinstance(model, Mapping):
         entries.append(MODEL)
+        write_pieces(folder / MODEL, [Piece(name, tensor) for name, tensor in model.items()])
+    elif model:
+        entries.append(f"{_MODEL_PART}{rank:05d}.safetensors")
+        write_pieces(folder / entries[-1], model)
     if pieces:
         entries.append(f"{_OPTIMIZER}{rank:05d}.safetensors")
         write_pieces(folder / entries[-1], pieces)

@@ -9,14 +9,13 @@ The ranks talk over a group of their own. One save is under way at most; what we
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,6 +29,7 @@ from lockstep.checkpoints.manifest import Entry
 from lockstep.checkpoints.pieces import Piece
 from lockstep.collectives.background import Background
 from lockstep.collectives.group import Group
+from lockstep.collectives.texts import everybodys
 from lockstep.errors import LockstepError
 
 
@@ -53,20 +53,25 @@ class Saver:
     def save(
         self,
         step: int,
-        model: Mapping[str, Tensor] | None,
+        model: Mapping[str, Tensor] | Sequence[Piece] | None,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None] = lambda folder: None,
     ) -> None:
         """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON) and have it written.
 
+        Of a model that no rank holds whole, every rank gives what it writes of it.
+
         `done(folder)` is called on rank 0's thread when the checkpoint is there. What it returns, a complaint or None, all ranks then find in
         `complaint`. Waits for a save that is under way.
         """
         self.wait()
-        copies = {name: self._copied(f"model/{name}", tensor) for name, tensor in (model or {}).items()}
-        parts = [Piece(each.name, self._copied(each.key, each.data), each.start, each.shape, each.strides) for each in pieces]
-        part = copies if model is not None else None
+        part: Mapping[str, Tensor] | Sequence[Piece] | None = None
+        if isinstance(model, Mapping):
+            part = {name: self._copied(f"model/{name}", tensor) for name, tensor in model.items()}
+        elif model is not None:
+            part = [replace(each, data=self._copied(f"model/{each.key}", each.data)) for each in model]
+        parts = [replace(each, data=self._copied(each.key, each.data)) for each in pieces]
         self._under_way = self._thread.submit(lambda: self._write(step, part, parts, dict(state), done))
 
     @property
@@ -96,7 +101,7 @@ class Saver:
     def _write(
         self,
         step: int,
-        model: Mapping[str, Tensor] | None,
+        model: Mapping[str, Tensor] | Sequence[Piece] | None,
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None],
@@ -124,8 +129,9 @@ class Saver:
             raise LockstepError(f"checkpoint {folders.folder_of(self._directory, step)} could not be written{on}: {text}")
         return perf_counter() - begin, told["complaint"]
 
-    def _part(self, folder: Path, model: Mapping[str, Tensor] | None, pieces: Sequence[Piece]) -> tuple[list[Entry], str]:
-        needed = sum(tensor.nbytes for tensor in (model or {}).values()) + sum(piece.data.nbytes for piece in pieces)
+    def _part(self, folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | None, pieces: Sequence[Piece]) -> tuple[list[Entry], str]:
+        tensors = list(model.values()) if isinstance(model, Mapping) else [each.data for each in model or ()]
+        needed = sum(tensor.nbytes for tensor in [*tensors, *(piece.data for piece in pieces)])
         total = sum(self._everybodys(needed))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -136,14 +142,7 @@ class Saver:
 
     def _everybodys(self, mine: Any) -> list[Any]:
         """What every rank has to say, as JSON."""
-        if self._group is None:
-            return [mine]
-        text = json.dumps(mine).encode()
-        lengths = self._group.all_gather(torch.tensor([len(text)]), "for a checkpoint").tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self._group.all_gather(padded, "for a checkpoint").view(len(lengths), -1)
-        return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        return [mine] if self._group is None else everybodys(mine, self._group, "for a checkpoint")
 
 
 def _yield_to_training() -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import listed
+from lockstep.collectives.texts import everybodys
 from lockstep.errors import ReplicaDivergence
 
 Fields = Mapping[str, Any]
@@ -57,15 +58,7 @@ def compare_start(group: Group, fields: Fields) -> None:
     hashes = group.all_gather(mine.to(device), place="for the comparison at the start").view(group.size, -1)
     if bool((hashes == hashes[0]).all()):
         return
-    raise _difference([json.loads(other) for other in _everyones(group, text, device)])
-
-
-def _everyones(group: Group, text: bytes, device: torch.device) -> list[bytes]:
-    sizes = group.all_gather(torch.tensor(len(text), device=device), place="for the comparison at the start").tolist()
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = group.all_gather(padded.to(device), place="for the comparison at the start").view(group.size, -1).cpu()
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+    raise _difference(everybodys(fields, group.host, "for the comparison at the start"))
 
 
 def _difference(everyone: Sequence[Fields]) -> ReplicaDivergence:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, plan, predict, run, slurm, train, tune, verify
+from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, plan, predict, report, run, slurm, train, tune, verify
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("tune")(tune.tune)
 app.command("plan")(plan.plan)
 app.command("evaluate")(evaluate.evaluate)
 app.command("predict")(predict.predict)
+app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.command("slurm")(slurm.slurm)
 app.command("audit")(audit.audit)

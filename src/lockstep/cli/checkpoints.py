@@ -90,7 +90,10 @@ def export(
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric.")] = False,
 ) -> None:
     """Copy a whole checkpoint's model to a file of its own, with plain names, for any program that reads safetensors."""
+    from safetensors import SafetensorError
+
     from lockstep.checkpoints import files
+    from lockstep.checkpoints.pieces import Piece, write_pieces
 
     if best and step is not None:
         raise UsageError(f"--best and --step {step} exclude each other: give one")
@@ -98,9 +101,13 @@ def export(
     folder = _checkpoint(directory, step=step, best=best)
     found = files.read(folder)
     try:
-        shutil.copyfile(folder / files.MODEL, out)
-    except OSError as error:
-        raise UsageError(f"--out {out} cannot be written ({error.strerror}): choose another file") from None
+        if found.in_parts:
+            write_pieces(out, [Piece(name, tensor) for name, tensor in found.model()])
+        else:
+            shutil.copyfile(folder / files.MODEL, out)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--out {out} cannot be written ({reason}): choose another file") from None
     print(f"{out}: the model of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")
 
 

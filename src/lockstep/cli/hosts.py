@@ -127,7 +127,7 @@ def fits_here(plan: Plan, settings: Settings) -> None:
     from lockstep.cli.hardware import fitted
 
     try:
-        fitted(replace(settings, workers=plan.workers or 1), count_workers=plan.workers is None)
+        fitted(settings.on_one_host(plan.workers or 1), count_workers=plan.workers is None)
     except UsageError as error:
         raise UsageError(str(error).replace("--workers", "--workers-per-node")) from None
 

@@ -40,6 +40,38 @@ def data(
     print(picture.show(samples, workers, split=split.value, drop_last=drop_last, epochs=epochs, shuffle=shuffle, seed=seed))
 
 
+@app.command("mesh")
+def mesh(
+    mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="Ranks along data, shard, pipeline, tensor.")] = "data=2,pipeline=2",
+    nodes: Annotated[int, typer.Option(help="Nodes; consecutive ranks share one.")] = 1,
+    task: Annotated[str | None, typer.Option(metavar="TASK", show_default=False, help="Name the layers of its model.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")] = None,
+) -> None:
+    """Which node and rank holds which layers, and works on which share of the samples."""
+    from lockstep.collectives import draw_svg
+    from lockstep.mesh.layout import Mesh
+    from lockstep.model_parallel import picture
+
+    found = Mesh.read(mesh)
+    layers = None if task is None else _stages(task, found.pipeline)
+    if out is None:
+        print(picture.text(found, nodes, layers))
+    else:
+        draw_svg.save(lambda: picture.svg(found, nodes, layers), out)
+        print(f"{out}: {picture.title(found, nodes)}")
+
+
+def _stages(task: str, stages: int) -> list[list[str]]:
+    """The names of the layers in every stage of a task's model, balanced by parameters (a training measures, and tells in mesh.json)."""
+    from lockstep.model_parallel.layers import layers_of
+    from lockstep.model_parallel.split import cut
+    from lockstep.training.resolve import resolve
+
+    found = resolve(task)
+    layers = layers_of(found.model(), found.parts)
+    return [list(layers.names[part.start : part.stop]) for part in cut(layers, stages, found.parts)]
+
+
 _ALGORITHMS = {
     "ring": "Everything goes round a ring twice: added up on the first round, spread on the second.",
     "tree": "Up a binomial tree, and down again.",
@@ -127,3 +159,27 @@ for _name in _ALGORITHMS:
     app.command(_name)(_algorithm(_name))
 for _name in _COLLECTIVES:
     app.command(_name)(_collective(_name))
+
+
+@app.command("pipeline")
+def pipeline(
+    schedule: Annotated[str, typer.Option(help="naive, gpipe, 1f1b, interleaved[:V] or zero-bubble[:V], V stages a rank.")] = "1f1b",
+    stages: Annotated[int, typer.Option("--stages", "-n", help="Ranks that hold consecutive layers.")] = 4,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", "-m", help="Of one optimizer step.")] = 8,
+    backward: Annotated[float, typer.Option(help="How many forwards a backward takes.")] = 2.0,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")] = None,
+) -> None:
+    """Who works on which micro-batch when, in the order in which a pipeline really runs it, and how much of the time ranks wait."""
+    from lockstep.collectives import draw_svg
+    from lockstep.mesh.schedules import Schedule
+    from lockstep.model_parallel import chart, chart_svg
+
+    for option, value in (("--stages", stages), ("--micro-batches", micro_batches)):
+        if value < 1:
+            raise UsageError(f"{option} {value}: give at least 1")
+    found = chart.chart(Schedule.read(schedule), stages, micro_batches, backward)
+    if out is None:
+        print(chart.text(found))
+    else:
+        draw_svg.save(lambda: chart_svg.svg(found), out)
+        print(f"{out}: {chart.title(found)[0]}")

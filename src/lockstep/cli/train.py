@@ -16,6 +16,8 @@ from lockstep.cli.hardware import fitted
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.launcher.hosts.plan import Plan
+    from lockstep.place import Placement
     from lockstep.settings import Settings
     from lockstep.training.run_directory import RunDirectory
     from lockstep.training.tuned import Tuned
@@ -107,6 +109,27 @@ def train(
         str | None,
         typer.Option(metavar="average|nesterov", show_default=False, help="What a meeting makes of the replicas; default: average."),
     ] = None,
+    balance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|2,1,1",
+            show_default=False,
+            help="Ranks of different speed: micro-batches follow measured speed, or these numbers, one for each rank; default: all alike.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXIS=N,...",
+            show_default=False,
+            help="Divide the model too: ranks along data, shard, pipeline, tensor, such as data=2,pipeline=2; their product is --workers.",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str,
+        typer.Option(metavar="naive|gpipe|1f1b|interleaved[:N]|zero-bubble", help="The order in which a pipeline runs micro-batches."),
+    ] = "1f1b",
+    split: Annotated[str, typer.Option(metavar="time|parameters", help="In what a pipeline's stages are equal.")] = "time",
     exact: Annotated[
         bool, typer.Option("--exact", help="The same bits at any number of workers: one order of addition, deterministic algorithms.")
     ] = False,
@@ -141,12 +164,14 @@ def train(
     """
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
+    from lockstep.balance import Balance
     from lockstep.launcher import asked
     from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
     from lockstep.launcher.generations import RESTARTS, Workers, run_generations
     from lockstep.launcher.hosts.plan import Plan
     from lockstep.launcher.supervise import Outcome, Target, supervise
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
+    from lockstep.mesh.layout import Mesh
     from lockstep.settings import Settings, overrides_of
     from lockstep.training import result
     from lockstep.training.claim import claimed
@@ -154,6 +179,18 @@ def train(
     from lockstep.training.run_directory import RESULT
     from lockstep.training.tuned import Tuned
 
+    grid = None if mesh is None else Mesh.read(mesh)
+    if grid is not None:
+        if ":" in f"{workers}{nodes}":
+            raise UsageError(f"--mesh {mesh} has a place for each of {grid.size} ranks: give that number of workers, and no range")
+        workers = str(grid.size) if workers is None and nodes is None else workers
+    weights = None if balance is None else Balance.of(balance).weights
+    if weights is not None:
+        if ":" in f"{workers}{nodes}":
+            raise UsageError(
+                f"--balance {balance} has a number for each of {len(weights)} ranks: give that number of workers, and no range"
+            )
+        workers = str(len(weights)) if workers is None and nodes is None else workers
     stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
     environment = timeout_for_ranks(timeout)
     plan = Plan.read(
@@ -179,7 +216,7 @@ def train(
     settings = Settings(
         task=place,
         overrides=overrides_of(override or []),
-        workers=here.size if here is not None else 1 if workers is None or plan is not None else Workers.read(workers).most,
+        workers=_ranks(workers, here, plan, len(weights) if weights is not None else None if grid is None else grid.size),
         epochs=epochs,
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
@@ -190,6 +227,10 @@ def train(
         staleness=staleness,
         sync_every=sync_every,
         outer=outer,
+        balance=balance,
+        mesh=mesh,
+        schedule=schedule,
+        split=split,
         checkpoint_every=checkpoint_every,
         checkpoints=checkpoints,
         settings_file=None if settings_file is None else str(settings_file),
@@ -216,6 +257,7 @@ def train(
     def finished(directory: RunDirectory) -> None:
         if not directory.result.exists():
             raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
+        _write_timeline(directory.path)
         print(result.last_line(result.read(directory.result)))
 
     if plan is not None:
@@ -235,6 +277,30 @@ def train(
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         finished(directory)
+
+
+def _ranks(workers: str | None, here: Placement | None, plan: Plan | None, asked_for: int | None) -> int:
+    """Over all hosts, as far as this one knows; `asked_for` by a mesh, or by a share for each."""
+    from lockstep.launcher.generations import Workers
+
+    if here is not None:
+        return here.size
+    if plan is not None:  # what the hosts bring is known when they have met
+        return 1 if asked_for is None else asked_for if plan.workers is None else plan.workers * plan.most
+    return 1 if workers is None else Workers.read(workers).most
+
+
+def _write_timeline(run: Path) -> None:
+    """Of what the ranks have left, for Perfetto. A run is none the worse without."""
+    from lockstep.measure import timeline
+    from lockstep.measure.anatomy.read import read
+
+    anatomy = read(run)
+    if anatomy is not None:
+        try:
+            timeline.write(run, anatomy)
+        except OSError as error:
+            print(f"warning: {run / timeline.FILE} cannot be written ({error.strerror}) and is left out", file=sys.stderr)
 
 
 def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -54,10 +55,10 @@ def svg(schedule: Schedule) -> str:
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>',
     ]
     first, *others = title(schedule, prove(schedule))
-    parts.append(_text(20, 28, first, size=17, weight="bold"))
-    parts += [_text(20, 48 + 18 * number, line) for number, line in enumerate(others)]
+    parts.append(words(20, 28, first, size=17, weight="bold"))
+    parts += [words(20, 48 + 18 * number, line) for number, line in enumerate(others)]
     for rank in range(schedule.world):
-        parts.append(_text(place.left(rank) + place.width / 2, _TOP - 12, f"rank {rank}", anchor="middle", weight="bold"))
+        parts.append(words(place.left(rank) + place.width / 2, _TOP - 12, f"rank {rank}", anchor="middle", weight="bold"))
     for step in every:
         parts += _row(place, step)
     for step in every[1:]:
@@ -67,13 +68,13 @@ def svg(schedule: Schedule) -> str:
         if schedule.kind in REDUCING
         else "a box: a cell that is there; empty: not there"
     )
-    parts.append(_text(20, height - 10, legend, size=12))
+    parts.append(words(20, height - 10, legend, size=12))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _row(place: _Place, step: Step) -> list[str]:
     top = place.top(step.number)
-    parts = [_text(20, top + 20, f"step {step.number}" if step.number else "start", weight="bold")]
+    parts = [words(20, top + 20, f"step {step.number}" if step.number else "start", weight="bold")]
     for rank, held in enumerate(step.held):
         for cell in range(place.schedule.cells):
             ranks = held.get(cell)
@@ -83,7 +84,7 @@ def _row(place: _Place, step: Step) -> list[str]:
             )
             if ranks is not None:
                 inside = "".join(map(str, sorted(ranks))) if place.schedule.world <= 10 else str(len(ranks))
-                parts.append(_text(x + place.cell / 2, top + 20, f"{letter(cell)} {inside}", anchor="middle", size=12))
+                parts.append(words(x + place.cell / 2, top + 20, f"{letter(cell)} {inside}", anchor="middle", size=12))
     return parts
 
 
@@ -99,7 +100,7 @@ def _arrows(place: _Place, step: Step) -> list[str]:
             f'stroke="{_ARROW}" stroke-width="1.6" marker-end="url(#head)"/>'
         )
     how = "add" if step.transfers and step.transfers[0].reduce else "replace"
-    parts.append(_text(20, above + _GAP / 2 + 4, how, size=12))
+    parts.append(words(20, above + _GAP / 2 + 4, how, size=12))
     return parts
 
 
@@ -116,24 +117,30 @@ def _rgb(colour: tuple[int, ...]) -> str:
     return "#" + "".join(f"{part:02x}" for part in colour)
 
 
-def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 13, weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{_INK}">{escape(words)}</text>'
+def words(x: float, y: float, text: str, *, anchor: str = "start", size: int = 13, weight: str = "normal") -> str:
+    """A line of text in a drawing."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}" fill="{_INK}">{escape(text)}</text>'
 
 
 def write(schedule: Schedule, file: Path) -> None:
-    """Write the drawing: .svg by itself, .png through matplotlib. Raises UsageError for another ending or a file that cannot be written."""
+    """Write the drawing of a schedule. Raises UsageError as `save`."""
+    save(lambda: svg(schedule), file)
+
+
+def save(draw: Callable[[], str], file: Path) -> None:
+    """Write a drawing, given as SVG: .svg by itself, .png through matplotlib. Raises UsageError for another ending or a file that cannot be written."""
     if file.suffix not in (".svg", ".png"):
         raise UsageError(f"--out {file}: give a file that ends in .svg or .png")
     try:
         if file.suffix == ".svg":
-            file.write_text(svg(schedule), encoding="utf-8")
+            file.write_text(draw(), encoding="utf-8")
         else:
-            _png(schedule, file)
+            _png(draw(), file)
     except OSError as error:
         raise UsageError(f"--out {file} cannot be written: {error.strerror or error}") from error
 
 
-def _png(schedule: Schedule, file: Path) -> None:
+def _png(drawing: str, file: Path) -> None:
     """The same picture by matplotlib: read back from the SVG, so that there is one drawing."""
     try:
         import matplotlib
@@ -146,7 +153,7 @@ def _png(schedule: Schedule, file: Path) -> None:
         raise UsageError("a .png needs matplotlib: pip install 'lockstep-train[plot]', or write an .svg") from None
     import xml.etree.ElementTree as tree
 
-    root = tree.fromstring(svg(schedule))
+    root = tree.fromstring(drawing)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     figure = plt.figure(figsize=(width / 100, height / 100), dpi=150)
     axis: Any = figure.add_axes((0, 0, 1, 1))

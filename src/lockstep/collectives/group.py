@@ -53,6 +53,12 @@ class Work(Protocol):
     def wait(self, timeout: timedelta | None = None) -> object: ...
 
 
+def asks(work: Work) -> Callable[[], bool] | None:
+    """How to ask a work, without waiting, whether it is done; None where it only begins when it is waited for."""
+    found: Callable[[], bool] | None = getattr(work, "done", None)
+    return found
+
+
 class Comparison(Protocol):
     """Says what this rank is about to do, and hears what the others are (tags.py, exchanged_tags.py)."""
 
@@ -114,6 +120,10 @@ class NativeWork:
         self._group, self._number = group, group.number
         self._work: dist.Work | None = work
         self._finish = finish
+
+    def done(self) -> bool:
+        """Whether the backend is through with it, without waiting."""
+        return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the result is there (on a GPU: when the current stream will wait for it). A second call does nothing."""

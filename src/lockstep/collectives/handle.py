@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Generic, TypeVar
 
+from lockstep import status
 from lockstep.collectives.group import Work
 
 T = TypeVar("T")
@@ -20,7 +21,14 @@ class Later(Generic[T]):
 
     def wait(self, timeout: timedelta | None = None) -> T:
         """Return the result when it is there. Raises what the collective raised, and TimeoutError."""
-        return self._future.result(None if timeout is None else timeout.total_seconds())
+        status.waits(True)
+        found = self._future.result(None if timeout is None else timeout.total_seconds())
+        status.waits(False)
+        return found
+
+    def done(self) -> bool:
+        """Whether the result is there, without waiting."""
+        return self._future.done()
 
 
 class Handle(Generic[T]):

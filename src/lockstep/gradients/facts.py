@@ -17,11 +17,16 @@ from lockstep.collectives.tree import ABSENT, add_rows
 from lockstep.gradients.reading import Reading
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
+_ROWS = ("samples", "losses", "busy", "waited", "each")  # one number of each rank
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses."""
+    """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses.
+
+    And how the step before went, by rank, in seconds: what it computed, what it waited for others, and what one of its micro-batches took it,
+    loading included (0: it had none).
+    """
 
     weight: float
     loss: float
@@ -29,6 +34,9 @@ class Facts:
     newly_moving: float
     samples_by_rank: tuple[int, ...]
     losses_by_rank: tuple[float, ...]
+    busy_by_rank: tuple[float, ...] = ()
+    waited_by_rank: tuple[float, ...] = ()
+    each_by_rank: tuple[float, ...] = ()
 
 
 class FactsMessage:
@@ -39,10 +47,10 @@ class FactsMessage:
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group = group
-        self._values = torch.zeros(_BY_RANK + 2 * group.size + 2 * slots, dtype=torch.float64, device=device)
+        self._values = torch.zeros(_BY_RANK + len(_ROWS) * group.size + 2 * slots, dtype=torch.float64, device=device)
         self._sum: Reading | None = None
         self._slots = slots
-        self._by_slot = self._values[_BY_RANK + 2 * group.size :].view(2, slots)
+        self._by_slot = self._values[_BY_RANK + len(_ROWS) * group.size :].view(2, slots)
         self._by_slot.fill_(ABSENT)
 
     @property
@@ -56,10 +64,19 @@ class FactsMessage:
             self._by_slot[0, slot] = weight
             self._by_slot[1, slot] = loss
         self._values[_WEIGHT] += weight
-        self._values[_BY_RANK + self._group.size + self._group.rank] += loss
+        self._values[self._mine("losses")] += loss
 
     def add_samples(self, count: int) -> None:
-        self._values[_BY_RANK + self._group.rank] += count
+        self._values[self._mine("samples")] += count
+
+    def add_times(self, busy: float, waited: float, each: float = 0.0) -> None:
+        """Of this rank's step before, in seconds."""
+        self._values[self._mine("busy")] = busy
+        self._values[self._mine("waited")] = waited
+        self._values[self._mine("each")] = each
+
+    def _mine(self, row: str) -> int:
+        return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
 
     def send(self, *, stop: bool, newly_moving: bool) -> None:
         if stop:
@@ -72,11 +89,11 @@ class FactsMessage:
         assert self._sum is not None, "the facts leave before they are waited for"
         weight, stop, newly_moving, *rest = self._sum.list()
         size = self._group.size
-        samples, losses = rest[:size], rest[size : 2 * size]
+        samples, losses, busy, waited, each = (tuple(rest[place * size : (place + 1) * size]) for place in range(len(_ROWS)))
         loss = sum(losses)
         if self._slots:
-            weight, loss = (add_rows(torch.tensor(each, dtype=torch.float64)).item() for each in _halves(rest[2 * size :]))
-        return Facts(weight, loss, stop, newly_moving, tuple(int(count) for count in samples), tuple(losses))
+            weight, loss = (add_rows(torch.tensor(each, dtype=torch.float64)).item() for each in _halves(rest[len(_ROWS) * size :]))
+        return Facts(weight, loss, stop, newly_moving, tuple(map(int, samples)), losses, busy, waited, each)
 
 
 def _halves(values: list[float]) -> tuple[list[float], list[float]]:

@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from lockstep import status
 from lockstep.collectives.group import Group, Work
 from lockstep.collectives.shared_memory.resident import Across, Sum
 from lockstep.errors import CollectiveTimeout, UsageError
@@ -82,9 +83,15 @@ class _Crossing:
         self._future, self._total = future, total
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        status.waits(True)
         try:
             self._future.result(None if timeout is None else timeout.total_seconds())
         except FutureTimeout as error:
             raise CollectiveTimeout(f"the sum between hosts was not there within {timeout}", []) from error
+        status.waits(False)
         if self._total is not None:
             self._total.await_others()
+
+    def done(self) -> bool:
+        """Whether this rank's part of it is, without waiting."""
+        return self._future.done()

@@ -27,6 +27,7 @@ from lockstep.collectives.group import Group, Work
 from lockstep.data.windows import Cut
 from lockstep.errors import LateGradient, UsageError
 from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.departures import Departures
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
@@ -74,7 +75,9 @@ class Reducer:
         self.layouts = 0  # how often buckets were laid
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
         self.bucket_bytes = bucket_bytes
+        self.departures = Departures()  # of the window that is open, or was finished last
         self._taken = False
+        self._first = 0  # the rank that has slot 0 of the window
         self._here: list[bool] = []
         self._filled: list[bool] = []
         self.parameters: list[nn.Parameter] = []
@@ -144,6 +147,7 @@ class Reducer:
             parameter.grad = None
         self._here = [False] * len(self.parameters)
         self.renew()
+        self._first = 0 if cut is None or self.group.size == 1 else cut.first(self.group.size)
         if self._fold.begin(cut):
             self._build(self.layout.order)
         self._arm()
@@ -172,11 +176,11 @@ class Reducer:
             self._follow_arrivals(self._arrivals)
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
-        """Lay the buckets in the order in which rank 0's gradients arrived in the first window, so that they fill one by one."""
+        """Lay the buckets in the order in which gradients arrived in the first window, on the rank of slot 0, so that they fill one by one."""
         self._arrivals = None
         order = list(dict.fromkeys([*arrived, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
-        self.group.broadcast(message, place="for the order of gradients").wait()
+        self.group.broadcast(message, self._first, place="for the order of gradients").wait()
         if (order := message.tolist()) != list(self.layout.order):
             self._build(order)
 
@@ -239,6 +243,7 @@ class Reducer:
         if not self.closing:
             return
         self._closed[number] = True
+        self.departures.look()
         self._expected[bucket.index] -= 1
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
@@ -255,8 +260,20 @@ class Reducer:
         self._fold.complete(bucket)
         if bucket.flag is not None:
             bucket.flag.fill_(self._missing())
+        if bucket.index == 0:
+            self.departures.reset()
         self._works.append(self.reduction.start(bucket))
+        self.departures.leave(self._works[-1])
         self._versions.append(bucket.sum._version)
+
+    def take_in(self) -> None:
+        """Between the last backward and `finish`: count gradients that were put into `.grad` by other hands than autograd's."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None and not self._here[number]:
+                if self.on_landed is not None:
+                    self.on_landed(number, parameter.grad)
+                self._fold.land(number, 1.0)
+                self._here[number] = True
 
     # -- the sum -------------------------------------------------------------------------------------------------------------------
 
@@ -266,6 +283,7 @@ class Reducer:
             self._finish()
 
     def _finish(self) -> None:
+        self.departures.backward_is_over()
         self._filled = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
             for span in bucket.spans:
@@ -273,8 +291,9 @@ class Reducer:
                     self._filled[span.parameter] = self.parameters[span.parameter].grad is None and not self._here[span.parameter]
                     self._fold.fill(span.parameter, self.scale)
             self._leave(bucket)
-        for work in self._works:
+        for number, work in enumerate(self._works):
             work.wait()
+            self.departures.waited_for(number)
         self._fold.deliver()
         self.someone_misses = self._missing_everywhere()
         self._finished = True

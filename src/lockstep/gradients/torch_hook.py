@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import status
 from lockstep.collectives.group import Work
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import Layout
@@ -75,8 +76,13 @@ class _Promised:
     def __init__(self, future: torch.futures.Future[Any], bucket: Bucket) -> None:
         self._future, self._bucket = future, bucket
 
+    def done(self) -> bool:
+        return self._future.done()
+
     def wait(self, timeout: timedelta | None = None) -> None:
+        status.waits(True)
         result = self._future.wait()
+        status.waits(False)
         mean = result[0] if isinstance(result, (list, tuple)) else result
         if mean.data_ptr() != self._bucket.sum.data_ptr():
             self._bucket.sum.copy_(mean.view_as(self._bucket.sum))

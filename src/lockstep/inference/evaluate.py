@@ -7,20 +7,34 @@ split. There is no collective inside the loop: a rank meets the others once, at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import TaskError, UsageError
 from lockstep.inference.call import Call, bare, device_of
-from lockstep.inference.rows import DatasetRows, evaluating, outputs
+from lockstep.inference.rows import DatasetRows, Piece, evaluating, outputs
 from lockstep.inference.states import States
 from lockstep.inference.tally import Tally
 from lockstep.task import Task
 from lockstep.training.forward import Forward
 from lockstep.world import World
+
+
+class Split(Protocol):
+    """A model of which this rank holds a part."""
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of the rows this rank walks, with those that hold the rest of the model."""
+        ...
+
+    def outputs(self, forward: Forward, rows: DatasetRows, seed: int) -> Iterator[tuple[Piece, Any]]:
+        """The model's output for each batch that this rank reports. Every rank walks it to its end."""
+        ...
+
 
 Measure = Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]
 
@@ -89,19 +103,28 @@ class Evaluation:
     The model's modules are in eval mode meanwhile, without gradients; their modes and the random states are put back.
     """
 
-    def __init__(self, task: Task, forward: Forward, world: World, *, loader_workers: int = 0) -> None:
+    def __init__(self, task: Task, forward: Forward, world: World, *, loader_workers: int = 0, split: Split | None = None) -> None:
+        """`split`: of a model of which this rank holds a part, what runs it."""
         assert task.eval_data is not None
-        self._forward, self._seed, self._world = forward, task.seed, world
+        self._forward, self._seed, self._world, self._split = forward, task.seed, world, split
         batch = task.eval_micro_batch or task.micro_batch
-        self.rows = DatasetRows(task.eval_data, world, batch=batch, seed=task.seed, collate=task.collate, loader_workers=loader_workers)
+        share = None if split is None else split.share
+        self.rows = DatasetRows(
+            task.eval_data, world, batch=batch, seed=task.seed, collate=task.collate, loader_workers=loader_workers, share=share
+        )
         self._tally = Tally(world, self.rows.count)
 
     def __call__(self) -> dict[str, float] | None:
         """None where a rank was asked to stop meanwhile (World.heed_signals): then nobody waits for its end."""
         mine = {}
         with evaluating(self._forward.model):
-            for piece, output in outputs(self._forward, self.rows, self._seed):
-                if self._world.asked_to_stop:
+            found = (
+                outputs(self._forward, self.rows, self._seed)
+                if self._split is None
+                else self._split.outputs(self._forward, self.rows, self._seed)
+            )
+            for piece, output in found:
+                if self._world.asked_to_stop and self._split is None:  # parts of one model go on together
                     break
                 mine[piece.number] = self._tally.pairs(self._forward.metrics(output, piece.batch))
         if self._world.agree(self._world.asked_to_stop):

@@ -61,22 +61,25 @@ class DatasetRows:
         collate: Callable[[list[Any]], Any] | None = None,
         loader_workers: int = 0,
         device: torch.device | None = None,
+        share: tuple[int, int] | None = None,
     ) -> None:
+        """`share`: which of how many shares is this rank's, where it is not one for every rank."""
         self.size = whole("batch", batch)
+        number, shares = share or (world.rank, world.size)
         if isinstance(dataset, Sized) and len(dataset) == 0:
             raise UsageError(f"the data set (a {type(dataset).__name__}) is empty: there is nothing to run the model on")
-        # As many micro-batches a window as there are ranks, in order: number n holds positions n * batch onwards, for any world size.
+        # As many micro-batches a window as there are shares, in order: number n holds positions n * batch onwards, for any world size.
         self._loader = Loader(
             dataset,
-            global_batch=self.size * world.size,
+            global_batch=self.size * shares,
             micro_batch=self.size,
             seed=seed,
             shuffle=False,
             num_workers=loader_workers,
             collate_fn=collate,
             device=world.device if device is None else device,
-            rank=world.rank,
-            size=world.size,
+            rank=number,
+            size=shares,
         )
         self.total = len(dataset)  # type: ignore[arg-type]  # the Loader has checked that it has a length
         self.count = -(-self.total // self.size)
@@ -122,10 +125,15 @@ def is_batch(data: Any) -> bool:
     return isinstance(data, (Tensor, tuple, dict))
 
 
+def enter_stream(seed: int, piece: Piece) -> None:
+    """The random stream of a batch's forward."""
+    randomness.step(seed, _NO_STEP, piece.number)
+
+
 def outputs(forward: Callable[[Any], Any], rows: Rows, seed: int) -> Iterator[tuple[Piece, Any]]:
     """Each of this rank's batches and the model's output for it, every one under a random stream of its own. No collective."""
     for piece in rows:
-        randomness.step(seed, _NO_STEP, piece.number)
+        enter_stream(seed, piece)
         yield piece, forward(piece.batch)
 
 

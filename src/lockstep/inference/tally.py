@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.collectives.texts import everybodys
 from lockstep.errors import TaskError
-from lockstep.inference.exchange import from_first
 from lockstep.world import World
 
 
@@ -28,7 +27,8 @@ class Tally:
     def totals(self, mine: Mapping[int, dict[str, Tensor]]) -> dict[str, float]:
         """From this rank's batches, by number, to the totals of all. A collective."""
         if self._names is None:
-            self._names = json.loads(from_first(json.dumps(sorted(mine[0]) if 0 in mine else []), self._world))
+            said = everybodys(sorted(mine[0]) if 0 in mine else None, self._world.control, "for the names of metrics")
+            self._names = next((names for names in said if names is not None), [])
         names = self._names
         table = torch.zeros(self._count, 2 * len(names), dtype=torch.float64)
         for number, sums in mine.items():

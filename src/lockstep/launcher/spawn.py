@@ -71,7 +71,7 @@ def start_ranks(
         raise SystemExit(UNGUARDED)  # this is a rank that imports the caller's script; its parent says so
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"workers={workers!r}: give a whole number of ranks, at least 1")
-    store, port = _host_store()
+    store, port = host_store()
     ranks = _Ranks(workers, timeout)
     try:
         ranks.start(context, Payload(fn, tuple(args), dict(kwargs)), port)
@@ -94,7 +94,7 @@ def check_importable(fn: Callable[..., Any]) -> None:
         )
 
 
-def _host_store() -> tuple[dist.TCPStore, int]:
+def host_store() -> tuple[dist.TCPStore, int]:
     """A key-value store in this process. The socket is bound here: left to itself the store would listen on all interfaces."""
     import torch.distributed as dist
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep.errors import TaskError
+from lockstep.mesh.parts import Parts
 from lockstep.task import Task
 from lockstep.tasks.warmup import warmup_and_cosine
 
@@ -27,6 +28,13 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "en
 _EVERY = 10  # one file in ten is held out
 _FROM_EACH = 16_384  # bytes, so that no long file is most of the text
 _HEADS = 4
+TENSOR = {
+    "blocks.*.heads": "colwise",
+    "blocks.*.mixed": "rowwise",
+    "blocks.*.layer.0": "colwise",
+    "blocks.*.layer.2": "rowwise",
+}
+"""How the layers are cut along the tensor axis: heads, and the hidden units between the two matrices of a layer."""
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
@@ -47,12 +55,15 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a layer on each position; each added to its input."""
+    """Attention to what came before, then a layer on each position; each added to its input.
+
+    The rows of `heads` stand head by head, [heads, 3, width of a head], so that a part of them is whole heads.
+    """
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.heads = nn.Linear(width, 3 * width, bias=False)
         self.mixed = nn.Linear(width, width, bias=False)
         self.layer_norm = nn.LayerNorm(width)
         self.layer = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -60,11 +71,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, _HEADS, width // _HEADS)
-        queries, keys, values = heads.permute(2, 0, 3, 1, 4)
+        heads = self.heads(self.attention_norm(x)).view(batch, length, -1, 3, width // _HEADS)  # all, or this rank's
+        queries, keys, values = heads.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        x = x + F.dropout(self.mixed(seen.transpose(1, 2).reshape(batch, length, width)), dropout)
+        x = x + F.dropout(self.mixed(seen.transpose(1, 2).flatten(2)), dropout)
         return x + F.dropout(self.layer(self.layer_norm(x)), dropout)
 
 
@@ -131,6 +142,7 @@ def task(
         seed=seed,
         best="bits_per_byte",
         best_mode="min",
+        parts=Parts(tensor=TENSOR, heads=_HEADS),
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from lockstep import status
 from lockstep.errors import UsageError
 from lockstep.place import placement
+from lockstep.step_clock import PHASES
 
 
 @dataclass(slots=True)
@@ -92,8 +93,8 @@ def no_faults() -> None:
 
 
 def _add(rank: int, step: int, phase: str, strike: Callable[[], None], lasting: bool = False) -> None:
-    if phase not in status.PHASES:
-        raise UsageError(f"phase={phase!r} is unknown: choose one of {', '.join(status.PHASES)}")
+    if phase not in PHASES:
+        raise UsageError(f"phase={phase!r} is unknown: choose one of {', '.join(PHASES)}")
     if rank < 0 or step < 0:
         raise UsageError(f"rank={rank} and step={step}: both count from 0, and steps that are computed from 1")
     _faults.append(_Fault(rank, step, phase, strike, lasting))

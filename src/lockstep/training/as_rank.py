@@ -5,16 +5,14 @@ What our own launcher does before any rank starts, rank 0 does here when all hav
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.checks.start import compare_start
+from lockstep.collectives.texts import said_by
 from lockstep.errors import ExitCode, ReplicaDivergence, UsageError
 from lockstep.launcher import logs
 from lockstep.settings import Settings
@@ -62,7 +60,7 @@ def _opened(world: World, settings: Settings, run: Path | None, *, resume: bool,
         except (UsageError, OSError, SystemExit) as error:
             problem = error
     code = 0 if problem is None else _code(problem)
-    said = json.loads(_from_first(world, json.dumps({"code": code, "path": mine and str(mine.path.absolute())})))
+    said = said_by(0, {"code": code, "path": mine and str(mine.path.absolute())}, world.control, "for the run directory")
     if said["code"]:
         raise problem or SystemExit(said["code"])
     with mine or RunDirectory.of_launcher(Path(said["path"])) as directory:
@@ -79,13 +77,3 @@ def _code(problem: BaseException) -> int:
     if isinstance(problem, SystemExit):
         return int(problem.code or 0)
     return ExitCode.USAGE if isinstance(problem, UsageError) else ExitCode.FAILED
-
-
-def _from_first(world: World, text: str) -> str:
-    """Rank 0's text, on all ranks."""
-    octets = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    length = torch.tensor(len(octets))
-    world.control.broadcast(length, place="for the run directory").wait()
-    octets = octets if world.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
-    world.control.broadcast(octets, place="for the run directory").wait()
-    return octets.numpy().tobytes().decode()

@@ -6,7 +6,7 @@ Autocast covers the model alone. Its output is float32 again before a loss is su
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,15 +27,24 @@ class Forward:
         self._device = device
         self._dtype = _AUTOCAST.get(precision)
 
-    def __call__(self, batch: Any) -> Any:
-        inputs = self._task.inputs(batch)
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """The model's positional arguments."""
+        inputs: Any = self._task.inputs(batch)
         if not isinstance(inputs, (tuple, list)):
             raise TaskError(
                 f"Task: inputs returned a {type(inputs).__name__}; it must return the model's arguments as a tuple, such as (x,)"
             )
+        return tuple(inputs)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around the model, or a part of it."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+
+    def __call__(self, batch: Any) -> Any:
+        inputs = self.inputs(batch)
         if self._dtype is None:
             return self.model(*inputs)
-        with torch.autocast(self._device.type, self._dtype):
+        with self.autocast():
             output = self.model(*inputs)
         return as_float32(output)
 

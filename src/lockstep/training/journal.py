@@ -21,12 +21,20 @@ from lockstep.world import World
 
 
 class Journal:
-    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped."""
+    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped; `sent()`: bytes."""
 
     def __init__(
-        self, task: Task, world: World, run: RunDirectory | None, *, steps: int | None, epochs: int | None, says_skips: bool
+        self,
+        task: Task,
+        world: World,
+        run: RunDirectory | None,
+        *,
+        steps: int | None,
+        epochs: int | None,
+        says_skips: bool,
+        sent: Callable[[], int],
     ) -> None:
-        self._world, self._epochs, self._says_skips = world, epochs, says_skips
+        self._epochs, self._says_skips, self._bytes_sent = epochs, says_skips, sent
         self._open = ExitStack()
         self._file: MetricsFile | None = None
         self._screen: Progress | None = None
@@ -38,7 +46,7 @@ class Journal:
         self._on_step = task.on_step if calls else None
         self._on_evaluate = task.on_evaluate if calls else None
         self._last: Mapping[str, Any] | None = None
-        self._clock, self._sent = time.perf_counter(), world.group.bytes_sent
+        self._clock, self._sent = time.perf_counter(), sent()
 
     def event(self, event: str, line: str | None = None, **facts: Any) -> None:
         """Something that happened once. `line` is shown."""
@@ -109,7 +117,7 @@ class Journal:
 
     def _start_watch(self) -> None:
         """What passes between here and the next step is that step's."""
-        self._clock, self._sent = time.perf_counter(), self._world.group.bytes_sent
+        self._clock, self._sent = time.perf_counter(), self._bytes_sent()
 
     def _write(self, record: Record) -> None:
         if self._file is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import Literal
 
 from lockstep.settings import Device
 
@@ -12,6 +13,13 @@ from lockstep.settings import Device
 def backend_of(device: Device) -> str | None:
     """What `lockstep.init` is told for that device; None: what the hardware suggests."""
     return {"auto": None, "cpu": "gloo", "cuda": "nccl"}[device]
+
+
+def kind_of_device(device: Device = "auto") -> Literal["cpu", "cuda"]:
+    """What ranks would compute on."""
+    import torch
+
+    return "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
 
 
 def cores() -> int:
@@ -36,3 +44,13 @@ def free_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def memory_of_a_rank(ranks: int) -> float | None:
+    """Bytes that each of so many ranks of this host has: its GPU's, or an equal part of what is free; None where the system does not say."""
+    import torch
+
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    free = free_memory()
+    return None if free is None else free / ranks

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import Piece
 from lockstep.gradients.reducer import Reducer
+from lockstep.updates.held import SplitNorm
 from lockstep.updates.norm import gradient_norm
 from lockstep.updates.stepping import Stepping
 from lockstep.updates.update import Applied, check_belongs
@@ -21,12 +22,22 @@ class Replicated:
 
     name = "replicated"
 
+    def __init__(self, norm: SplitNorm | None = None) -> None:
+        """`norm`: where a rank holds a part of the model only."""
+        self._split_norm = norm
+
     def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
         check_belongs(reducer, optimizer)
         self._optimizer = optimizer
-        self._stepping = Stepping(
-            optimizer, reducer.parameters[0].device, lambda: sums_of(reducer), lambda: gradient_norm(sums_of(reducer))
-        )
+        self._reducer = reducer
+        self._stepping = Stepping(optimizer, reducer.parameters[0].device, lambda: sums_of(reducer), self._norm)
+
+    def _norm(self, divisor: float) -> Tensor:
+        reducer = self._reducer
+        if self._split_norm is None:
+            return gradient_norm(sums_of(reducer)) / divisor
+        gradients = [(name, each.grad) for name, each in zip(reducer.names, reducer.parameters, strict=True) if each.grad is not None]
+        return self._split_norm(gradients, divisor, reducer.parameters[0].device)
 
     def follow(self) -> None:
         """Nothing here depends on the layout."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoints.pieces import Piece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
+from lockstep.updates.held import SplitNorm
 from lockstep.updates.norm import block_sums, norm_of
 from lockstep.updates.replicated import sums_of, whole_pieces
 from lockstep.updates.shards import Shards, check_elementwise
@@ -30,6 +31,10 @@ class Sharded:
     """
 
     name = "sharded"
+
+    def __init__(self, norm: SplitNorm | None = None) -> None:
+        """`norm`: where a rank holds a part of the model only."""
+        self._split_norm = norm
 
     def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
         check_elementwise(type(optimizer))
@@ -109,6 +114,10 @@ class Sharded:
     def _sums(self) -> list[Tensor]:
         return self._shards.slices(sums_of(self._reducer))
 
-    def _norm(self) -> Tensor:
+    def _norm(self, divisor: float) -> Tensor:
         """The norm over all ranks' slices: the sums of all blocks, in the order in which one rank would have them."""
-        return norm_of([self._shards.everybodys([block_sums(each) for each in self._sums()])])
+        if self._split_norm is not None:
+            return self._split_norm(
+                self._shards.gradients(self._reducer.names), divisor, self._reducer.parameters[0].device, spread=[self._reducer.group]
+            )
+        return norm_of([self._shards.everybodys([block_sums(each) for each in self._sums()])]) / divisor

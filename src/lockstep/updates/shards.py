@@ -112,6 +112,12 @@ class Shards:
             gradient = self.parameters[piece.parameter].grad
             view.grad = None if gradient is None else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
 
+    def gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Of this rank's pieces, with their parameters' names."""
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            if view.grad is not None:
+                yield names[piece.parameter], view.grad
+
     def gather(self) -> None:
         """After the pieces were updated: every rank gets everybody's."""
         if self._group.size == 1:

@@ -13,10 +13,10 @@ from lockstep.updates.update import Applied
 
 
 class Stepping:
-    """Steps `optimizer` on sums that lie in flat tensors (`sums()`), whose norm, over all ranks, is `norm()`."""
+    """Steps `optimizer` on sums that lie in flat tensors (`sums()`), whose norm, over all ranks and divided, is `norm(divisor)`."""
 
     def __init__(
-        self, optimizer: Optimizer, device: torch.device, sums: Callable[[], Sequence[Tensor]], norm: Callable[[], Tensor]
+        self, optimizer: Optimizer, device: torch.device, sums: Callable[[], Sequence[Tensor]], norm: Callable[[float], Tensor]
     ) -> None:
         self._optimizer, self._device, self._sums, self._norm = optimizer, device, sums, norm
 
@@ -25,7 +25,7 @@ class Stepping:
             return self._apply_scaled(divisor, clip, scaler)
         if clip is None:
             return self._apply(divisor, None)
-        norm = self._norm() / divisor
+        norm = self._norm(divisor)
         skipped = ~norm.isfinite()
         return self._apply(divisor / _shrink(norm, clip), norm, skipped)
 
@@ -61,7 +61,7 @@ class Stepping:
         if clip is None:
             self._multiply(1 / divisor)
         else:
-            norm = self._norm() / (divisor * before.double())
+            norm = self._norm(divisor) / before.double()
             # The scaler looks at elements; a norm that overflows where no element does has to reach them.
             self._multiply(torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor)
         scaler.unscale_(self._optimizer)

@@ -95,5 +95,5 @@ def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
     if course is None or not window.slots:
         return {}
     place = window.step - course.first(window.epoch)
-    found = course.indices(window.epoch, range(place, place + 1), loader.rank, loader.size)
+    found = course.indices(window.epoch, range(place, place + 1), window.slots)
     return {slot: tuple(indices) for slot, indices in zip(window.slots, found, strict=True)}

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import lockstep
 from lockstep.errors import LateGradient, UsageError, WorkerFailed
 from lockstep.testing import run_ranks
+from tests.data.scripted import scripted
 
 
 class Net(nn.Module):
@@ -62,6 +63,9 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
         "clip": 0.05,
         "autocast": False,
         "bf16": False,
+        "balance": None,
+        "moves": {},
+        "epochs": 2,
     } | options
     torch.manual_seed(0)
     model = Net().to(torch.bfloat16 if given["bf16"] else torch.float32)
@@ -69,10 +73,12 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
     stepper = lockstep.Stepper(
         model, optimizer, clip=given["clip"], reduce=given["reduce"], update=given["update"], exact=True, unused="zeros", world=world
     )
-    loader = lockstep.Loader(images(75), global_batch=4 * given["slots"], micro_batch=4, seed=1)
+    loader = lockstep.Loader(images(75), global_batch=4 * given["slots"], micro_batch=4, seed=1, balance=given["balance"])
+    if given["moves"]:
+        scripted(loader, given["moves"])
     digest = hashlib.sha256()
     slots: list[int] = []
-    for epoch in loader.epochs(2):
+    for epoch in loader.epochs(given["epochs"]):
         for window in epoch:
             slots = slots or list(window.slots)
             for x, y in stepper.micro_batches(window):
@@ -81,8 +87,12 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
                     loss = F.cross_entropy(out, y, reduction="sum")
                 stepper.backward(loss, weight=len(y) / 3)
             result = stepper.step()
+            if "slow" in given:  # as if one of this rank's micro-batches had taken so long
+                stepper._each = 0.3 if world.rank == given["slow"] else 0.1
             digest.update(repr((result.loss, result.weight, None if result.norm is None else float(result.norm))).encode())
     loader.close()
+    if "slow" in given:
+        assert loader.by_rank == (3, 2, 2, 1)
     state = stepper.optimizer_state_dict()["state"]
     for tensor in (*model.state_dict().values(), *(each[name] for each in state.values() for name in sorted(each))):
         if isinstance(tensor, Tensor):
@@ -117,6 +127,22 @@ def test_the_carrier_and_the_update_do_not_matter() -> None:
         ):
             found.add(digests(size, reduce=reduce, update=update, optimizer=optimizer))
         assert len(found) == 1
+
+
+@pytest.mark.parametrize("update", ["replicated", "sharded"])
+@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
+def test_nor_does_it_matter_who_computes_how_many(reduce: str, update: str) -> None:
+    """Uneven shares, with nothing for rank 0, which has slot 0 otherwise; and shares that move, to some that need higher stacks of blocks."""
+    ways = {"reduce": reduce, "update": update}
+    found = {digests(1), digests(3, balance="2,1,1", **ways), digests(3, balance="0,1,1", **ways)}
+    moves = {1: (1, 1, 6), 2: (7, 0, 1), 4: (0, 1, 7), 5: (2, 3, 3)}
+    found.add(digests(3, balance="auto", moves=moves, **ways))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
+def test_shares_that_follow_a_slow_rank_change_no_bit(reduce: str) -> None:
+    assert digests(1, epochs=4) == digests(4, epochs=4, balance="auto", reduce=reduce, slow=3)
 
 
 @pytest.mark.parametrize("options", [{"autocast": True}, {"bf16": True}, {"clip": None}], ids=["autocast", "bf16", "no clip"])

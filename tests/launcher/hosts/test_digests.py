@@ -15,6 +15,7 @@ from lockstep.launcher import processes
 from lockstep.launcher.hosts.channel import Message, Stranger
 from lockstep.launcher.hosts.digests import Digest, Digests, Heard, packed, unpacked
 from lockstep.launcher.stalls import Sight, Stall, Watcher
+from lockstep.step_clock import PHASES
 from tests.launcher.hosts.test_membership import ANNA, BERT, Play, plan
 from tests.launcher.test_stalls import BUCKET, sight
 
@@ -99,7 +100,7 @@ def test_a_host_that_is_asked_tells_of_ranks_that_it_would_leave_alone(tmp_path:
     now = 0.0
     page = status.Page(status.file_of(tmp_path, 0))
     page.step(5)
-    page.enter(status.PHASES.index("loop"))
+    page.enter(PHASES.index("loop"), time.monotonic_ns())
     watcher = Watcher(tmp_path, 30, lambda: now, elsewhere=heard)
     for now in (0.0, 1.0, 31.0, 100.0):  # noqa: B007  # the watcher's clock
         assert watcher.look({0: os.getpid()}) is None
@@ -108,7 +109,7 @@ def test_a_host_that_is_asked_tells_of_ranks_that_it_would_leave_alone(tmp_path:
     now = 101.0
     assert watcher.look({0: os.getpid()}) is None
     assert [message["kind"] for message in sent] == ["quiet"]
-    page.enter(status.PHASES.index("data"))
+    page.enter(PHASES.index("data"), time.monotonic_ns())
     now = 102.0
     watcher.look({0: os.getpid()})
     assert [message["kind"] for message in sent] == ["quiet", "moving"]

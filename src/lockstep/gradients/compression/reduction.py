@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Done, Group, Work
+from lockstep.collectives.group import Done, Group, Work, asks
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.compression.error_feedback import Owed, working
@@ -106,3 +106,8 @@ class _Staged:
         while self._work is not None:
             self._work.wait(timeout)
             self._work = next(self._stages, None)
+
+    def done(self) -> bool:
+        """Whether the stage that has begun is, without waiting: the others begin when they are waited for."""
+        done = None if self._work is None else asks(self._work)
+        return self._work is None or (done is not None and done())

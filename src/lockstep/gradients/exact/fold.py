@@ -66,7 +66,7 @@ class Tree:
             view.add_(gradient)
 
     def sets_order(self, *, closing: bool) -> bool:
-        """In slot 0, which is always rank 0's: the norm is summed bucket by bucket, so their order must not depend on the number of ranks."""
+        """In slot 0, whose rank the Reducer asks: the norm is summed bucket by bucket, so their order must not depend on the number of ranks."""
         return self._place == 0
 
     def shut(self) -> None:

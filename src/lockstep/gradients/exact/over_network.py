@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Group, Work, asks
 from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tree import Term, add_up
 from lockstep.gradients.bucket import Bucket
@@ -89,6 +89,10 @@ class _Sum:
     ) -> None:
         self._reduction, self._bucket, self._flat = reduction, bucket, flat
         self._works, self._brought, self._term = works, brought, term
+
+    def done(self) -> bool:
+        """Whether all blocks are here, without waiting; they are added up when they are waited for."""
+        return all((done := asks(work)) is not None and done() for work in self._works)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         for work in self._works:

@@ -15,7 +15,8 @@ from typing import Any
 from lockstep.launcher.hosts.channel import Message, Stranger
 from lockstep.launcher.hosts.messages import typed
 from lockstep.launcher.stalls import Sight, Stall, explain
-from lockstep.status import PHASES, View
+from lockstep.status import View
+from lockstep.step_clock import PHASES
 
 _LONGEST = 4000  # of a stack
 _MOST = 4096  # ranks
