@@ -91,7 +91,7 @@ def measure(name: str, steps: int, folder: str) -> list[Cost]:
 
             return counted
 
-        clock = stepper._clock
+        clock = stepper.clock.running
         clock.enter, clock.waits = count(clock.enter), count(clock.waits)  # type: ignore[method-assign]
         taken = []
         with AnatomyFile(Path(folder), stepper, {}) as file:

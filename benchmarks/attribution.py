@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import namespaces
-from lockstep.measure.anatomy.read import read
+from lockstep.anatomy.read import read
 from lockstep.measure.verdict.verdict import Verdict, verdict
 
 PLACES = ("loader", "forward", "backward", "optimizer", "network")

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
-from lockstep.measure.plan.connection import Connection, connection
-from lockstep.measure.plan.curve import Question, curve
-from lockstep.measure.plan.here import ThisHost, on_this_host
-from lockstep.measure.plan.of_task import Scaling, sides, slots_of, talking
-from lockstep.measure.plan.profile import Profile
-from lockstep.measure.plan.profiling import profile
 from lockstep.method import Method
+from lockstep.plan.links.connection import Connection, connection
+from lockstep.plan.links.here import ThisHost, on_this_host
+from lockstep.plan.tasks.curve import Question, curve
+from lockstep.plan.tasks.of_task import Scaling, sides, slots_of, talking
+from lockstep.plan.tasks.profile import Profile
+from lockstep.plan.tasks.profiling import profile
 from lockstep.settings import overrides_of
 from lockstep.task import Task
 from lockstep.training.resolve import locate, resolve

@@ -15,15 +15,15 @@ from pathlib import Path
 
 from lockstep.collectives.network import Link, Network
 from lockstep.measure.files import write_json
-from lockstep.measure.plan.devices import device_named
-from lockstep.measure.plan.fabrics import nvlink, pcie
-from lockstep.measure.plan.from_table import work_of_model
-from lockstep.measure.plan.models import model_named
-from lockstep.measure.plan.of_model import NCCL
-from lockstep.measure.plan.simulate import simulate
-from lockstep.measure.plan.work import Work
 from lockstep.mesh.layout import Mesh
 from lockstep.method import Method
+from lockstep.plan.links.fabrics import nvlink, pcie
+from lockstep.plan.models.devices import device_named
+from lockstep.plan.models.from_table import work_of_model
+from lockstep.plan.models.known import model_named
+from lockstep.plan.models.of_model import NCCL
+from lockstep.plan.simulation.simulate import simulate
+from lockstep.plan.simulation.work import Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import lockstep
 SOURCE = Path(lockstep.__file__).parent
 LAYERS = [
     {
+        "anatomy",
         "balance",
         "errors",
         "place",
@@ -41,16 +42,18 @@ LAYERS = [
         "step_result",
         "replicas",
         "uneven",
+        "stepper_clock",
         "stepper_state",
         "stepper_reducer",
         "checkpointing",
     },
     {"inference", "model_parallel", "training"},
-    {"testing", "tasks", "measure", "tuning", "verify", "doctor"},
+    {"testing", "tasks", "measure", "plan", "tuning", "verify", "doctor"},
     {"cli", "__main__"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = [
+    "anatomy",
     "balance",
     "launcher",
     "settings",

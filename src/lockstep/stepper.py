@@ -15,7 +15,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -43,8 +42,9 @@ from lockstep.gradients.compression.choice import owes
 from lockstep.gradients.exact.choice import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.method import Compression, Method, Outer
-from lockstep.step_clock import StepClock, StepTimes
+from lockstep.step_clock import StepTimes
 from lockstep.step_result import StepResult
+from lockstep.stepper_clock import StepperClock
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.held import Held, SplitNorm
@@ -153,10 +153,7 @@ class Stepper:
             self.world.compute_deterministically()
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
-        self._clock = StepClock(partial(torch.cuda.Event, enable_timing=True) if self.world.device.type == "cuda" else None)
-        self._times: StepTimes | None = None  # of the latest step that is known
-        self.keeps_spans: Callable[[int], bool] = lambda step: False
-        """Of which steps, by number, it shall be kept when each piece of them began and ended."""
+        self.clock = StepperClock(self.world.device)
         self._compares_data = checks != "off"
         self._open_outcome: tuple[Applied, Facts] | None = None  # of the last step, while only a GPU knows it
         self._looks_at_once = self.world.device.type == "cpu" or scheduler is not None
@@ -166,8 +163,6 @@ class Stepper:
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
         self._balancer: Balancer | None = None  # of its loader, where shares follow measured speed
-        self._walked: dict[int, int] = {}  # micro-batches of the steps whose times are not known yet
-        self._each = 0.0  # seconds that a micro-batch took, loading included, where that is known last
         self._samples: tuple[int, ...] = ()  # of each rank in this window, where no message tells
         self._loss_scale = 1.0
 
@@ -298,7 +293,7 @@ class Stepper:
             raise UsageError(f"micro_batches() walks a window or a list of batches, not a {type(window).__name__}")
         if self._facts is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
-        status.open_clock(self._clock)
+        self.clock.open()
         status.step(self.steps + 1)
         self._settle()
         self.part_if_due()
@@ -316,8 +311,7 @@ class Stepper:
         self._buffers.begin(slots)
         self._backwards, self.reducer.stray = 0, False
         self._facts = FactsMessage(self._told, self.world.device, slots)
-        if self._times is not None:
-            self._facts.add_times(self._times.busy, self._times.waits, self._each)
+        self.clock.tell(self._facts)
         self._balancer = None if ours is None else ours.balancer
         if self._balancer is not None:
             Balance().check(self.method, self.everyone.size)
@@ -460,13 +454,7 @@ class Stepper:
     def _end_clock(self) -> tuple[StepTimes, ...]:
         """The step has ended; those whose times are known since."""
         hidden = None if self.world.device.type == "cuda" else self.reducer.departures.hidden()
-        self._clock.end(self.steps, hidden, spans=self.keeps_spans(self.steps + 1))
-        found = tuple(self._clock.finished())
-        self._walked[self.steps] = self._backwards
-        for times in found:
-            walked = self._walked.pop(times.step, 0)
-            self._times, self._each = times, (times.data + times.busy) / walked if walked else 0.0
-        return found
+        return self.clock.end(self.steps, self._backwards, hidden)
 
     def _step_at(self, server: Server, facts: Facts) -> StepResult:
         """Push what was drawn; or, where nothing was, meet the others."""

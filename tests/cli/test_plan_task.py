@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
-from tests.measure.plan.profiles import profile
+from tests.plan.profiles import profile
 
 
 def plan(*words: str) -> str:

@@ -13,9 +13,9 @@ import lockstep
 from lockstep.collectives.network import Link
 from lockstep.errors import UsageError
 from lockstep.measure.counted import Counted
-from lockstep.measure.plan.gradients import gradients_of
-from lockstep.measure.plan.methods import method_of
 from lockstep.measure.ratio import CommunicationRatio, ratio_of, sum_of
+from lockstep.plan.methods.gradients import gradients_of
+from lockstep.plan.methods.names import method_of
 
 WORK = Counted(flops=3 * 10**9, forward=1.0, backward=2.0)
 MODEL = nn.Linear(999, 1000)  # 4 MB of gradients

@@ -32,7 +32,7 @@ def test_methods_are_options_of_train(bench: Any) -> None:
 
 
 def test_the_usual_methods_are_methods(bench: Any) -> None:
-    from lockstep.measure.plan.methods import method_of
+    from lockstep.plan.methods.names import method_of
 
     for method in bench.methods_of(bench.METHODS):
         method_of(method)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep import Loader, Stepper, testing
+from lockstep.errors import LockstepWarning
 from lockstep.step_clock import StepTimes
 from lockstep.step_result import StepResult
 from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
 from lockstep.training.memory_use import Activations, memory_use
 from lockstep.updates.update import Applied
 from lockstep.world import World
+from tests.training import toy
 
 _DAWDLES = 0.15  # s
 
@@ -94,6 +98,30 @@ def test_one_rank_waits_for_nobody_and_spans_fill_its_steps(tmp_path: Path) -> N
         assert all(end == begin for (_, _, end), (_, begin, _) in itertools.pairwise(spans))
         assert spans[-1][2] - spans[0][1] == pytest.approx(line["seconds"], abs=1e-5)
         assert {name for name, _, _ in spans} >= {"data", "forward", "backward", "optimizer"}
+
+
+def run_toy(world: World, run: str, blocked: bool) -> list[str]:
+    def block(record: Any) -> None:
+        Path(run, "timeline.json").mkdir(exist_ok=True)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        lockstep.train(toy.task(on_step=block if blocked else None), steps=4, run=run, world=world)
+    return [str(each.message) for each in said if issubclass(each.category, LockstepWarning)]
+
+
+def test_a_training_by_whatever_launcher_leaves_a_timeline_of_all_ranks(tmp_path: Path) -> None:
+    assert testing.run_ranks(run_toy, 3, (str(tmp_path), False)) == [[], [], []]
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    steps = Counter((event["pid"], event["args"]["step"]) for event in events if event.get("cat") == "step")
+    assert steps == dict.fromkeys(((rank, step) for rank in range(3) for step in range(2, 5)), 1)  # spans are asked for as a step ends
+
+
+def test_a_timeline_that_cannot_be_written_costs_a_warning_and_no_training(tmp_path: Path) -> None:
+    (warning,), *others = testing.run_ranks(run_toy, 2, (str(tmp_path), True))
+    assert "timeline.json cannot be written" in warning
+    assert others == [[]]
+    assert (tmp_path / "result.json").exists()
 
 
 def keep_half_a_line(world: World, run: str) -> None:

@@ -65,7 +65,7 @@ def slowly(world: lockstep.World, run: str | None, balance: str | None) -> str:
 
     def ended(stepper: Stepper) -> Any:
         found = end(stepper)
-        stepper._each = 0.1 if world.rank else 0.3
+        stepper.clock.per_micro_batch = 0.1 if world.rank else 0.3
         return found
 
     Stepper._end_clock = ended  # type: ignore[method-assign]  # in this process, which ends with the test

@@ -20,14 +20,14 @@ def run(asked: Asked) -> None:
     workers = numbers[0]
     if asked.step_ms is not None and not 0 < asked.step_ms < math.inf:
         raise UsageError(f"--step-ms {asked.step_ms:g}: give the milliseconds that a rank computes in a step, above 0")
-    from lockstep.measure.plan.networks import network as network_of
+    from lockstep.plan.links.networks import network as network_of
 
     link = network_of(asked.network)
     check_writable(asked.json_file, "--json")
-    from lockstep.measure.plan import measured as were_measured
-    from lockstep.measure.plan.cost import Computation
-    from lockstep.measure.plan.model import seconds_of, work_of
-    from lockstep.measure.plan.table import as_json, rows, table
+    from lockstep.plan.methods import measured as were_measured
+    from lockstep.plan.methods.cost import Computation
+    from lockstep.plan.methods.table import as_json, rows, table
+    from lockstep.plan.methods.task import seconds_of, work_of
     from lockstep.settings import overrides_of
     from lockstep.training.resolve import locate, resolve, short_name
 

@@ -14,12 +14,12 @@ def run(asked: Asked) -> None:
     if asked.device is None:
         raise UsageError(f"--model {asked.model} needs a --device: p100, v100, rtx4090, a100-80g, h100 or h200")
     assert asked.model is not None
-    from lockstep.measure.plan.connection import HERE, connection
-    from lockstep.measure.plan.devices import device_named
-    from lockstep.measure.plan.model_text import describe
-    from lockstep.measure.plan.models import model_named
-    from lockstep.measure.plan.of_model import NCCL, plan_model
     from lockstep.method import Method
+    from lockstep.plan.links.connection import HERE, connection
+    from lockstep.plan.models.devices import device_named
+    from lockstep.plan.models.known import model_named
+    from lockstep.plan.models.of_model import NCCL, plan_model
+    from lockstep.plan.models.text import describe
 
     if asked.network == HERE:
         raise UsageError("--network here is of this host's own ranks: name a network for devices that are elsewhere, such as NVLink+IB")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.measure.plan.failures import Failures
     from lockstep.method import Method
+    from lockstep.plan.simulation.failures import Failures
 
 Kind = Literal["task", "methods", "model"]
 
@@ -89,7 +89,7 @@ class Asked:
         )
 
     def failures(self) -> Failures | None:
-        from lockstep.measure.plan.failures import Failures
+        from lockstep.plan.simulation.failures import Failures
 
         if self.mtbf is None:
             return None

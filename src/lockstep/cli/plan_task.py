@@ -15,11 +15,11 @@ from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.measure.files import check_plot, check_writable, write_json
 
 if TYPE_CHECKING:
-    from lockstep.measure.plan.connection import Connection
-    from lockstep.measure.plan.curve import Question
-    from lockstep.measure.plan.here import ThisHost
-    from lockstep.measure.plan.profile import Profile
     from lockstep.method import Method
+    from lockstep.plan.links.connection import Connection
+    from lockstep.plan.links.here import ThisHost
+    from lockstep.plan.tasks.curve import Question
+    from lockstep.plan.tasks.profile import Profile
     from lockstep.task import Task
 
 
@@ -44,9 +44,9 @@ def run(asked: Asked) -> None:
 
 def _question(asked: Asked) -> Question:
     """Refuses at once what would be found out after the measurement."""
-    from lockstep.measure.plan.connection import HERE, connection
-    from lockstep.measure.plan.curve import Question
-    from lockstep.measure.plan.of_task import Scaling
+    from lockstep.plan.links.connection import HERE, connection
+    from lockstep.plan.tasks.curve import Question
+    from lockstep.plan.tasks.of_task import Scaling
 
     counts, method = asked.counts("1,2,4,8"), asked.method()
     if asked.network == HERE:
@@ -80,11 +80,11 @@ def _check_cores(ranks: int) -> None:
 
 
 def _answer(asked: Asked, question: Question, source: Callable[[], Task], name: str) -> None:
-    from lockstep.measure.plan.curve import curve
-    from lockstep.measure.plan.curve_text import plot, table
-    from lockstep.measure.plan.profile_text import describe
-    from lockstep.measure.plan.task_layouts import describe as layouts_text
-    from lockstep.measure.plan.task_layouts import layouts_of
+    from lockstep.plan.tasks.curve import curve
+    from lockstep.plan.tasks.curve_text import plot, table
+    from lockstep.plan.tasks.profile_text import describe
+    from lockstep.plan.tasks.task_layouts import describe as layouts_text
+    from lockstep.plan.tasks.task_layouts import layouts_of
 
     if asked.profile is None:
         _say_ratio(asked, question, source)
@@ -113,8 +113,8 @@ def _answer(asked: Asked, question: Question, source: Callable[[], Task], name: 
 
 def _say_ratio(asked: Asked, question: Question, source: Callable[[], Task]) -> None:
     """Communication to computation of this task. On this host sums are measured, and there is no link to divide by."""
-    from lockstep.measure.plan.connection import HERE, connection
     from lockstep.measure.ratio_of_task import ratio_of_task
+    from lockstep.plan.links.connection import HERE, connection
 
     if asked.network != HERE and question.method.mesh is None:
         link = connection(asked.network).network.between
@@ -131,10 +131,10 @@ def _told(asked: Asked) -> str:
 
 def _profile(asked: Asked, question: Question, source: Callable[[], Task], name: str) -> Profile:
     """From the file, or measured now."""
-    from lockstep.measure.plan.connection import HERE
-    from lockstep.measure.plan.of_task import sides, slots_of, talking
-    from lockstep.measure.plan.profile import Profile
-    from lockstep.measure.plan.profiling import profile
+    from lockstep.plan.links.connection import HERE
+    from lockstep.plan.tasks.of_task import sides, slots_of, talking
+    from lockstep.plan.tasks.profile import Profile
+    from lockstep.plan.tasks.profiling import profile
     from lockstep.tuning.here import cores, kind_of_device
 
     task = source()
@@ -156,8 +156,8 @@ def _profile(asked: Asked, question: Question, source: Callable[[], Task], name:
 
 def _joined(asked: Asked, question: Question, profile: Profile) -> Connection | ThisHost:
     """What connects the ranks; on this host it is measured now."""
-    from lockstep.measure.plan.connection import HERE, connection
-    from lockstep.measure.plan.here import on_this_host
+    from lockstep.plan.links.connection import HERE, connection
+    from lockstep.plan.links.here import on_this_host
 
     if asked.network != HERE:
         return connection(asked.network, asked.nodes_of)

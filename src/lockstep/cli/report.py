@@ -24,8 +24,8 @@ def report(
     ] = None,
 ) -> None:
     """Say where the time of RUN went, and write it up as one HTML page that needs nothing else; RUN/timeline.json is for Perfetto."""
+    from lockstep.anatomy import timeline
     from lockstep.cli.over_run import write_json
-    from lockstep.measure import timeline
     from lockstep.measure.files import check_writable
     from lockstep.measure.page.page import FILE, page
     from lockstep.measure.page.recorded import read

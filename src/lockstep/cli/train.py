@@ -257,7 +257,6 @@ def train(
     def finished(directory: RunDirectory) -> None:
         if not directory.result.exists():
             raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
-        _write_timeline(directory.path)
         print(result.last_line(result.read(directory.result)))
 
     if plan is not None:
@@ -288,19 +287,6 @@ def _ranks(workers: str | None, here: Placement | None, plan: Plan | None, asked
     if plan is not None:  # what the hosts bring is known when they have met
         return 1 if asked_for is None else asked_for if plan.workers is None else plan.workers * plan.most
     return 1 if workers is None else Workers.read(workers).most
-
-
-def _write_timeline(run: Path) -> None:
-    """Of what the ranks have left, for Perfetto. A run is none the worse without."""
-    from lockstep.measure import timeline
-    from lockstep.measure.anatomy.read import read
-
-    anatomy = read(run)
-    if anatomy is not None:
-        try:
-            timeline.write(run, anatomy)
-        except OSError as error:
-            print(f"warning: {run / timeline.FILE} cannot be written ({error.strerror}) and is left out", file=sys.stderr)
 
 
 def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@
     exposed     what of the communication is left when buckets travel behind the backward of the last micro-batch
     significant ratio > 0.1
 
-Measured are the computation and, with it, the rate of this device; foretold is the communication, from sizes and a link (measure/plan/simulate.py).
+Measured are the computation and, with it, the rate of this device; foretold is the communication, from sizes and a link (plan/simulation/simulate.py).
 Not in it: the optimizer's own time, loading, waiting for slow ranks.
 """
 
@@ -23,13 +23,13 @@ from lockstep.errors import UsageError
 from lockstep.measure import ratio_text
 from lockstep.measure.advice import COMPRESSIONS, advice
 from lockstep.measure.counted import Counted, counted
-from lockstep.measure.plan.cost import Gradients
-from lockstep.measure.plan.gradients import gradients_of
-from lockstep.measure.plan.methods import method_of
-from lockstep.measure.plan.networks import network as network_of
-from lockstep.measure.plan.simulate import Predicted, simulate
-from lockstep.measure.plan.work import Leaves, Work
 from lockstep.method import Method
+from lockstep.plan.links.networks import network as network_of
+from lockstep.plan.methods.cost import Gradients
+from lockstep.plan.methods.gradients import gradients_of
+from lockstep.plan.methods.names import method_of
+from lockstep.plan.simulation.simulate import Predicted, simulate
+from lockstep.plan.simulation.work import Leaves, Work
 
 SIGNIFICANT = 0.1
 ACCUMULATIONS = (1, 2, 4, 8)

@@ -10,10 +10,10 @@ from lockstep.data.windows import Plan
 from lockstep.errors import UsageError
 from lockstep.launcher.spawn import launch
 from lockstep.measure.counted import Counted, counted
-from lockstep.measure.plan.cost import Gradients
-from lockstep.measure.plan.gradients import gradients_of
 from lockstep.measure.ratio import CommunicationRatio, ratio_of
 from lockstep.method import Method
+from lockstep.plan.methods.cost import Gradients
+from lockstep.plan.methods.gradients import gradients_of
 from lockstep.task import Task
 from lockstep.training.build import loader_of, model_of
 from lockstep.training.forward import Forward, matmul_precision

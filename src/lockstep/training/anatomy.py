@@ -27,6 +27,7 @@ from typing import Any, TextIO
 
 import torch
 
+from lockstep.anatomy.read import FOLDER
 from lockstep.data.windows import Window
 from lockstep.gradients.departures import Departure
 from lockstep.settings import Settings
@@ -37,7 +38,6 @@ from lockstep.task import Task
 from lockstep.training.links import Links
 from lockstep.training.memory_use import memory_use
 
-FOLDER = "anatomy"
 _LINES = 1000
 _IN_DETAIL = 20  # steps, and later one in _RARELY
 _RARELY = 100
@@ -99,7 +99,7 @@ class AnatomyFile:
         self._activations: int | None = None
         self._links = Links() if world.local_size != world.size else None
         self.write({"kind": "begin", "rank": world.rank, "step": stepper.steps, "at": time.monotonic(), **begin})
-        stepper.keeps_spans = lambda step: in_detail(step - self._before)
+        stepper.clock.keeps_spans = lambda step: in_detail(step - self._before)
 
     def step(self, result: StepResult, window: Window, activations: int | None) -> None:
         """One step, over this window; `activations`: what a micro-batch's forward keeps, in bytes."""

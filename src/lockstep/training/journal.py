@@ -21,7 +21,10 @@ from lockstep.world import World
 
 
 class Journal:
-    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped; `sent()`: bytes."""
+    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped; `sent()`: bytes.
+
+    `screen` False: nothing is shown.
+    """
 
     def __init__(
         self,
@@ -33,6 +36,7 @@ class Journal:
         epochs: int | None,
         says_skips: bool,
         sent: Callable[[], int],
+        screen: bool = True,
     ) -> None:
         self._epochs, self._says_skips, self._bytes_sent = epochs, says_skips, sent
         self._open = ExitStack()
@@ -40,8 +44,9 @@ class Journal:
         self._screen: Progress | None = None
         if world.rank == 0:
             self._file = self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
-            self._screen = progress(steps, epochs)
-            self._open.callback(self._screen.close)
+            if screen:
+                self._screen = progress(steps, epochs)
+                self._open.callback(self._screen.close)
         calls = world.rank == 0 or task.callbacks_on == "all"
         self._on_step = task.on_step if calls else None
         self._on_evaluate = task.on_evaluate if calls else None

@@ -8,19 +8,22 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep import randomness
+from lockstep.anatomy import timeline
+from lockstep.anatomy.read import read
 from lockstep.checkpointing import Checkpoints
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
-from lockstep.errors import Preempted, TaskError, UsageError
+from lockstep.errors import LockstepWarning, Preempted, TaskError, UsageError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.method import Reduce
@@ -233,7 +236,15 @@ class Training:
         self.world.heed_signals()
         resumed = self._resume()
         with (
-            Journal(self.task, self.world, self.directory, says_skips=skips, sent=lambda: self.stepper.bytes_sent, **lengths) as journal,
+            Journal(
+                self.task,
+                self.world,
+                self.directory,
+                steps=self.length.steps,
+                epochs=self.length.epochs,
+                says_skips=skips,
+                sent=lambda: self.stepper.bytes_sent,
+            ) as journal,
             matmul_precision(self.precision),
             self._anatomy(),
         ):
@@ -263,6 +274,7 @@ class Training:
             if self.part is not None and (idle := self.part.idle()) is not None:
                 journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
+        self._write_timeline()
         return self._result(seconds)
 
     @contextmanager
@@ -274,6 +286,21 @@ class Training:
         with AnatomyFile(self.directory.path, self.stepper, begins(self.stepper, self.task, self.settings)) as self.anatomy:
             yield
             self.anatomy.end(self.stepper.steps)
+
+    def _write_timeline(self) -> None:
+        """Of what the ranks have left, for Perfetto. A run is none the worse without."""
+        if self.directory is None:
+            return
+        self.world.barrier()  # their files are closed
+        if self.world.rank > 0:
+            return
+        anatomy = read(self.directory.path)
+        if anatomy is not None:
+            try:
+                timeline.write(self.directory.path, anatomy)
+            except OSError as error:
+                file = self.directory.path / timeline.FILE
+                warnings.warn(f"{file} cannot be written ({error.strerror}) and is left out", LockstepWarning, stacklevel=2)
 
     def _resume(self) -> Checkpoint | None:
         """Go on from the newest whole checkpoint of the run directory, if it has one."""

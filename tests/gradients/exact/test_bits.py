@@ -88,7 +88,7 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
                 stepper.backward(loss, weight=len(y) / 3)
             result = stepper.step()
             if "slow" in given:  # as if one of this rank's micro-batches had taken so long
-                stepper._each = 0.3 if world.rank == given["slow"] else 0.1
+                stepper.clock.per_micro_batch = 0.3 if world.rank == given["slow"] else 0.1
             digest.update(repr((result.loss, result.weight, None if result.norm is None else float(result.norm))).encode())
     loader.close()
     if "slow" in given:

@@ -12,10 +12,10 @@ from torch import nn
 import lockstep
 from lockstep.collectives.network import Link
 from lockstep.errors import UsageError
-from lockstep.measure.plan.work import Leaves
 from lockstep.measure.scaling import benchmark
 from lockstep.measure.scaling.timing import Timed
 from lockstep.measure.scaling.works import Work
+from lockstep.plan.simulation.work import Leaves
 from tests.training import toy
 
 BUCKETS = [Leaves(ready=1.0, elements=1000)]

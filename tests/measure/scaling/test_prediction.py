@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from lockstep.collectives.network import Link
-from lockstep.measure.plan.work import Leaves
 from lockstep.measure.scaling.link import fitted
 from lockstep.measure.scaling.prediction import Measured, step_seconds
 from lockstep.method import Method
+from lockstep.plan.simulation.work import Leaves
 
 SLOW = Measured(
     method=Method(),

@@ -9,7 +9,7 @@ import pytest
 from lockstep.measure.verdict.advice import Advice, deal
 from lockstep.measure.verdict.verdict import verdict
 from lockstep.settings import Settings
-from tests.measure.synthetic import BASE, Extra, anatomy, begin, lines, planted
+from tests.anatomy.synthetic import BASE, Extra, anatomy, begin, lines, planted
 
 STEP = sum(BASE.values())
 

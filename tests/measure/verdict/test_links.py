@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.measure.verdict.links import SlowLink, slow_link
 from lockstep.measure.verdict.verdict import verdict
-from tests.measure.synthetic import BASE, anatomy, lines
+from tests.anatomy.synthetic import BASE, anatomy, lines
 
 FAST, SLOW = 100e6, 10e6
 HOSTS = ["anna", "bob", "cleo", "dora"]

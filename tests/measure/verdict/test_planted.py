@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.measure.verdict.verdict import verdict
-from tests.measure.synthetic import BASE, anatomy, lines, noisy, planted
+from tests.anatomy.synthetic import BASE, anatomy, lines, noisy, planted
 
 CAUSES = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "moving": "network", "other": "other"}
 WORDS = {"data": "loader", "forward": "forward", "backward": "backward", "optimizer": "optimizer", "moving": "network", "other": "own code"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockstep.measure.verdict.verdict import Verdict, verdict
 from lockstep.measure.verdict.words import percentages, ranks
 from lockstep.settings import Settings
-from tests.measure.synthetic import BASE, Extra, anatomy, lines, noisy, planted
+from tests.anatomy.synthetic import BASE, Extra, anatomy, lines, noisy, planted
 
 QUIET = {**BASE, "data": 0.0001, "moving": 0.0001, "other": 0.0, "checks": 0.0}
 LIGHT = {**BASE, "data": 0.001}

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lockstep.measure.anatomy.generation import Anatomy, Generation
-from lockstep.measure.anatomy.lines import Steps
+from lockstep.anatomy.generation import Anatomy, Generation
+from lockstep.anatomy.lines import Steps
+from lockstep.anatomy.timeline import offsets
 from lockstep.measure.page.parts import Figure, Section, Table
 from lockstep.measure.page.ranks import NAMES
 from lockstep.measure.page.svg import PAPER, PHASE_COLOURS, Picture
-from lockstep.measure.timeline import offsets
 from lockstep.measure.verdict.judged import WARM_UP
 
 _RANKS = 8

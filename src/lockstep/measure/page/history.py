@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.anatomy.generation import Anatomy, Generation
 from lockstep.checkpoints.folders import step_of, written
-from lockstep.measure.anatomy.generation import Anatomy, Generation
 from lockstep.measure.page.parts import Section, Table
 from lockstep.measure.page.recorded import Recorded
 from lockstep.measure.verdict.judged import Judged

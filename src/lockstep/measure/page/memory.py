@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lockstep.measure.anatomy.generation import Anatomy
-from lockstep.measure.anatomy.lines import Memory
+from lockstep.anatomy.generation import Anatomy
+from lockstep.anatomy.lines import Memory
 from lockstep.measure.page.parts import Figure, Section, Table
 from lockstep.measure.page.ranks import MOST
 from lockstep.measure.page.svg import PHASE_COLOURS, Picture

@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.anatomy.lines import Begin
 from lockstep.errors import UsageError
-from lockstep.measure.anatomy.lines import Begin
 from lockstep.measure.page.parts import Section, Table
 from lockstep.measure.page.recorded import Recorded
 from lockstep.settings import Settings

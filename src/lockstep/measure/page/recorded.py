@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.anatomy.generation import Anatomy
+from lockstep.anatomy.read import read as read_anatomy
 from lockstep.errors import UsageError
-from lockstep.measure.anatomy.generation import Anatomy
-from lockstep.measure.anatomy.read import read as read_anatomy
 from lockstep.settings import Settings
 from lockstep.training.run_directory import METRICS, RESULT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.measure.anatomy.lines import PHASES
+from lockstep.anatomy.lines import PHASES
 from lockstep.measure.page.recorded import Recorded
 from lockstep.measure.verdict.judged import Place, judged
 from lockstep.measure.verdict.verdict import Verdict

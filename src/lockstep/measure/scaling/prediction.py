@@ -1,7 +1,7 @@
 """What efficiency is to be expected, from one rank's work measured alone and the link between two ranks: no step that it is compared with goes in.
 
 What the fullest of n ranks computes is measured on one rank alone, with its share of the batch and its threads; where there are more threads
-than cores it takes so many times longer. What ranks then say to each other, and what of it is hidden, is simulated (measure/plan/simulate.py).
+than cores it takes so many times longer. What ranks then say to each other, and what of it is hidden, is simulated (plan/simulation/simulate.py).
 
 What ranks take from each other otherwise, memory bandwidth, caches and a processor's clock, and how long they wait for a slow one, is in no
 term: where measured and predicted part, that is the finding.
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.collectives.network import Link, Network
-from lockstep.measure.plan.carriers import Cost, OneHost
-from lockstep.measure.plan.cost import BACKWARD
-from lockstep.measure.plan.simulate import simulate
-from lockstep.measure.plan.work import Leaves, Work
 from lockstep.method import Method
+from lockstep.plan.links.carriers import Cost, OneHost
+from lockstep.plan.methods.cost import BACKWARD
+from lockstep.plan.simulation.simulate import simulate
+from lockstep.plan.simulation.work import Leaves, Work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

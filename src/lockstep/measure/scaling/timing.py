@@ -17,10 +17,10 @@ import torch
 
 from lockstep.collectives.network import Link
 from lockstep.gradients.reducer import Reducer
-from lockstep.measure.plan.work import Leaves
 from lockstep.measure.scaling.link import in_memory, link_of
 from lockstep.measure.scaling.teams import Turns
 from lockstep.measure.scaling.works import Work, order_of_turns
+from lockstep.plan.simulation.work import Leaves
 from lockstep.settings import Settings
 from lockstep.step_result import StepResult
 from lockstep.task import Task

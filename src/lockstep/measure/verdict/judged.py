@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.measure.anatomy.generation import Generation
-from lockstep.measure.anatomy.lines import PHASES, Steps
+from lockstep.anatomy.generation import Generation
+from lockstep.anatomy.lines import PHASES, Steps
 from lockstep.mesh.layout import Mesh
 
 WARM_UP = 3

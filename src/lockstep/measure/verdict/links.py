@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.measure.anatomy.generation import Generation
-from lockstep.measure.anatomy.lines import Link
+from lockstep.anatomy.generation import Generation
+from lockstep.anatomy.lines import Link
 
 _SLOW = 0.5
 """Of the next quicker one's rate."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.measure.anatomy.generation import Anatomy
+from lockstep.anatomy.generation import Anatomy
 from lockstep.measure.verdict import words
 from lockstep.measure.verdict.advice import Advice, advice
 from lockstep.measure.verdict.judged import Judged, judged

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from lockstep.measure.anatomy.generation import Anatomy, Generation
+from lockstep.anatomy.generation import Anatomy, Generation
 from lockstep.measure.verdict.advice import SHARED, crowded
 from lockstep.measure.verdict.judged import Judged
 from lockstep.measure.verdict.links import SlowLink

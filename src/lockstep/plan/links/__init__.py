@@ -1,0 +1,1 @@
+"""What connects ranks, and what a collective costs there."""

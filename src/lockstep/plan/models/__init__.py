@@ -1,0 +1,1 @@
+"""Models and devices that are not here, from one table of constants, and where they fit."""
