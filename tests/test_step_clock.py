@@ -169,17 +169,14 @@ class Stream:
     done: int = 0
 
     def event(self) -> Event:
-        return Mark(self)
+        self.events.append(Mark(self, len(self.events)))
+        return self.events[-1]
 
 
 @dataclass
 class Mark:
     stream: Stream
-    place: int = -1
-
-    def record(self) -> None:
-        self.place = len(self.stream.events)
-        self.stream.events.append(self)
+    place: int
 
     def query(self) -> bool:
         return self.place < self.stream.done
@@ -209,3 +206,46 @@ def test_on_a_device_a_step_is_known_when_its_work_is_done(time: Time) -> None:
     assert clock.finished() == []
     stream.done = len(stream.events)
     assert [each.step for each in clock.finished()] == [2]
+
+
+def test_on_a_device_spans_are_the_devices(time: Time) -> None:
+    stream = Stream()
+    clock = StepClock(stream.event)
+    clock.begin(spans=True)
+    began = time.monotonic_ns() / 1e9
+    for phase in ("forward", "backward"):
+        clock.enter(INDEX[phase], time.monotonic_ns())
+    clock.end(1)
+    clock.end(2)
+    stream.done = len(stream.events)
+    first, second = clock.finished()
+    assert [(span.phase, round(span.begin - began, 6), round(span.end - began, 6)) for span in first.spans] == [
+        ("loop", 0.0, 0.01),
+        ("forward", 0.01, 0.02),
+        ("backward", 0.02, 0.03),
+    ]
+    assert second.spans == ()
+
+
+def test_where_no_step_ends_marks_do_not_pile_up(time: Time) -> None:
+    stream = Stream()
+    clock = StepClock(stream.event)
+    for _ in range(20_000):
+        clock.enter(INDEX["forward"], time.monotonic_ns())
+    assert len(stream.events) < 10_001
+    clock.end(1)
+    clock.enter(INDEX["forward"], time.monotonic_ns())
+    clock.end(2)
+    stream.done = len(stream.events)
+    assert [each.step for each in clock.finished()] == [2]
+
+
+def test_pauses_since_the_last_step_are_known(time: Time, clock: StepClock) -> None:
+    status.enter("evaluate")
+    time.pass_(3)
+    clock.end(1)
+    status.enter("loop")
+    time.pass_(1)
+    with status.inside("checkpoint"):
+        time.pass_(5)
+    assert clock.paused() == {"checkpoint": pytest.approx(0.005), "evaluate": 0.0}

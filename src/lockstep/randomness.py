@@ -13,7 +13,7 @@ What cannot be keyed: generators that seed themselves from the operating system,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -113,19 +113,29 @@ def order(seed: int, epoch: int) -> int:
 @contextmanager
 def preserved(*, devices: bool = False) -> Iterator[None]:
     """Put the CPU states of torch, numpy's global generator and `random` back after the block, also when it raises; with `devices` the GPU's too."""
+    back = kept(devices=devices)
+    try:
+        yield
+    finally:
+        back()
+
+
+def kept(*, devices: bool = False) -> Callable[[], None]:
+    """What puts them back as they are now."""
     import numpy as np
     import torch
 
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     gpu = torch.cuda.get_rng_state() if devices and torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
+
+    def back() -> None:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])
         random.setstate(states[2])
         if gpu is not None:
             torch.cuda.set_rng_state(gpu)
+
+    return back
 
 
 def sampler(seed: int, epoch: int) -> int:

@@ -23,6 +23,7 @@ PAUSES = ("checkpoint", "evaluate")
 _NONE = 0  # no wait is under way
 _SECOND = 1e9  # ns
 _MOST = 64  # steps whose events have not passed; more means that nobody reads them
+_MOST_MARKS = 10_000  # of a step
 
 
 class Span(NamedTuple):
@@ -39,7 +40,7 @@ class StepTimes:
     """One optimizer step of this rank, in seconds. All but `hidden` and the pauses add up to `seconds`."""
 
     step: int
-    """Number of the step, from 1."""
+    """Number of the step, from 1; at a parameter server, where ranks go on by themselves, of this rank's own."""
     data: float
     forward: float
     backward: float
@@ -74,9 +75,8 @@ class StepTimes:
 
 
 class Event(Protocol):
-    """A mark in a device's stream: torch.cuda.Event."""
+    """A mark in a device's stream: torch.cuda.Event, recorded."""
 
-    def record(self) -> None: ...
     def query(self) -> bool: ...
     def elapsed_time(self, end: Any) -> float: ...
 
@@ -93,7 +93,7 @@ class _Mark(NamedTuple):
 class StepClock:
     """This process's. `enter` and `waits` are told by its main thread (status.py); `end` ends a step, `finished` hands out what steps came to.
 
-    `event` makes marks for a device's stream; then spans are not known, and phases are those of the device.
+    `event` leaves a mark in a device's stream; then phases are those of the device, and so are spans, counted from where the host began the step.
     """
 
     def __init__(self, event: Callable[[], Event] | None = None) -> None:
@@ -102,7 +102,8 @@ class StepClock:
         self.phase, self._since, self._began_to_wait = INDEX["loop"], time.monotonic_ns(), _NONE
         self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
         self._marks: list[_Mark] | None = None
-        self._open: deque[tuple[int, list[_Mark], float | None]] = deque(maxlen=_MOST)  # ended here, and not yet on the device
+        self._keeps = False  # the spans of this step
+        self._open: deque[tuple[int, list[_Mark], float | None, bool]] = deque(maxlen=_MOST)  # ended here, and not yet on the device
         self._finished: list[StepTimes] = []
         self.begin()
 
@@ -131,6 +132,7 @@ class StepClock:
         now = time.monotonic_ns()
         self._since, self._began_to_wait = now, _NONE
         self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
+        self._keeps = spans
         self._marks = [] if spans or self._event is not None else None
         if self._marks is not None:
             self._mark(now)
@@ -142,25 +144,31 @@ class StepClock:
         if self._event is None:
             kept = () if marks is None else _spans(marks)
             self._finished.append(_times(step, self._spent, self._waited, hidden, kept))
-        else:
-            assert marks is not None
-            self._open.append((step, marks, hidden))
+        elif marks is not None:
+            self._open.append((step, marks, hidden, self._keeps))
         self.begin(spans=spans)
+
+    def paused(self) -> dict[str, float]:
+        """Seconds of each kind of pause since the last step ended, on the host."""
+        self.enter(self.phase, time.monotonic_ns())
+        return {name: self._spent[INDEX[name]] / _SECOND for name in PAUSES}
 
     def finished(self) -> list[StepTimes]:
         """Steps that have come to an end since this was asked last, in order. On a GPU only those whose work is done."""
         while self._open and (event := self._open[0][1][-1].event) is not None and event.query():
-            step, marks, hidden = self._open.popleft()
-            self._finished.append(_times(step, *_of_device(marks), hidden, ()))
+            step, marks, hidden, keeps = self._open.popleft()
+            self._finished.append(_times(step, *_of_device(marks), hidden, _spans(_on_device(marks)) if keeps else ()))
         found, self._finished = self._finished, []
         return found
 
     def _mark(self, now: int) -> None:
         assert self._marks is not None
+        if len(self._marks) == _MOST_MARKS:  # no step ends: this is no training any more
+            self._marks = None
+            return
         event = None
         if self._event is not None:
             event = self._event()
-            event.record()
         self._marks.append(_Mark(self.phase, self._began_to_wait != _NONE, now, event))
 
 
@@ -173,6 +181,13 @@ def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
         spent[mark.phase] += ns
         waited[mark.phase] += ns if mark.waits else 0
     return spent, waited
+
+
+def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
+    """The same marks at the times at which the device came to them, if it came to the first one as the host left it."""
+    first = marks[0]
+    assert first.event is not None
+    return [mark._replace(ns=first.ns + round(first.event.elapsed_time(mark.event) * 1e6)) for mark in marks]
 
 
 def _spans(marks: Sequence[_Mark]) -> list[Span]:

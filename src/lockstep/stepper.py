@@ -154,6 +154,7 @@ class Stepper:
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self.clock = StepperClock(self.world.device)
+        self._windows: int | None = None  # at a server: this rank's own, counted on from the step at which it began
         self._compares_data = checks != "off"
         self._open_outcome: tuple[Applied, Facts] | None = None  # of the last step, while only a GPU knows it
         self._looks_at_once = self.world.device.type == "cpu" or scheduler is not None
@@ -299,6 +300,7 @@ class Stepper:
         self.part_if_due()
         self._compare_data(window)
         if isinstance(self.update, Server):
+            self._windows = self.steps if self._windows is None else self._windows
             self.update.begin(window)
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
         self.reducer.reset(None if ours is None else ours.cut)
@@ -454,7 +456,10 @@ class Stepper:
     def _end_clock(self) -> tuple[StepTimes, ...]:
         """The step has ended; those whose times are known since."""
         hidden = None if self.world.device.type == "cuda" else self.reducer.departures.hidden()
-        return self.clock.end(self.steps, self._backwards, hidden)
+        number = self.steps
+        if self._windows is not None:
+            number = self._windows = self._windows + 1
+        return self.clock.end(number, self._backwards, hidden)
 
     def _step_at(self, server: Server, facts: Facts) -> StepResult:
         """Push what was drawn; or, where nothing was, meet the others."""

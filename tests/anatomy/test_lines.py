@@ -36,11 +36,17 @@ def test_begin_and_steps() -> None:
     assert line.buckets[0][0] == 0
 
 
+def test_on_a_device_it_is_not_known_what_was_hidden() -> None:
+    line = parse(changed(STEPS, hidden=None))
+    assert isinstance(line, Steps)
+    assert line.hidden is None
+
+
 def test_the_other_kinds() -> None:
     assert parse('{"kind":"pause","what":"evaluate","step":3,"seconds":1.5}') == Pause(what="evaluate", step=3, seconds=1.5)
     memory = '{"kind":"memory","parameters":1,"gradients":2,"optimizer":3,"activations":null,"peak":null}'
     assert parse(memory) == Memory(parameters=1, gradients=2, optimizer=3, activations=None, peak=None)
-    link = {"peer": "10.0.0.2", "rtt": 0.001, "busy": 0.5, "sent": 7, "retransmitted": 0, "rate": 1e6}
+    link = {"here": "10.0.0.1", "peer": "10.0.0.2", "rtt": 0.001, "busy": 0.5, "sent": 7, "retransmitted": 0, "rate": 1e6}
     assert parse(json.dumps({"kind": "links", "step": 1, "to": [link]})) == Links(step=1, to=(Link(**link),))
     assert parse('{"kind":"end","step":4}') == End(step=4)
 

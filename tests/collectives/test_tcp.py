@@ -25,7 +25,7 @@ def connected(monkeypatch: pytest.MonkeyPatch, size: int) -> Connection:
             ours.sendall(b"x" * size)
             while size:
                 size -= len(theirs.recv(65536))
-            (found,) = (each for each in connections() if each.peer == f"127.0.0.1:{port}")
+            (found,) = (each for each in connections() if each.ends[1] == f"127.0.0.1:{port}")
             return found
 
 
@@ -43,7 +43,7 @@ def test_bytes_that_were_sent_are_counted_and_descriptors_are_given_back(monkeyp
 
 def test_what_goes_to_this_host_is_no_link() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours, server.accept()[0]:
-        assert f"127.0.0.1:{ours.getpeername()[1]}" not in {each.peer for each in connections()}
+        assert f"127.0.0.1:{ours.getpeername()[1]}" not in {each.ends[1] for each in connections()}
 
 
 def test_an_ipv4_address_is_itself_in_an_ipv6_socket_too() -> None:
@@ -54,17 +54,28 @@ def test_an_ipv4_address_is_itself_in_an_ipv6_socket_too() -> None:
     assert not _is_here("10.0.0.3", "10.0.0.2")
 
 
+def connection(port: int, host: str, *figures: float) -> Connection:
+    """From this port here to port 1 there."""
+    return Connection((f"10.0.0.1:{port}", f"{host}:1"), "10.0.0.1", host, *figures)  # type: ignore[arg-type]
+
+
 def test_rows_are_of_what_happened_since_the_last_look_by_host() -> None:
-    before = {"10.0.0.2:1": Connection("10.0.0.2:1", "10.0.0.2", 0.001, 2.0, 1000, 1, 5e6)}
+    first = connection(1, "10.0.0.2", 0.001, 2.0, 1000, 1, 5e6)
     found = [
-        Connection("10.0.0.2:1", "10.0.0.2", 0.002, 2.5, 1600, 3, 4e6),
-        Connection("10.0.0.2:7", "10.0.0.2", 0.001, 0.25, 50, 0, 6e6),
-        Connection("10.0.0.3:1", "10.0.0.3", 0.004, 1.0, 70, 0, 1e6),
+        connection(1, "10.0.0.2", 0.002, 2.5, 1600, 3, 4e6),
+        connection(7, "10.0.0.2", 0.001, 0.25, 50, 0, 6e6),
+        connection(8, "10.0.0.3", 0.004, 1.0, 70, 0, 1e6),
     ]
-    assert by_host(before, found) == [
-        {"peer": "10.0.0.2", "rtt": 0.002, "busy": 0.75, "sent": 650, "retransmitted": 2, "rate": 6e6},
-        {"peer": "10.0.0.3", "rtt": 0.004, "busy": 1.0, "sent": 70, "retransmitted": 0, "rate": 1e6},
+    assert by_host({first.ends: first}, found) == [
+        {"here": "10.0.0.1", "peer": "10.0.0.2", "rtt": 0.002, "busy": 0.75, "sent": 650, "retransmitted": 2, "rate": 6e6},
+        {"here": "10.0.0.1", "peer": "10.0.0.3", "rtt": 0.004, "busy": 1.0, "sent": 70, "retransmitted": 0, "rate": 1e6},
     ]
+
+
+def test_a_port_that_is_used_again_begins_anew() -> None:
+    first = connection(1, "10.0.0.2", 0.001, 2.0, 1000, 1, 5e6)
+    (row,) = by_host({first.ends: first}, [connection(1, "10.0.0.2", 0.001, 0.5, 60, 0, 5e6)])
+    assert (row["busy"], row["sent"], row["retransmitted"]) == (0.5, 60, 0)
 
 
 def test_looks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:

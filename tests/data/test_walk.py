@@ -63,6 +63,20 @@ def test_a_worker_that_died_between_two_fetches_is_named_in_the_next_and_nowhere
     ours.close()
 
 
+def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.data.walk._PATIENCE_SECONDS", 0.2)
+    ours = loader(WorkerPids(64), num_workers=2)
+    epoch = iter(Epoch(ours, 0))
+    worker = next(iter(next(epoch)))[0]
+    assert ours._loader._iterator._workers_done_event._cond.acquire(timeout=5)  # type: ignore[union-attr]  # as the one that is killed now had it
+    os.kill(worker, signal.SIGKILL)
+    next(each for each in ours._loader._iterator._workers if each.pid == worker).join()  # type: ignore[union-attr]
+    with pytest.raises(LockstepError, match=rf"\(pid {worker}\) died by SIGKILL"):
+        list(epoch)
+    assert worker not in everything(ours, 1)
+    ours.close()
+
+
 def test_a_worker_that_died_between_two_epochs_is_named_when_the_next_begins() -> None:
     ours = loader(WorkerPids(64), num_workers=1)
     (worker,) = set(everything(ours))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import os
+import signal
+import time
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -13,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Loader, Stepper, testing
-from lockstep.errors import LockstepWarning
+from lockstep.anatomy.read import read
+from lockstep.errors import LockstepWarning, Preempted
+from lockstep.measure.verdict.judged import judged
 from lockstep.step_clock import StepTimes
 from lockstep.step_result import StepResult
 from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
@@ -170,9 +177,7 @@ def counted(world: World) -> tuple[int | None, dict[str, int | None]]:
     found = Activations(counts=True)
     for _ in range(2):
         for x in stepper.micro_batches([torch.randn(8, 100)]):
-            with found.counted(model):
-                loss = model(x).sum()
-            stepper.backward(loss, weight=1.0)
+            stepper.backward(found.watch(model, lambda x=x: model(x).sum()), weight=1.0)
         stepper.step()
     return found.bytes, memory_use(stepper, found.bytes)
 
@@ -185,3 +190,101 @@ def test_memory_is_counted_by_what_it_is_for() -> None:
     assert use["gradients"] >= weights
     assert 2 * weights <= (use["optimizer"] or 0) <= 2 * weights + 16
     assert use["activations"] == activations
+
+
+class Physics(torch.nn.Module):
+    """What saved tensors cannot be watched in, behind a layer that draws numbers and one that moves its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.drop = torch.nn.Dropout(0.5)
+        self.last = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(x))
+        slope = torch.func.vmap(torch.func.grad(lambda each: self.last(each).tanh().sum()))(x)
+        return self.last(x) + slope.sum(1, keepdim=True)
+
+
+def test_a_forward_that_cannot_be_watched_is_computed_as_if_nobody_had_tried() -> None:
+    torch.manual_seed(1)
+    watched, x = Physics(), torch.randn(8, 4)
+    alone = copy.deepcopy(watched)
+    found = Activations(counts=True)
+    results = []
+    for model, run in ((watched, lambda: found.watch(watched, lambda: watched(x))), (alone, lambda: alone(x))):
+        torch.manual_seed(2)
+        out = run()
+        out.sum().backward()
+        results.append([out, *model.state_dict().values(), *(each.grad for each in model.parameters()), torch.rand(1)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert found.bytes is None
+
+
+def test_a_forward_that_fails_fails_as_it_would() -> None:
+    model = torch.nn.Linear(4, 1)
+    found = Activations(counts=True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as failed:
+        found.watch(model, lambda: model(torch.ones(2, 3)))
+    assert failed.value.__context__ is None
+
+
+def test_sparse_tensors_are_kept_and_not_counted() -> None:
+    sparse = torch.eye(4).to_sparse()
+    weight = torch.ones(4, 2, requires_grad=True)
+    found = Activations(counts=True)
+    found.watch(torch.nn.Linear(1, 1), lambda: torch.sparse.mm(sparse, weight).square().sum()).backward()
+    assert torch.equal(weight.grad, 2 * torch.ones(4, 2))
+    assert found.bytes is not None
+
+
+def slow_to_evaluate(world: World, run: str) -> None:
+    def metrics(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
+        time.sleep(_DAWDLES)
+        return toy.metrics(output, batch)
+
+    lockstep.train(toy.task(metrics=metrics), epochs=1, run=run, world=world)
+
+
+def test_the_last_evaluation_is_told_too(tmp_path: Path) -> None:
+    testing.run_ranks(slow_to_evaluate, 2, (str(tmp_path),))
+    for rank in range(2):
+        pauses = [line for line in lines(tmp_path, rank) if line["kind"] == "pause" and line["what"] == "evaluate"]
+        assert [pause["step"] for pause in pauses] == [4]
+        assert pauses[0]["seconds"] > _DAWDLES
+        assert lines(tmp_path, rank)[-1]["kind"] == "end"
+
+
+def stopped(world: World, run: str) -> bool:
+    def stop(record: Any) -> None:
+        if record["step"] == 2 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        lockstep.train(toy.task(on_step=stop, callbacks_on="all"), run=run, world=world)
+    return True
+
+
+def test_a_rank_that_stops_as_it_is_asked_to_has_left_as_it_should(tmp_path: Path) -> None:
+    assert testing.run_ranks(stopped, 2, (str(tmp_path),)) == [True, True]
+    found = read(tmp_path)
+    assert found is not None
+    assert [lane.ended for lane in found.generations[0].lanes.values()] == [True, True]
+
+
+def at_a_server(world: World, run: str) -> None:
+    lockstep.train(toy.task(), update="server", epochs=2, run=run, world=world)
+
+
+def test_at_a_server_every_rank_numbers_its_own_steps(tmp_path: Path) -> None:
+    testing.run_ranks(at_a_server, 2, (str(tmp_path),))
+    found = read(tmp_path)
+    assert found is not None
+    assert not found.unread
+    for lane in found.generations[0].lanes.values():
+        assert [line.first for line in lane.steps] == list(range(1, len(lane.steps) + 1))
+        assert all(line.count == 1 and not line.lost for line in lane.steps)
+    verdict_of = judged(found.generations[0])
+    assert verdict_of is not None
+    assert not any(place.lost for place in verdict_of.places.values())

@@ -51,8 +51,8 @@ class Steps:
     seconds: float
     """Wall time: the sum of `phases`."""
     phases: Mapping[str, float]
-    hidden: float
-    """Communication that went on behind the computation; part of no phase."""
+    hidden: float | None
+    """Communication that went on behind the computation; part of no phase. None where it is not known: on GPUs."""
     moving: float
     """Of `exposed`: this rank's own work, copying, adding, sending."""
     waits: float
@@ -87,8 +87,9 @@ class Pause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One TCP connection of a rank to another host, since the line before."""
+    """A rank's TCP connections from one address to another, since the line before."""
 
+    here: str
     peer: str
     rtt: float
     busy: float
@@ -151,7 +152,8 @@ def _steps(found: Mapping[str, Any]) -> Steps:
         last=last,
         seconds=_time(found["seconds"]),
         phases={phase: _time(found[phase]) for phase in PHASES},
-        **{name: _time(found[name]) for name in ("hidden", "moving", "waits")},
+        hidden=_or_none(_time, found["hidden"]),
+        **{name: _time(found[name]) for name in ("moving", "waits")},
         lost={_whole(int(rank)): _time(seconds) for rank, seconds in (found.get("lost") or {}).items()},
         micro_batches=_whole(found["micro_batches"]),
         samples=_whole(found["samples"]),
@@ -170,7 +172,9 @@ def _links(found: Mapping[str, Any]) -> Links:
 
 def _link(found: Mapping[str, Any]) -> Link:
     times = {name: _time(found[name]) for name in ("rtt", "busy", "rate")}
-    return Link(peer=str(found["peer"]), sent=_whole(found["sent"]), retransmitted=_whole(found["retransmitted"]), **times)
+    return Link(
+        here=str(found["here"]), peer=str(found["peer"]), sent=_whole(found["sent"]), retransmitted=_whole(found["retransmitted"]), **times
+    )
 
 
 def _memory(found: Mapping[str, Any]) -> Memory:

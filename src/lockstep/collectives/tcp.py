@@ -27,10 +27,12 @@ _ESTABLISHED = 1
 class Connection:
     """One connection since it was opened; seconds and bytes."""
 
-    peer: str
-    """Address and port."""
+    ends: tuple[str, str]
+    """Address and port here and there."""
+    here: str
+    """The address here."""
     host: str
-    """The peer's address."""
+    """The peer's."""
     round_trip: float
     busy: float
     sent: int
@@ -60,8 +62,8 @@ def _connection(number: int) -> Connection | None:
     with socket.socket(fileno=os.dup(number)) as found:
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
             return None
-        port = found.getpeername()[1]
-        host, here = _address(found.getpeername()[0]), _address(found.getsockname()[0])
+        there, near = found.getpeername(), found.getsockname()
+        host, here = _address(there[0]), _address(near[0])
         octets = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
         if _is_here(host, here) or len(octets) < _SENT + 8 or octets[0] != _ESTABLISHED:
             return None
@@ -69,7 +71,8 @@ def _connection(number: int) -> Connection | None:
     (retransmitted,) = struct.unpack_from("=I", octets, _RETRANSMITTED)
     rate, busy = struct.unpack_from("=QQ", octets, _RATE)
     (sent,) = struct.unpack_from("=Q", octets, _SENT)
-    return Connection(f"{host}:{port}", host, round_trip / 1e6, busy / 1e6, sent, retransmitted, float(rate))
+    ends = (f"{here}:{near[1]}", f"{host}:{there[1]}")
+    return Connection(ends, here, host, round_trip / 1e6, busy / 1e6, sent, retransmitted, float(rate))
 
 
 def _address(text: str) -> str:

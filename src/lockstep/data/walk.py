@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -172,8 +173,19 @@ class Turns:
 def end_workers(loader: DataLoader[Any]) -> None:
     """End the workers now; the next walk starts others."""
     iterator, loader._iterator = loader._iterator, None
-    if iterator is not None:
-        iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
+    if iterator is None:
+        return
+    event = getattr(iterator, "_workers_done_event", None)  # with a lock that all workers share, and look at it under
+    if event is not None and not event._cond.acquire(
+        timeout=_PATIENCE_SECONDS
+    ):  # a worker was killed as it had it: it is nobody's for ever
+        for worker in iterator._workers:  # type: ignore[attr-defined]
+            worker.terminate()
+            worker.join()
+        iterator._workers_done_event = threading.Event()  # type: ignore[attr-defined]
+    elif event is not None:
+        event._cond.release()
+    iterator._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public way
 
 
 def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:

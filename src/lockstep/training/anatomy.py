@@ -108,12 +108,12 @@ class AnatomyFile:
         lost = _lost(result.waited_by_rank, self._stepper.place)
         for each in self._held:
             self._add(each, lost if each is self._held[-1] else {})
-        departures = self._stepper.reducer.departures.times()
+        on_gpu = self._stepper.world.device.type == "cuda"  # where it is a later step than those whose times are known
+        departures = () if on_gpu else self._stepper.reducer.departures.times()
         self._held = [_Held(times, len(window), window.samples, departures) for times in result.times]
         for times in result.times:
-            for what, seconds in (("evaluate", times.evaluate), ("checkpoint", times.checkpoint)):
-                if seconds:
-                    self.write({"kind": "pause", "what": what, "step": times.step - 1, "seconds": _rounded(seconds)})
+            self._write_pause("evaluate", times.step - 1, times.evaluate)
+            self._write_pause("checkpoint", times.step - 1, times.checkpoint)
         self._look_at_links()
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -123,11 +123,17 @@ class AnatomyFile:
             self._flush_due = now + _FLUSH_EVERY
 
     def end(self, step: int) -> None:
-        """The training came to its end, after so many steps."""
+        """The rank leaves as it should, after so many steps."""
         self._flush()
+        for what, seconds in self._stepper.clock.running.paused().items():
+            self._write_pause(what, step, seconds)
         self._look_at_links(now_or_never=True)
         self._write_memory(self._activations)
         self.write({"kind": "end", "step": step})
+
+    def _write_pause(self, what: str, step: int, seconds: float) -> None:
+        if seconds:
+            self.write({"kind": "pause", "what": what, "step": step, "seconds": _rounded(seconds)})
 
     def _look_at_links(self, *, now_or_never: bool = False) -> None:
         if self._links is not None and (rows := self._links.look(now_or_never=now_or_never)):

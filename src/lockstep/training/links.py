@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.collectives.tcp import Connection, connections
@@ -18,7 +18,7 @@ class Links:
 
     def __init__(self) -> None:
         self._due, self._every = 0.0, _EVERY
-        self._before: dict[str, Connection] = {}
+        self._before: dict[tuple[str, str], Connection] = {}
 
     def look(self, *, now_or_never: bool = False) -> list[dict[str, Any]]:
         """A row for each host that this rank is connected with; none where it is not yet time for a look."""
@@ -26,18 +26,21 @@ class Links:
         if now < self._due and not now_or_never:
             return []
         self._due, self._every = now + self._every, self._every * _RARER
-        found = {each.peer: each for each in connections()}
+        found = {each.ends: each for each in connections()}
         rows = by_host(self._before, found.values())
         self._before = found
         return rows
 
 
-def by_host(before: dict[str, Connection], found: Iterable[Connection]) -> list[dict[str, Any]]:
+def by_host(before: Mapping[tuple[str, str], Connection], found: Iterable[Connection]) -> list[dict[str, Any]]:
     """Seconds, bytes and packets since `before`, summed over the connections with a host; the longest round trip, the highest rate."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for each in found:
-        old = before.get(each.peer)
-        row = rows.setdefault(each.host, {"peer": each.host, "rtt": 0.0, "busy": 0.0, "sent": 0, "retransmitted": 0, "rate": 0.0})
+        old = before.get(each.ends)
+        if old is not None and old.sent > each.sent:
+            old = None  # another connection, between the same ends
+        nothing = {"rtt": 0.0, "busy": 0.0, "sent": 0, "retransmitted": 0, "rate": 0.0}
+        row = rows.setdefault((each.here, each.host), {"here": each.here, "peer": each.host, **nothing})
         row["rtt"] = round(max(row["rtt"], each.round_trip), _DIGITS)
         row["busy"] = round(row["busy"] + each.busy - (old.busy if old else 0.0), _DIGITS)
         row["sent"] += each.sent - (old.sent if old else 0)

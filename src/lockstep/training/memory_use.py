@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lockstep import randomness
 from lockstep.stepper import Stepper
+
+T = TypeVar("T")
 
 
 class Activations:
@@ -24,24 +27,35 @@ class Activations:
         self.bytes: int | None = None
         """None where they have not been counted."""
 
-    @contextmanager
-    def counted(self, model: torch.nn.Module) -> Iterator[None]:
-        """Around a forward and its loss. Does nothing after the first time."""
+    def watch(self, model: torch.nn.Module, forward: Callable[[], T]) -> T:
+        """What `forward`, one micro-batch's with its loss, gives. Nothing is watched after the first time.
+
+        Some forwards cannot be watched (torch.func refuses): they are computed once more from where they began, and nothing is known of them.
+        """
         if not self._counts:
-            yield
-            return
+            return forward()
         self._counts = False
-        own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+        own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()] if tensor.layout is torch.strided}
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
             return tensor.detach()  # itself would be a cycle where it is an output
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-        self.bytes = sum(size for place, size in kept.items() if place not in own)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        back = randomness.kept(devices=True)
+        with suppress(RuntimeError):  # one that is not ours comes again
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                found = forward()
+            self.bytes = sum(size for place, size in kept.items() if place not in own)
+            return found
+        back()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return forward()
 
 
 def memory_use(stepper: Stepper, activations: int | None) -> dict[str, int | None]:

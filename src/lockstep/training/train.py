@@ -11,8 +11,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from lockstep import randomness
 from lockstep.anatomy import timeline
@@ -274,8 +277,10 @@ class Training:
             if self.part is not None and (idle := self.part.idle()) is not None:
                 journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
+            digest = sha256(weights(self.model)) if self.part is None else digest_of(self.part)
+            checkpoint = self._save_last(digest)
         self._write_timeline()
-        return self._result(seconds)
+        return self._result(seconds, digest, checkpoint)
 
     @contextmanager
     def _anatomy(self) -> Iterator[None]:
@@ -284,7 +289,11 @@ class Training:
             yield
             return
         with AnatomyFile(self.directory.path, self.stepper, begins(self.stepper, self.task, self.settings)) as self.anatomy:
-            yield
+            try:
+                yield
+            except (Preempted, _Grow):
+                self.anatomy.end(self.stepper.steps)
+                raise
             self.anatomy.end(self.stepper.steps)
 
     def _write_timeline(self) -> None:
@@ -421,10 +430,12 @@ class Training:
             self.part.walk(self.stepper, window, self.forward)
             return self.stepper.step()
         for batch in self.stepper.micro_batches(window):
-            with self.activations.counted(self.model):
-                loss, weight = self.forward.loss(self.forward(batch), batch)
+            loss, weight = self.activations.watch(self.model, partial(self._loss, batch))
             self.stepper.backward(loss, weight)
         return self.stepper.step()
+
+    def _loss(self, batch: Any) -> tuple[Tensor, float | Tensor]:
+        return self.forward.loss(self.forward(batch), batch)
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
         self.stepper.meet()  # an evaluation, and a result, are of one model
@@ -478,8 +489,7 @@ class Training:
         self.checkpoints.close()
         return folder_of(self.checkpoints.directory, self.stepper.steps)
 
-    def _result(self, seconds: float) -> Result:
-        digest = sha256(weights(self.model)) if self.part is None else digest_of(self.part)
+    def _result(self, seconds: float, digest: str, checkpoint: Path | None) -> Result:
         result = Result(
             task=self.task.name or "task",
             model=self.model,
@@ -496,7 +506,7 @@ class Training:
             stopped_early=self.stopped_early,
             sha256=digest,
             run=self.directory.path if self.directory else None,
-            checkpoint=self._save_last(digest),
+            checkpoint=checkpoint,
         )
         if self.directory is not None and self.world.rank == 0:
             new = self.directory.result.with_suffix(".unfinished")

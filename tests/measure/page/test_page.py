@@ -14,6 +14,7 @@ from lockstep.measure.page import origins
 from lockstep.measure.page.curves import thinned
 from lockstep.measure.page.page import page
 from lockstep.measure.page.recorded import read
+from lockstep.measure.verdict.verdict import verdict
 from lockstep.training.tuned import Measured, Tuned
 from tests.measure.page.runs import anatomy, make, metrics
 
@@ -197,3 +198,27 @@ def test_restarts_checkpoints_and_events(tmp_path: Path) -> None:
     assert cells[cells.index("step-0000008") :][:4] == ["step-0000008", "8", "1.00 MiB", "best"]
     assert "1 step was skipped" in text
     assert "Lockstep&#39;s own checks took" in text
+
+
+def test_a_run_on_gpus_is_judged_too(tmp_path: Path) -> None:
+    """There it is not known what was hidden, nor when each piece of a step began."""
+    parts = anatomy()
+    for each in parts.values():
+        for line in each:
+            if line["kind"] == "steps":
+                line["hidden"] = None
+                line.pop("spans", None)
+    run = make(tmp_path, parts=parts)
+    recorded = read(run)
+    assert recorded.anatomy is not None
+    found = verdict(recorded.anatomy)
+    assert found is not None
+    assert found.stragglers
+    cells = Reader(page(recorded, found.sentences())).cells
+    assert cells.count("not known") == 4
+
+
+def test_a_checkpoint_that_goes_away_meanwhile_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make(tmp_path)
+    monkeypatch.setattr("lockstep.measure.page.history.written", lambda folder: [folder / "step-00000010"])
+    assert "step-00000010" not in written(run)

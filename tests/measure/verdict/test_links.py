@@ -24,11 +24,13 @@ def made(hosts: int, rate: Callable[[int, int], float], ring: bool = False, sent
             size = sent if not ring or peer == (rank + 1) % hosts else 100
             busy = size / rate(rank, peer)
             if peer != rank:
-                to.append(
-                    {"peer": f"10.0.0.{peer}", "rtt": 0.001, "busy": busy, "sent": size, "retransmitted": 0, "rate": rate(rank, peer)}
-                )
+                to.append(link(rank, f"10.0.0.{peer}", size, busy))
         each.append({"kind": "links", "step": 8, "to": to})
     return found
+
+
+def link(rank: int, peer: str, sent: int, busy: float) -> dict[str, object]:
+    return {"here": f"10.0.0.{rank}", "peer": peer, "rtt": 0.001, "busy": busy, "sent": sent, "retransmitted": 0, "rate": sent / busy}
 
 
 def found_in(rows: dict[int, list[dict[str, object]]]) -> SlowLink | None:
@@ -86,6 +88,18 @@ def test_an_address_is_named_where_its_host_left_no_file() -> None:
     slow = found_in(rows)
     assert slow is not None
     assert (slow.ranks, slow.host) == ((), "10.0.0.2")
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_a_store_of_checkpoints_is_no_host_of_the_training(hosts: int) -> None:
+    rows = made(hosts, lambda source, target: FAST)
+    rows[0].append({"kind": "links", "step": 8, "to": [link(0, "52.1.2.3", 2**26, 2**26 / SLOW)]})
+    assert found_in(rows) is None
+    rows = made(hosts, lambda source, target: SLOW if source == 1 else FAST)
+    rows[0].append({"kind": "links", "step": 8, "to": [link(0, "52.1.2.3", 2**26, 2**26 / SLOW)]})
+    found = found_in(rows)
+    assert found is not None
+    assert found.ranks == (1,)
 
 
 def test_a_few_bytes_say_nothing() -> None:

@@ -175,7 +175,7 @@ def test_on_a_mesh_replicas_are_compared() -> None:
     made = lines(4, 12, stages, slow, lost=False)
     for rank, each in made.items():
         for line in each[1:]:
-            line["lost"] = {} if rank >= 2 else {"1": 0.05}
+            line["lost"] = {"3": 0.01} if rank == 2 else {} if rank == 3 else {"3": 0.05}  # world ranks
     found = of(made, workers=4, mesh="data=2,pipeline=2")
     assert [(each.place, each.cause) for each in found.stragglers] == [(1, "forward")]
     assert "waiting for replica 1 (ranks 2 and 3) (its forward: 70 ms against 20)" in found.sentences()[0]

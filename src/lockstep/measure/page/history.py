@@ -94,7 +94,10 @@ def _checkpoints(run: Path) -> Table:
     best = _best(run / "checkpoints")
     rows = []
     for folder in folders[-_ROWS:]:
-        size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        try:
+            size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        except FileNotFoundError:
+            continue  # the run is under way, and has removed it meanwhile
         rows.append([folder.name, str(step_of(folder)), f"{size / _MIB:.2f} MiB", "best" if folder.name == best else ""])
     return Table(caption="Checkpoints that are kept", head=["checkpoint", "step", "size", ""], rows=rows)
 

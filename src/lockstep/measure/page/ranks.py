@@ -57,8 +57,11 @@ def _phases(judged: Judged) -> Figure:
 
 def _phase_table(judged: Judged) -> Table:
     head = ["", *(NAMES.get(phase, phase) for phase in PHASE_COLOURS), "step", "hidden"]
-    columns = (*PHASE_COLOURS, "seconds", "hidden")
-    rows = [[name(judged, number), *(milliseconds(judged.places[number].each(phase)) for phase in columns)] for number in chosen(judged)]
+    rows = []
+    for number in chosen(judged):
+        place = judged.places[number]
+        hidden = "not known" if place.hidden_each is None else milliseconds(place.hidden_each)
+        rows.append([name(judged, number), *(milliseconds(place.each(phase)) for phase in (*PHASE_COLOURS, "seconds")), hidden])
     return Table(caption="Milliseconds a step", head=head, rows=rows)
 
 

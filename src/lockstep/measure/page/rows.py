@@ -29,6 +29,13 @@ def as_json(recorded: Recorded, verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _row(place: Place) -> dict[str, Any]:
-    times = {name: place.each(name) for name in (*PHASES, "seconds", "hidden", "moving", "waits")}
+    times = {name: place.each(name) for name in (*PHASES, "seconds", "moving", "waits")}
     lost = {str(who): seconds / place.steps for who, seconds in place.lost.items()}
-    return {"ranks": list(place.ranks), "steps": place.steps, **times, "lost": lost, "micro_batches": place.pieces}
+    return {
+        "ranks": list(place.ranks),
+        "steps": place.steps,
+        **times,
+        "hidden": place.hidden_each,
+        "lost": lost,
+        "micro_batches": place.pieces,
+    }

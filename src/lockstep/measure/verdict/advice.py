@@ -175,7 +175,7 @@ def _network(judged: Judged, settings: Settings | None) -> list[Advice | None]:
     steps = Steps.of(judged)
     places = steps.places
     sums = min(place.each("exposed") - sum(place.lost.values()) / place.steps for place in places)
-    hidden = min(place.each("hidden") for place in places)
+    hidden = min(place.hidden_each or 0.0 for place in places)
     if sums <= 0:
         return []
     pieces = max(place.pieces for place in places)

@@ -11,6 +11,8 @@ from lockstep.anatomy.generation import Generation
 from lockstep.anatomy.lines import PHASES, Steps
 from lockstep.mesh.layout import Mesh
 
+_ALONE = ("server", "local")
+"""What methods begin with whose ranks do not wait for each other in every step."""
 WARM_UP = 3
 """Lines at the start that are left out where there are twice as many: first allocations, threads, file caches."""
 
@@ -24,7 +26,8 @@ class Place:
     """All of its ranks' together."""
     seconds: float
     phases: Mapping[str, float]
-    hidden: float
+    hidden: float | None
+    """None where it is not known."""
     moving: float
     waits: float
     lost: Mapping[int, float]
@@ -36,9 +39,14 @@ class Place:
     """Seconds by which the mean of that time may be off: one standard error, 0 where nothing is known of it."""
 
     def each(self, phase: str) -> float:
-        """Seconds a step, on average; of a phase, or of "moving", "waits", "hidden", "seconds"."""
+        """Seconds a step, on average; of a phase, or of "moving", "waits", "seconds"."""
         whole = self.phases[phase] if phase in PHASES else getattr(self, phase)
         return float(whole) / self.steps
+
+    @property
+    def hidden_each(self) -> float | None:
+        """Seconds a step; None where it is not known."""
+        return None if self.hidden is None else self.hidden / self.steps
 
     @property
     def busy(self) -> float:
@@ -74,7 +82,7 @@ class Judged:
     @property
     def alone(self) -> bool:
         """Whether ranks step without waiting for each other: at a server, or between two meetings."""
-        return self.generation.begin.method.startswith(("server", "local"))
+        return self.generation.begin.method.startswith(_ALONE)
 
 
 def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
@@ -85,9 +93,12 @@ def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
     kept = {rank: lines for rank, lines in kept.items() if lines}
     if not kept:
         return None
-    if not any(line.lost for lines in kept.values() for line in lines):
+    alone = generation.begin.method.startswith(_ALONE)
+    if not alone and not any(line.lost for lines in kept.values() for line in lines):
         kept = _with_lost(kept) if mesh is None or mesh.only_data else kept
     whole = mesh is None or mesh.only_data or mesh.size != generation.workers
+    if not whole and mesh is not None:
+        kept = {rank: [_of_replicas(line, mesh, rank) for line in lines] for rank, lines in kept.items()}
     members: dict[int, list[int]] = {}
     for rank in kept:
         members.setdefault(rank if whole or mesh is None else mesh.at(rank).data, []).append(rank)
@@ -98,6 +109,15 @@ def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
         places={number: _place(tuple(ranks), [kept[rank] for rank in ranks]) for number, ranks in sorted(members.items())},
         mesh=None if whole else mesh,
     )
+
+
+def _of_replicas(line: Steps, mesh: Mesh, rank: int) -> Steps:
+    """Whom it waited for as the number of their replica; waits within its own are the pipeline's."""
+    lost: dict[int, float] = {}
+    for who, seconds in line.lost.items():
+        if who < mesh.size and (replica := mesh.at(who).data) != mesh.at(rank).data:
+            lost[replica] = lost.get(replica, 0.0) + seconds
+    return replace(line, lost=lost)
 
 
 def _after_warm_up(lines: Sequence[Steps]) -> Sequence[Steps]:
@@ -128,7 +148,7 @@ def _place(ranks: tuple[int, ...], lines_of: Sequence[Sequence[Steps]]) -> Place
         spread=_mean(found for each in lines_of if (found := _spread(each)) is not None),
         error=max(_error(each) for each in lines_of),
         seconds=sum(line.seconds for line in lines),
-        hidden=sum(line.hidden for line in lines),
+        hidden=None if any(line.hidden is None for line in lines) else sum(line.hidden or 0.0 for line in lines),
         moving=sum(line.moving for line in lines),
         waits=sum(line.waits for line in lines),
         micro_batches=sum(line.micro_batches for line in lines),

@@ -41,7 +41,7 @@ def slow_link(generation: Generation) -> SlowLink | None:
     links: dict[str, list[Link]] = {}
     for lane in generation.lanes.values():
         links.setdefault(lane.begin.host, []).extend(link for each in lane.links for link in each.to)
-    slow, fast = _apart(_rates(links, _names(links)))
+    slow, fast = _apart(_rates(links, _names(links, some_are_missing=bool(generation.missing))))
     if not slow:
         return None
     common = _common(slow)
@@ -55,27 +55,24 @@ def slow_link(generation: Generation) -> SlowLink | None:
     )
 
 
-def _names(hosts: Mapping[str, Sequence[Link]]) -> dict[str, str]:
-    """Host by address, as far as connections show it: nobody is connected to itself, and most to all others."""
-    addresses = {link.peer for links in hosts.values() for link in links}
-    found = {}
-    for host, links in hosts.items():
-        unseen = addresses - {link.peer for link in links}
-        if len(unseen) == 1:
-            found[unseen.pop()] = host
+def _names(hosts: Mapping[str, Sequence[Link]], *, some_are_missing: bool) -> dict[str, str]:
+    """Host by address. Of a host that left no file the address is its name: where all others are connected with it."""
+    found = {link.here: host for host, links in hosts.items() for link in links}
+    if some_are_missing and hosts:
+        everybodys = set.intersection(*({link.peer for link in links} for links in hosts.values()))
+        found |= {address: address for address in everybodys - found.keys()}
     return found
 
 
 def _rates(hosts: Mapping[str, Sequence[Link]], names: Mapping[str, str]) -> dict[Ends, float]:
-    """Of those that sent enough."""
-    found: dict[Ends, float] = {}
+    """Of connections between the training's hosts, not those with a store of checkpoints, say; and of those that sent enough."""
+    totals: dict[Ends, tuple[int, float]] = {}
     for host, links in hosts.items():
-        for peer in {link.peer for link in links}:
-            sent = sum(link.sent for link in links if link.peer == peer)
-            busy = sum(link.busy for link in links if link.peer == peer)
-            if sent >= _LEAST and busy > 0:
-                found[host, names.get(peer, peer)] = sent / busy
-    return found
+        for link in links:
+            if link.peer in names:
+                sent, busy = totals.get((host, names[link.peer]), (0, 0.0))
+                totals[host, names[link.peer]] = sent + link.sent, busy + link.busy
+    return {ends: sent / busy for ends, (sent, busy) in totals.items() if sent >= _LEAST and busy > 0}
 
 
 def _apart(rates: Mapping[Ends, float]) -> tuple[dict[Ends, float], dict[Ends, float]]:
