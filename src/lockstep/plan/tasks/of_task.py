@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.data.windows import Plan
 from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
 from lockstep.plan.simulation.work import Work
 from lockstep.plan.tasks.profile import Profile
 from lockstep.task import Task
@@ -95,7 +96,7 @@ def work_of(profile: Profile, scaling: Scaling, workers: int, replicas: int | No
         in_turns=turns,
         buckets=profile.buckets,
         width=profile.width,
-        facts=24 + 32 * workers,  # gradients/facts.py: three numbers, and four of each rank, in float64
+        facts=8 * numbers(workers),
         buffers=profile.buffers,
         loading=loading if ahead else turns * loading,
         ahead=ahead,
