@@ -213,6 +213,20 @@ class TestMesh:
         assert simulate(replace(TWO, micro_batches=3), 4, FREE, Method(mesh=Mesh(shard=4))).sent == pytest.approx(3 * once.sent)
 
     @pytest.mark.parametrize(
+        ("mesh", "parts"),
+        [
+            (Mesh(data=8), 1),
+            (Mesh(shard=8), 8),
+            (Mesh(data=2, shard=4), 4),
+            (Mesh(pipeline=2, data=4), 2),
+            (Mesh(shard=2, tensor=2, data=2), 4),
+        ],
+    )
+    def test_a_rank_updates_what_it_keeps(self, mesh: Mesh, parts: int) -> None:
+        found = simulate(replace(self.BLOCKS, optimizer=8.0), 8, FREE, Method(mesh=mesh))
+        assert (found.optimizer, found.computation) == (8 / parts, 12 / (mesh.pipeline * mesh.tensor))
+
+    @pytest.mark.parametrize(
         ("mesh", "message"),
         [
             (Mesh(data=3), "has 3 ranks"),
