@@ -46,6 +46,10 @@ def test_all_ranks_on_one_host_need_the_side_that_was_measured(saved: str) -> No
     assert "all ranks share these 2 cores" in plan("digits", "--profile", saved, "--ranks-per-host", "all", "--workers", "1,2,4")
 
 
+def test_layouts_of_the_most_ranks_whatever_the_fewest_are(saved: str) -> None:
+    assert "mesh shard=8" in plan("digits", "--profile", saved, "--workers", "2,4,8")
+
+
 def test_a_picture(saved: str, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
     plan("digits", "--profile", saved, "--workers", "1..64", "--weak", "--plot", str(picture))

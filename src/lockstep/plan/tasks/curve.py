@@ -89,11 +89,11 @@ class Question:
 
 def curve(profile: Profile, asked: Question, joined: Connection | ThisHost) -> Curve:
     """Raises UsageError for what cannot be laid out so."""
-    base = _predicted(profile, asked, joined, asked.scaling.base)
+    base = predicted(profile, asked, joined, asked.scaling.base, asked.method)
     base_rate = samples_of(profile, asked.scaling, asked.scaling.base) / base.step / asked.scaling.base
     rows = []
     for workers in sorted(set(asked.workers)):
-        found = _predicted(profile, asked, joined, workers)
+        found = predicted(profile, asked, joined, workers, asked.method)
         samples = samples_of(profile, asked.scaling, workers)
         rows.append(
             Row(
@@ -107,9 +107,9 @@ def curve(profile: Profile, asked: Question, joined: Connection | ThisHost) -> C
     return Curve(task=profile.task, scaling=asked.scaling, slots=slots_of(profile), rows=rows)
 
 
-def _predicted(profile: Profile, asked: Question, joined: Connection | ThisHost, workers: int) -> Predicted:
-    """With a mesh's data axis as long as the ranks allow. One rank is no mesh."""
-    method, replicas = asked.method, workers
+def predicted(profile: Profile, asked: Question, joined: Connection | ThisHost, workers: int, method: Method) -> Predicted:
+    """One step by `method`, which need not be the one that was asked for. A mesh's data axis is as long as the ranks allow; one rank is no mesh."""
+    replicas = workers
     if method.mesh is not None:
         mesh = method.mesh if workers > 1 else Mesh()
         others = mesh.size // mesh.data
