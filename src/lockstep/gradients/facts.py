@@ -74,7 +74,7 @@ class FactsMessage:
     def add_samples(self, count: int) -> None:
         self._values[self._mine("samples")] += count
 
-    def add_times(self, busy: float, waited: float, each: float = 0.0) -> None:
+    def add_times(self, busy: float, waited: float, each: float) -> None:
         """Of this rank's step before, in seconds."""
         self._values[self._mine("busy")] = busy
         self._values[self._mine("waited")] = waited

@@ -15,8 +15,9 @@ from lockstep.errors import UsageError
 from lockstep.mesh.layout import Mesh
 from lockstep.method import Method
 from lockstep.plan.links.carriers import Cost, OneHost
-from lockstep.plan.simulation.simulate import Assumed, Leaves, Work, simulate
+from lockstep.plan.simulation.simulate import Assumed, simulate
 from lockstep.plan.simulation.stragglers import expected_maximum
+from lockstep.plan.simulation.work import Leaves, Work
 
 FREE = Network.flat(0.0, math.inf)
 ONE = Work(forward=1.0, backward=2.0, micro_batches=1, buckets=(Leaves(ready=1.0, elements=250_000),))  # a megabyte
