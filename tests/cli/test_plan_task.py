@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
+from lockstep.plan.tasks import profiling
 from tests.plan.profiles import profile
 
 
@@ -44,6 +45,10 @@ def test_rows_and_json(saved: str, tmp_path: Path) -> None:
 
 def test_all_ranks_on_one_host_need_the_side_that_was_measured(saved: str) -> None:
     assert "all ranks share these 2 cores" in plan("digits", "--profile", saved, "--ranks-per-host", "all", "--workers", "1,2,4")
+
+
+def test_layouts_of_the_most_ranks_whatever_the_fewest_are(saved: str) -> None:
+    assert "mesh shard=8" in plan("digits", "--profile", saved, "--workers", "2,4,8")
 
 
 def test_a_picture(saved: str, tmp_path: Path) -> None:
@@ -97,6 +102,26 @@ def test_failures_and_other_ways(saved: str) -> None:
 def test_a_wrong_question_is_one_sentence(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mesh", "pipeline=2"], "--mesh pipeline=2 with the plan of a task: .*; give data and shard only, or --model and --device"),
+        (["--mesh", "data=2,tensor=2", "--workers", "4"], "--mesh data=2,tensor=2 with the plan of a task"),
+        (
+            ["--mesh", "shard=8", "--workers", "2,8"],
+            "--mesh shard=8 with --workers 2: .* give multiples of 8, such as --workers 8,16, or 1",
+        ),
+        (["--mesh", "shard=8"], "--mesh shard=8 with --workers 2,4: shard takes 8 ranks"),
+    ],
+)
+def test_a_mesh_that_cannot_be_planned_is_refused_before_anything_is_measured(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "profile", lambda *_, **__: pytest.fail("measured"))
+    with pytest.raises(UsageError, match=message):
+        plan("digits", *words)
 
 
 def test_options_that_measure_do_not_go_with_a_profile(saved: str, tmp_path: Path) -> None:

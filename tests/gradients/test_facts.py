@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from lockstep.gradients.facts import Facts, FactsMessage
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Done
+from lockstep.gradients.facts import Facts, FactsMessage, numbers
 from lockstep.testing import run_ranks
 from lockstep.world import World
 
@@ -33,3 +38,23 @@ def test_what_each_rank_says_stands_at_its_own_place() -> None:
                 waited_by_rank=(0.0, 0.5, 1.0),
                 each_by_rank=(0.0, 0.125, 0.25),
             )
+
+
+class Weighed:
+    """A group that only looks at what it is given."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size, self.bytes = size, 0
+
+    def all_reduce_small(self, tensor: Tensor, place: str) -> Done:
+        self.bytes += tensor.nbytes
+        return Done()
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_a_message_is_as_long_as_plans_are_told(size: int) -> None:
+    group: Any = Weighed(size)
+    FactsMessage(group, torch.device("cpu")).send(stop=False, newly_moving=False)
+    assert group.bytes == 8 * numbers(size)

@@ -37,7 +37,12 @@ def plan(
     sync_every: Annotated[int | None, typer.Option(metavar="H", show_default=False, help="Local steps, as for train.")] = None,
     outer: Annotated[str | None, typer.Option(show_default=False, help="What a meeting does, as for train.")] = None,
     mesh: Annotated[
-        str | None, typer.Option(metavar="AXIS=N,...", show_default=False, help="Such as shard=8; data takes the ranks that are left.")
+        str | None,
+        typer.Option(
+            metavar="AXIS=N,...",
+            show_default=False,
+            help="Such as shard=8; data takes the ranks that are left. pipeline, tensor: with --model.",
+        ),
     ] = None,
     mtbf: Annotated[
         float | None, typer.Option(metavar="HOURS", show_default=False, help="Between two failures of one rank: foretells goodput.")

@@ -20,6 +20,11 @@ _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
 _ROWS = ("samples", "losses", "busy", "waited", "each")  # one number of each rank
 
 
+def numbers(ranks: int) -> int:
+    """How many float64 numbers the facts of a step of so many ranks are, without slots."""
+    return _BY_RANK + len(_ROWS) * ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses.
@@ -47,10 +52,10 @@ class FactsMessage:
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group = group
-        self._values = torch.zeros(_BY_RANK + len(_ROWS) * group.size + 2 * slots, dtype=torch.float64, device=device)
+        self._values = torch.zeros(numbers(group.size) + 2 * slots, dtype=torch.float64, device=device)
         self._sum: Reading | None = None
         self._slots = slots
-        self._by_slot = self._values[_BY_RANK + len(_ROWS) * group.size :].view(2, slots)
+        self._by_slot = self._values[numbers(group.size) :].view(2, slots)
         self._by_slot.fill_(ABSENT)
 
     @property
@@ -69,7 +74,7 @@ class FactsMessage:
     def add_samples(self, count: int) -> None:
         self._values[self._mine("samples")] += count
 
-    def add_times(self, busy: float, waited: float, each: float = 0.0) -> None:
+    def add_times(self, busy: float, waited: float, each: float) -> None:
         """Of this rank's step before, in seconds."""
         self._values[self._mine("busy")] = busy
         self._values[self._mine("waited")] = waited

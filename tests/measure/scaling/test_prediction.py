@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.collectives.network import Link
+from lockstep.gradients.facts import numbers
 from lockstep.measure.scaling.link import fitted
 from lockstep.measure.scaling.prediction import Measured, step_seconds
 from lockstep.method import Method
@@ -44,6 +45,12 @@ def test_what_travels_behind_the_backward_is_hidden_but_for_the_last_bucket() ->
     # of three micro-batches the last backward, 2/3 of a third, is what gradients travel behind; here too short for the first bucket
     short = step_seconds(hidden, workers=2, alone=0.009, micro_batches=3, threads=1)
     assert short == pytest.approx(0.009 - 0.001 + 0.01, rel=1e-3)
+
+
+def test_facts_travel_whole() -> None:
+    """Two ranks send all of a message once; where nothing is computed, nothing hides it."""
+    told = replace(SLOW, overlaps=True, buckets=[], link=Link(0.0, 1.0))
+    assert step_seconds(told, workers=2, alone=0.0, micro_batches=1, threads=1) == pytest.approx(8 * numbers(2))
 
 
 def test_ranks_that_share_a_core_take_turns_on_it() -> None:

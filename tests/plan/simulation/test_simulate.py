@@ -15,8 +15,9 @@ from lockstep.errors import UsageError
 from lockstep.mesh.layout import Mesh
 from lockstep.method import Method
 from lockstep.plan.links.carriers import Cost, OneHost
-from lockstep.plan.simulation.simulate import Assumed, Leaves, Work, simulate
+from lockstep.plan.simulation.simulate import Assumed, simulate
 from lockstep.plan.simulation.stragglers import expected_maximum
+from lockstep.plan.simulation.work import Leaves, Work
 
 FREE = Network.flat(0.0, math.inf)
 ONE = Work(forward=1.0, backward=2.0, micro_batches=1, buckets=(Leaves(ready=1.0, elements=250_000),))  # a megabyte
@@ -211,6 +212,20 @@ class TestMesh:
         once = simulate(TWO, 4, FREE, Method(mesh=Mesh(shard=4)))
         assert once.sent == pytest.approx(0.75 * (2 * 1e6 * 2 + 1e6))  # gathers of both, again of one, scatters of both
         assert simulate(replace(TWO, micro_batches=3), 4, FREE, Method(mesh=Mesh(shard=4))).sent == pytest.approx(3 * once.sent)
+
+    @pytest.mark.parametrize(
+        ("mesh", "parts"),
+        [
+            (Mesh(data=8), 1),
+            (Mesh(shard=8), 8),
+            (Mesh(data=2, shard=4), 4),
+            (Mesh(pipeline=2, data=4), 2),
+            (Mesh(shard=2, tensor=2, data=2), 4),
+        ],
+    )
+    def test_a_rank_updates_what_it_keeps(self, mesh: Mesh, parts: int) -> None:
+        found = simulate(replace(self.BLOCKS, optimizer=8.0), 8, FREE, Method(mesh=mesh))
+        assert (found.optimizer, found.computation) == (8 / parts, 12 / (mesh.pipeline * mesh.tensor))
 
     @pytest.mark.parametrize(
         ("mesh", "message"),

@@ -61,10 +61,37 @@ def test_the_link_takes_over() -> None:
 def test_a_mesh_takes_the_ranks_that_are_left_for_data() -> None:
     rows = found(1, 4, 8, method=Method(mesh=Mesh(shard=4))).rows
     assert [row.predicted.step for row in rows] == pytest.approx([24, 6, 3])
-    with pytest.raises(
-        UsageError, match="--mesh shard=4 with --workers 6: shard, pipeline and tensor take 4 ranks; give a multiple of them"
-    ):
-        found(1, 6, method=Method(mesh=Mesh(shard=4)))
+
+
+@pytest.mark.parametrize(
+    ("workers", "mesh", "message"),
+    [
+        (
+            (1, 6, 8, 9),
+            Mesh(shard=4),
+            "--mesh shard=4 with --workers 6,9: shard takes 4 ranks; give multiples of 4, such as --workers 4,8, or 1",
+        ),
+        ((2, 8), Mesh(shard=8), "--mesh shard=8 with --workers 2: shard takes 8 ranks"),
+        (
+            (1, 2),
+            Mesh(pipeline=2),
+            "--mesh pipeline=2 with the plan of a task: no profile says what goes from layer to layer; give data and shard",
+        ),
+        (
+            (1, 4),
+            Mesh(data=2, tensor=2),
+            "--mesh data=2,tensor=2 with the plan of a task: .*, or --model and --device in place of the task",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_planned_is_no_question(workers: tuple[int, ...], mesh: Mesh, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Question(workers=workers, scaling=Scaling(base=workers[0]), method=Method(mesh=mesh))
+
+
+def test_neither_is_a_base_beside_the_mesh() -> None:
+    with pytest.raises(UsageError, match="--workers 2: shard takes 8 ranks"):
+        Question(workers=(8,), scaling=Scaling(base=2), method=Method(mesh=Mesh(shard=8)))
 
 
 def test_on_cpus_auto_is_what_lockstep_train_would_take() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
 from lockstep.plan.tasks.of_task import Scaling, samples_of, sides, work_of
 from tests.plan.profiles import PAIR, profile
 
@@ -37,8 +38,8 @@ def test_ranks_without_a_micro_batch_leave_the_cores_to_others() -> None:
     assert work_of(profile(), HERE, 64).backward == work_of(profile(), HERE, 8).backward
 
 
-def test_ranks_of_a_mesh_that_hold_one_replica_share_its_micro_batches() -> None:
-    assert work_of(profile(), STRONG, 8, replicas=2).micro_batches == 4
+def test_ranks_tell_each_other_the_facts_of_a_step() -> None:
+    assert [work_of(profile(), STRONG, workers).facts for workers in (1, 2, 64)] == [8 * numbers(workers) for workers in (1, 2, 64)]
 
 
 def test_gpus_are_not_shared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
+from lockstep.collectives.group import Group, Work
 from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
+from lockstep.plan.tasks import profiling
 from lockstep.plan.tasks.profile import Profile
 from lockstep.plan.tasks.profiling import profile as measured
 from lockstep.plan.tasks.profiling import spread_of
@@ -95,6 +99,18 @@ def test_two_ranks_side_by_side() -> None:
     assert found.buffers == 2 * 4 * 18_750
     assert (found.weights, found.states) == (4 * sum(bucket.elements for bucket in found.buckets), 0)
     assert found.peak is None or found.peak > 2 * found.weights  # the gradients too
+
+
+def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, real = [], Group.all_reduce
+
+    def heard(group: Group, tensor: Tensor, *more: Any) -> Work:
+        sizes.append(tensor.numel())
+        return real(group, tensor, *more)
+
+    monkeypatch.setattr(Group, "all_reduce", heard)
+    profiling._message()
+    assert sizes[:4] == [1, numbers(1)] * 2  # ranks meet, then the message
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

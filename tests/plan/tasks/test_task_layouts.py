@@ -40,6 +40,11 @@ def test_those_that_fit_come_first_and_of_them_the_quickest(monkeypatch: pytest.
     assert describe(small, 8).splitlines()[-1].endswith("does not fit into the memory of a host like this")
 
 
+def test_the_ranks_of_the_base_need_not_fill_the_mesh() -> None:
+    asked = Question(workers=(2, 8), scaling=Scaling(base=2), method=Method())
+    assert layouts_of(profile(), asked, JOINED) == found()
+
+
 def test_where_there_is_nothing_to_choose() -> None:
     assert found(workers=1) == []
     assert found(method=Method(compress="bf16")) == []

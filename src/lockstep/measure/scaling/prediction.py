@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.collectives.network import Link, Network
+from lockstep.gradients.facts import numbers
 from lockstep.method import Method
 from lockstep.plan.links.carriers import Cost, OneHost
 from lockstep.plan.methods.cost import BACKWARD
@@ -51,7 +52,7 @@ def step_seconds(known: Measured, *, workers: int, alone: float, micro_batches: 
         micro_batches=micro_batches,
         buckets=known.buckets,
         width=known.width,
-        facts=24 + 32 * workers,  # gradients/facts.py: three numbers, and four of each rank, in float64
+        facts=8 * numbers(workers),
         buffers=known.buffers,
     )
     network = Network.flat(known.link.latency, known.link.bandwidth) if known.overlaps else _shared_memory(known.link, workers)

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.compression.choice import compressed
+from lockstep.gradients.facts import numbers
 from lockstep.gradients.layout import Entry, plan
 from lockstep.gradients.reductions import Reduction, reduction
 from lockstep.launcher.spawn import launch
@@ -72,7 +73,7 @@ def _on_rank(largest: int, method: Method, device: Device) -> _Timed:
         carrier = reduction(method.reduce, group) if method.compression is None else compressed(method.compression, group)
         buckets = _buckets(sorted({max(_SMALLEST, largest // share) for share in _SHARES}), carrier, world)
         ways: dict[str, Callable[[], object]] = {str(bucket.index): _sum(carrier, bucket) for bucket in buckets}
-        note = torch.zeros(3 + 4 * world.size, dtype=torch.float64, device=world.device)  # as large as the facts of a step
+        note = torch.zeros(numbers(world.size), dtype=torch.float64, device=world.device)
         ways["small"] = lambda: group.all_reduce_small(note).wait()
         seconds = {name: statistics.median(each) for name, each in take_turns(ways, _TURNS, world).items()}
         sums = [(bucket.sum.numel() * bucket.sum.element_size(), seconds[str(bucket.index)]) for bucket in buckets]

@@ -25,8 +25,7 @@ from itertools import accumulate
 from lockstep.collectives.network import Link, Network
 from lockstep.method import Method
 from lockstep.plan.simulation.simulate import simulate
-from lockstep.plan.simulation.work import WIDTH as WIDTH
-from lockstep.plan.simulation.work import Leaves, Work
+from lockstep.plan.simulation.work import WIDTH, Leaves, Work
 
 BACKWARD = 2 / 3  # of a micro-batch's time: products for the inputs' gradients and for the weights', where a forward has one
 

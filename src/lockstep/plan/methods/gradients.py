@@ -6,7 +6,8 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, plan
-from lockstep.plan.methods.cost import WIDTH, Gradients
+from lockstep.plan.methods.cost import Gradients
+from lockstep.plan.simulation.work import WIDTH
 
 
 def gradients_of(model: nn.Module) -> Gradients:

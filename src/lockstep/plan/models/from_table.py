@@ -21,7 +21,6 @@ def work_of_model(
     micro_batches: int = 1,
     sharded: bool = False,
     recompute: bool = False,
-    spread: float = DEVICE_SPREAD,
 ) -> Work:
     """`batch`: samples of a micro-batch. `sharded`: layers travel one by one, not in buckets. `recompute`: the backward runs the forward again."""
     forward = batch * model.flops / device.achieved[model.family]
@@ -29,7 +28,7 @@ def work_of_model(
         forward=forward,
         backward=(BACKWARD + recompute) * forward,
         micro_batches=micro_batches,
-        spread=spread,
+        spread=DEVICE_SPREAD,
         buckets=tuple(_leaves(model, least=1 if sharded else BUCKET // WIDTH)),
         width=_sharded_width(device) if sharded else WIDTH,
         samples=batch * micro_batches,

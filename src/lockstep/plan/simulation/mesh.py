@@ -34,6 +34,7 @@ def share(work: Work, mesh: Mesh, network: Network) -> Share:
     twice in a layer's forward and twice in its backward (Shoeybi and others, Megatron-LM, 2019), and nothing is hidden behind these.
     """
     inner = mesh.pipeline * mesh.tensor
+    work = replace(work, optimizer=work.optimizer / (inner * mesh.shard))  # a rank updates what it keeps
     data, shard = part(network, mesh.data, mesh.shard * inner), part(network, mesh.shard, inner)
     if inner == 1:
         return Share(work, data, shard)
@@ -54,7 +55,7 @@ def share(work: Work, mesh: Mesh, network: Network) -> Share:
         replace(each, elements=-(-each.elements // inner), tensors=(), ready=1.0 if mesh.pipeline > 1 else each.ready)
         for each in work.buckets
     )
-    mine = replace(work, forward=work.forward / inner, backward=work.backward / inner, optimizer=work.optimizer / inner, buckets=buckets)
+    mine = replace(work, forward=work.forward / inner, backward=work.backward / inner, buckets=buckets)
     return Share(
         mine,
         data,

@@ -41,7 +41,7 @@ class Message:
 def messages(method: Method, bucket: Leaves, width: float, workers: int) -> list[Message]:
     """Of one bucket, in the order in which they leave."""
     if method.compression is not None:
-        return _compressed(method.compression, bucket, width, workers)
+        return _compressed(method.compression, bucket, workers)
     name = "native" if method.reduce in ("auto", "native") else method.reduce
     late = name in _AT_THE_END
     if name == "central":
@@ -50,7 +50,7 @@ def messages(method: Method, bucket: Leaves, width: float, workers: int) -> list
     return [Message("all_reduce", name, width * bucket.elements, late)]  # type: ignore[arg-type]  # Method has refused other names
 
 
-def _compressed(compression: Compression, bucket: Leaves, width: float, workers: int) -> list[Message]:
+def _compressed(compression: Compression, bucket: Leaves, workers: int) -> list[Message]:
     if compression.kind == "topk":
         assert compression.amount is not None
         chosen = math.ceil(compression.amount * bucket.elements) * (WIDTH + 4)  # a value and its place

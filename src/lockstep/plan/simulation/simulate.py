@@ -22,8 +22,7 @@ from lockstep.plan.links.carriers import OneHost
 from lockstep.plan.simulation.mesh import Share, share
 from lockstep.plan.simulation.stragglers import expected_maximum, quantile_of_maximum
 from lockstep.plan.simulation.talk import Ranks, talk
-from lockstep.plan.simulation.work import Leaves as Leaves
-from lockstep.plan.simulation.work import Work as Work
+from lockstep.plan.simulation.work import Work
 
 Limit = Literal["computation", "optimizer", "network", "stragglers", "loader", "storage", "bubble", "other"]
 _LOW, _HIGH = 0.1, 0.9  # of the interval: eight steps of ten lie in it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is asked about a profile."""
+    """What is asked about a profile. Raises UsageError for a mesh that cannot be planned, before anything is measured."""
 
     workers: Sequence[int]
     scaling: Scaling
@@ -86,14 +86,32 @@ class Question:
     storage: float | None = None
     """Samples a second for all ranks together."""
 
+    def __post_init__(self) -> None:
+        if self.method.mesh is not None:
+            _check_mesh(self.method.mesh, {*self.workers, self.scaling.base})
+
+
+def _check_mesh(mesh: Mesh, counts: Iterable[int]) -> None:
+    """Of a task nobody knows the layers, and all ranks but a single one stand somewhere in the mesh."""
+    if mesh.pipeline * mesh.tensor > 1:
+        raise UsageError(
+            f"--mesh {mesh} with the plan of a task: no profile says what goes from layer to layer; give data and shard only, or --model and "
+            "--device in place of the task"
+        )
+    if wrong := sorted(count for count in counts if count > 1 and count % mesh.shard):
+        raise UsageError(
+            f"--mesh {mesh} with --workers {','.join(map(str, wrong))}: shard takes {mesh.shard} ranks; give multiples of {mesh.shard}, such as "
+            f"--workers {mesh.shard},{2 * mesh.shard}, or 1"
+        )
+
 
 def curve(profile: Profile, asked: Question, joined: Connection | ThisHost) -> Curve:
-    """Raises UsageError for what cannot be laid out so."""
-    base = _predicted(profile, asked, joined, asked.scaling.base)
+    """Raises UsageError for what the profile or this host does not say."""
+    base = predicted(profile, asked, joined, asked.scaling.base, asked.method)
     base_rate = samples_of(profile, asked.scaling, asked.scaling.base) / base.step / asked.scaling.base
     rows = []
     for workers in sorted(set(asked.workers)):
-        found = _predicted(profile, asked, joined, workers)
+        found = predicted(profile, asked, joined, workers, asked.method)
         samples = samples_of(profile, asked.scaling, workers)
         rows.append(
             Row(
@@ -107,19 +125,12 @@ def curve(profile: Profile, asked: Question, joined: Connection | ThisHost) -> C
     return Curve(task=profile.task, scaling=asked.scaling, slots=slots_of(profile), rows=rows)
 
 
-def _predicted(profile: Profile, asked: Question, joined: Connection | ThisHost, workers: int) -> Predicted:
-    """With a mesh's data axis as long as the ranks allow. One rank is no mesh."""
-    method, replicas = asked.method, workers
+def predicted(profile: Profile, asked: Question, joined: Connection | ThisHost, workers: int, method: Method) -> Predicted:
+    """One step by `method`, which need not be the one that was asked for. A mesh's data axis is as long as the ranks allow; one rank is no mesh."""
     if method.mesh is not None:
-        mesh = method.mesh if workers > 1 else Mesh()
-        others = mesh.size // mesh.data
-        if workers % others:
-            raise UsageError(
-                f"--mesh {mesh} with --workers {workers}: shard, pipeline and tensor take {others} ranks; give a multiple of them"
-            )
-        mesh = replace(mesh, data=workers // others)
-        method, replicas = replace(method, mesh=mesh), mesh.replicas
-    work = work_of(profile, asked.scaling, workers, replicas)
+        shard = method.mesh.shard if workers > 1 else 1
+        method = replace(method, mesh=Mesh(data=workers // shard, shard=shard))
+    work = work_of(profile, asked.scaling, workers)
     software = profile.message(heard(asked.scaling, workers)) if _takes_software(joined, workers) else 0.0
     assumed = Assumed(native=joined.native, link_error=joined.error, software=software, storage=asked.storage)
     found = simulate(work, workers, joined.network, method, assumed)

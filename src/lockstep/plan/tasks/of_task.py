@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.data.windows import Plan
 from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
 from lockstep.plan.simulation.work import Work
 from lockstep.plan.tasks.profile import Profile
 from lockstep.task import Task
@@ -73,17 +74,16 @@ def samples_of(profile: Profile, scaling: Scaling, workers: int) -> float:
     return profile.global_batch * workers / scaling.base
 
 
-def work_of(profile: Profile, scaling: Scaling, workers: int, replicas: int | None = None) -> Work:
-    """Of the rank that has most, among so many ranks, which hold so many replicas; default: one each.
+def work_of(profile: Profile, scaling: Scaling, workers: int) -> Work:
+    """Of the rank that has most, among so many ranks, each with micro-batches of its own.
 
     More ranks than cores take turns on them: everything takes as many times as long.
     """
-    replicas = workers if replicas is None else replicas
     here = _computing(scaling, workers, slots_of(profile))
     beside = 1 if profile.device == "cuda" else min(here, profile.cores)
     turns = 1.0 if profile.device == "cuda" else here / beside
     side = profile.side(beside)
-    micro_batches = -(-slots_of(profile) // (scaling.base if scaling.weak else replicas))
+    micro_batches = -(-slots_of(profile) // (scaling.base if scaling.weak else workers))
     loading, ahead = _loading(profile, scaling, here, micro_batches * side.loading)
     return Work(
         forward=turns * side.forward,
@@ -95,7 +95,7 @@ def work_of(profile: Profile, scaling: Scaling, workers: int, replicas: int | No
         in_turns=turns,
         buckets=profile.buckets,
         width=profile.width,
-        facts=24 + 32 * workers,  # gradients/facts.py: three numbers, and four of each rank, in float64
+        facts=8 * numbers(workers),
         buffers=profile.buffers,
         loading=loading if ahead else turns * loading,
         ahead=ahead,

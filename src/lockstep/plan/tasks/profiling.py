@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
 from lockstep.gradients.layout import BUCKET, Entry, plan
 from lockstep.launcher.spawn import launch
 from lockstep.measure.memory import Peak
@@ -78,7 +79,7 @@ def profile(
 def _message() -> float:
     """Of as many numbers as the facts of a step are, over this host's loopback."""
     with init(backend="gloo") as world:
-        note = torch.zeros(3 + 4 * world.size, dtype=torch.float64)
+        note = torch.zeros(numbers(world.size), dtype=torch.float64)
         return statistics.median(take_turns({"sum": lambda: world.group.all_reduce(note).wait()}, _MESSAGES, world)["sum"])
 
 

@@ -9,7 +9,7 @@ from lockstep.mesh.layout import Mesh
 from lockstep.method import Method
 from lockstep.plan.links.connection import Connection
 from lockstep.plan.links.here import ThisHost
-from lockstep.plan.tasks.curve import Question, curve
+from lockstep.plan.tasks.curve import Question, predicted
 from lockstep.plan.tasks.profile import Profile
 from lockstep.tuning.here import memory_of_a_rank
 
@@ -47,8 +47,8 @@ def layouts_of(profile: Profile, asked: Question, joined: Connection | ThisHost)
         ("update sharded", Method(update="sharded"), 1, workers),
         (f"mesh shard={workers}", Method(mesh=Mesh(shard=workers)), workers, workers),
     ):
-        (row,) = curve(profile, replace(asked, workers=(workers,), method=method), joined).rows
-        found.append(_layout(name, profile, parts, last, room, 1e3 * row.predicted.step))
+        step = predicted(profile, asked, joined, workers, method).step
+        found.append(_layout(name, profile, parts, last, room, 1e3 * step))
     return sorted(found, key=lambda each: (not each.fits, each.step_ms))
 
 
