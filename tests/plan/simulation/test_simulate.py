@@ -208,6 +208,10 @@ class TestMesh:
         found = simulate(self.BLOCKS, 4, FREE, Method(mesh=Mesh(data=2, tensor=2)))
         assert found.sent == pytest.approx(4 * 8 * 4 * 1e6 + 1e6)
 
+    def test_statistics_that_move_cross_beside_sharded_parameters(self) -> None:
+        slow, method = Network.flat(1.0, 1e9), Method(mesh=Mesh(shard=4))
+        assert simulate(replace(TWO, buffers=8), 4, slow, method).step > simulate(replace(TWO, buffers=0), 4, slow, method).step
+
     def test_sharded_parameters_cross_in_every_micro_batch(self) -> None:
         once = simulate(TWO, 4, FREE, Method(mesh=Mesh(shard=4)))
         assert once.sent == pytest.approx(0.75 * (2 * 1e6 * 2 + 1e6))  # gathers of both, again of one, scatters of both

@@ -139,11 +139,11 @@ def _on_mesh(method: Method, mesh: Mesh, ranks: Ranks, part: Share) -> Talk:
     if mesh.shard == 1:
         found = _every_step(method, part.work, replicas) if mesh.data > 1 else SILENCE
     else:
-        found = _sharded(mesh, part, replicas, replace(ranks, workers=mesh.shard, network=part.shard))
+        found = _sharded(mesh, part, ranks, replicas, replace(ranks, workers=mesh.shard, network=part.shard))
     return Talk(found.exposed + ranks.stretch * part.exposed, found.busy + ranks.stretch * part.exposed, found.sent + part.sent)
 
 
-def _sharded(mesh: Mesh, part: Share, replicas: Ranks, shards: Ranks) -> Talk:
+def _sharded(mesh: Mesh, part: Share, everyone: Ranks, replicas: Ranks, shards: Ranks) -> Talk:
     """Bucket by bucket: the parameters are gathered before each use, the gradients scattered, and what is left of them summed over replicas."""
     rank, groups, sent = part.work, [], 0.0
     turns = rank.micro_batches
@@ -156,4 +156,5 @@ def _sharded(mesh: Mesh, part: Share, replicas: Ranks, shards: Ranks) -> Talk:
         gathers = 1 if place == 0 else 2  # what ends the forward begins the backward, and is there
         sent += turns * (gathers * shards.sent(gather) + shards.sent(scatter) + (replicas.sent(summed) if mesh.data > 1 else 0.0))
     ended = timeline.sharded(rank.forward, rank.backward, turns, groups)
-    return Talk(ended.arrived - rank.computation, ended.busy, sent)
+    more = everyone.small(rank.buffers) if rank.buffers else 0.0  # the facts of a step travel behind its last backward
+    return Talk(ended.arrived - rank.computation + more, ended.busy + more, sent)
