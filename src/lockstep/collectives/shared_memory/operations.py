@@ -10,7 +10,9 @@ are (resident.py). The order of two writes of one process, piece then word, is k
 from __future__ import annotations
 
 import itertools
+import json
 import mmap
+import os
 import platform
 import sys
 from collections import deque
@@ -25,7 +27,7 @@ from lockstep.collectives.group import Group, Op, check_op
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather, AllReduce, Broadcast, Exchange, ReduceScatter
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.shared_memory.segment import share
-from lockstep.collectives.shared_memory.waits import Waits
+from lockstep.collectives.shared_memory.waits import Waits, crowded
 from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tags import call_site, listed
 from lockstep.errors import CollectiveTimeout
@@ -53,7 +55,13 @@ def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) 
     def more(octets: int) -> mmap.mmap:
         return share(store, f"{key}/{next(numbers)}", group.rank, group.size, octets, timeout)
 
-    return SharedMemory(more(_length(group.size)), group, more)
+    return SharedMemory(more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group)))
+
+
+def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
+    """On which cores each member may run: a launcher may have bound them, each to its own."""
+    store.set(f"{key}/cores/{group.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
+    return [json.loads(store.get(f"{key}/cores/{rank}")) for rank in range(group.size)]
 
 
 def _header(size: int) -> int:
@@ -63,16 +71,16 @@ def _header(size: int) -> int:
 class SharedMemory:
     """One group's collectives through shared memory. They are done in the order in which they were started, on every rank the same.
 
-    `more(bytes)` maps further memory that all ranks see; every rank calls it.
+    `more(bytes)` maps further memory that all ranks see; every rank calls it. `crowded`: ranks share cores.
     """
 
-    def __init__(self, memory: mmap.mmap, group: Group, more: Callable[[int], mmap.mmap]) -> None:
+    def __init__(self, memory: mmap.mmap, group: Group, more: Callable[[int], mmap.mmap], *, crowded: bool) -> None:
         self._memory = memory
         self._group = group
         self._more = more
         self._words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
-        self._waits = Waits(self._words, group.size, group.look, self._late)
+        self._waits = Waits(self._words, self._octets.data_ptr(), crowded=crowded, look=group.look, late=self._late)
         lines = [rank * _LINE for rank in range(group.size)]
         self._written, self._read = [line + _WRITTEN for line in lines], [line + _READ for line in lines]
         self._ready, self._done = [line + _READY for line in lines], [line + _DONE for line in lines]
@@ -170,14 +178,14 @@ class SharedMemory:
         sends = (size - 1) * sum(tensor[rank].nbytes for tensor in tensors) // size
         self._number = self._group.announce("all_gather", tensors[0][rank], "slices in place", place, sends)
         self._gathers += 1
-        self._words[self._mine + _UPDATED] = self._gathers
+        self._waits.post(self._mine + _UPDATED, self._gathers)
         self._waits.until(self._updated, self._gathers, self._timeout)
         for everybodys in tensors:
             for other, theirs in enumerate(everybodys):
                 if other != rank:
                     part = slice_of(theirs.numel(), other, size)
                     everybodys[rank].data[part.start : part.stop].copy_(theirs[part.start : part.stop])
-        self._words[self._mine + _COPIED] = self._gathers
+        self._waits.post(self._mine + _COPIED, self._gathers)
         self._group.ended(self._number)
 
     def settle(self) -> None:
@@ -196,13 +204,13 @@ class SharedMemory:
     # -- for a Sum -----------------------------------------------------------------------------------------------------------------
 
     def say_ready(self, order: int) -> None:
-        self._words[self._mine + _READY] = order + 1
+        self._waits.post(self._mine + _READY, order + 1)
 
     def await_ready(self, order: int) -> None:
         self._waits.until(self._ready, order + 1, self._timeout)
 
     def say_done(self, order: int) -> None:
-        self._words[self._mine + _DONE] = order + 1
+        self._waits.post(self._mine + _DONE, order + 1)
 
     def await_done(self, order: int) -> None:
         self._waits.until(self._done, order + 1, self._timeout)
@@ -220,14 +228,14 @@ class SharedMemory:
             self._waits.until(self._read, piece - SLOTS + 1, self._timeout)
 
     def written(self, piece: int) -> None:
-        self._words[self._mine + _WRITTEN] = piece + 1
+        self._waits.post(self._mine + _WRITTEN, piece + 1)
 
     def read(self, piece: int) -> None:
         """Return when everybody has written this piece."""
         self._waits.until(self._written, piece + 1, self._timeout)
 
     def done(self, piece: int) -> None:
-        self._words[self._mine + _READ] = piece + 1
+        self._waits.post(self._mine + _READ, piece + 1)
 
     def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
         """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the slot's beginning."""
