@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.checks.replicas import checksum
 
+torch.manual_seed(0)
 TENSORS = {
     "float32": torch.randn(33, 7),
     "0-d": torch.tensor(2.5),
@@ -31,6 +32,15 @@ def test_one_changed_element_changes_it(tensor: Tensor) -> None:
         other = tensor.clone()
         other[tuple(place)] = ~other[tuple(place)] if tensor.dtype == torch.bool else other[tuple(place)] + 1
         assert checksum(other) != checksum(tensor), place
+
+
+def test_octets_of_the_rest_are_not_just_added_up() -> None:
+    """Of what lies behind the last whole word."""
+    for first, second in (([1, 2, 3], [3, 2, 1]), ([0, 255], [255, 0]), ([1, 1, 1, 1, 1], [0, 2, 1, 1, 1])):
+        one, other = (torch.tensor(octets, dtype=torch.uint8) for octets in (first, second))
+        assert checksum(one) != checksum(other)
+    words = torch.tensor([7, 7, 7, 7, 7, 7, 7, 7, 1, 2], dtype=torch.uint8)
+    assert checksum(words) != checksum(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7, 2, 1], dtype=torch.uint8))
 
 
 def test_an_empty_tensor_has_one() -> None:

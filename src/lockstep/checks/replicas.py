@@ -71,4 +71,9 @@ def checksum(tensor: Tensor) -> Tensor:
     if octets.storage_offset() % _WORD:
         octets = octets.clone()
     whole = octets.numel() - octets.numel() % _WORD
-    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum(dtype=torch.int64)
+    found = octets[:whole].view(torch.int64).sum()
+    if whole < octets.numel():  # the rest as one number too: the sum of its octets would be the same for many
+        rest = torch.zeros(_WORD, dtype=torch.uint8, device=octets.device)
+        rest[: octets.numel() - whole] = octets[whole:]
+        found = found + rest.view(torch.int64)[0]
+    return found
