@@ -11,8 +11,6 @@ from lockstep.anatomy.generation import Generation
 from lockstep.anatomy.lines import PHASES, Steps
 from lockstep.mesh.layout import Mesh
 
-_ALONE = ("server", "local")
-"""What methods begin with whose ranks do not wait for each other in every step."""
 WARM_UP = 3
 """Lines at the start that are left out where there are twice as many: first allocations, threads, file caches."""
 
@@ -82,7 +80,7 @@ class Judged:
     @property
     def alone(self) -> bool:
         """Whether ranks step without waiting for each other: at a server, or between two meetings."""
-        return self.generation.begin.method.startswith(_ALONE)
+        return _alone(self.generation)
 
 
 def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
@@ -93,22 +91,25 @@ def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
     kept = {rank: lines for rank, lines in kept.items() if lines}
     if not kept:
         return None
-    alone = generation.begin.method.startswith(_ALONE)
-    if not alone and not any(line.lost for lines in kept.values() for line in lines):
-        kept = _with_lost(kept) if mesh is None or mesh.only_data else kept
-    whole = mesh is None or mesh.only_data or mesh.size != generation.workers
-    if not whole and mesh is not None:
-        kept = {rank: [_of_replicas(line, mesh, rank) for line in lines] for rank, lines in kept.items()}
+    split = None if mesh is None or mesh.only_data or mesh.size != generation.workers else mesh
+    if split is not None:
+        kept = {rank: [_of_replicas(line, split, rank) for line in lines] for rank, lines in kept.items()}
+    elif not _alone(generation) and (mesh is None or mesh.only_data) and not any(line.lost for lines in kept.values() for line in lines):
+        kept = _with_lost(kept)
     members: dict[int, list[int]] = {}
     for rank in kept:
-        members.setdefault(rank if whole or mesh is None else mesh.at(rank).data, []).append(rank)
+        members.setdefault(rank if split is None else split.at(rank).data, []).append(rank)
     return Judged(
         generation=generation,
         first=min(lines[0].first for lines in kept.values()),
         last=max(lines[-1].last for lines in kept.values()),
         places={number: _place(tuple(ranks), [kept[rank] for rank in ranks]) for number, ranks in sorted(members.items())},
-        mesh=None if whole else mesh,
+        mesh=split,
     )
+
+
+def _alone(generation: Generation) -> bool:
+    return generation.begin.method.startswith(("server", "local"))
 
 
 def _of_replicas(line: Steps, mesh: Mesh, rank: int) -> Steps:
