@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -25,7 +27,42 @@ hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an e
 hypothesis.settings.load_profile("lockstep")
 
 _PATIENCE_SECONDS = 5.0  # for what is ending on its own
+_CLEARING_SECONDS = 120.0  # for the fixtures of a test, at its end
+_AGAIN_SECONDS = 30.0  # until what was interrupted, and goes on waiting, is interrupted once more
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(settings: Any) -> Iterator[object]:
+    """pytest-timeout interrupts a test once. One that then waits for ever, as a `with` for its process to end, is interrupted again."""
+    done = yield
+    if settings.method == "signal":
+        signal.setitimer(signal.ITIMER_REAL, settings.timeout, _AGAIN_SECONDS)
+    return done
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown() -> Iterator[object]:
+    """And it has no limit for what fixtures clear away after a failure, who may wait for just what did not come before."""
+    handler = signal.signal(signal.SIGALRM, _too_long)
+    timer = signal.setitimer(signal.ITIMER_REAL, _CLEARING_SECONDS, _AGAIN_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _too_long(number: int, frame: object) -> None:
+    pytest.fail(f"a fixture has not cleared away what it made within {_CLEARING_SECONDS:.0f} s")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print a failure at once, and not only at the end: who ends a run before its end wants to know too."""
+    if report.failed:
+        sys.__stdout__.write(f"\n{report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext}\n")  # type: ignore[union-attr]
+        sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +88,10 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
         *_until_empty(lambda: [f"shared memory {name}" for name in _segments() - segments if not _used_by_others(name)]),
         *_differences(environment, _environment()),
     ]
+    for child in _children():  # what is left here would hold the next tests up
+        if child not in processes:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
     if left:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.ending import alive, end, kill
 
 ROOT = Path(__file__).parents[1]
 _NAMES = ("anna", "bert", "carl")
@@ -69,13 +71,9 @@ class Host:
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True).stdout
         found = []
         for pid in listed.split():
-            try:
-                process = psutil.Process(int(pid))
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        return found
+            with suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(pid)))
+        return [process for process in found if alive(process)]
 
     def agent(self) -> psutil.Process:
         """The agent's process: the oldest there."""
@@ -99,7 +97,11 @@ class Host:
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return [" ".join(process.cmdline()) for process in left if process.is_running()]
+        said = []
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                said.append(" ".join(process.cmdline()))
+        return said
 
 
 @contextmanager
@@ -130,12 +132,9 @@ def hosts(count: int) -> Iterator[list[Host]]:
         yield made
     finally:
         for host in made:
-            for process in host.processes():
-                process.kill()
+            kill(host.processes())
             for started in host.started:
-                if started.process.poll() is None:
-                    started.process.kill()
-                started.process.communicate()
+                end(started.process)
             _ip("netns", "del", host.namespace)
             shutil.rmtree(_ETC / host.namespace, ignore_errors=True)
         _ip("netns", "del", switch)

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ending import alive
+
 # A parent that starts a child; the child says its pid once it is tied, and would then live for ten minutes.
 _PARENT = """
     import os, subprocess, sys
@@ -69,7 +71,7 @@ def _assert_child_ends(code: str) -> None:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        _wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        _wait_until(lambda: not alive(child))
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:

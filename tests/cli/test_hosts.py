@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.training.train import train
+from tests.ending import end, kill
 from tests.networks import Host, Started, hosts
 from tests.training import toy
 
@@ -59,10 +60,9 @@ def pair(network: list[Host]) -> Iterator[list[Host]]:
     left = {host.name: host.wait_until_empty(5) for host in network}
     for host in network:
         host.mend()
-        for process in host.processes():  # only a failed test leaves one
-            process.kill()
+        kill(host.processes())  # only a failed test leaves one
         for started in host.started:
-            started.process.communicate()
+            end(started.process)
         host.started.clear()
     assert left == {host.name: [] for host in network}
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.cli.training_process import TrainingProcess, nobody_left
+
 TASK = """
 import os, time
 from pathlib import Path
@@ -39,49 +36,18 @@ def task():
 """
 
 
-class Training:
+class Training(TrainingProcess):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process: subprocess.Popen[str] | None = None
-        (folder / "my_task.py").write_text(TASK)
-
-    def start(self, workers: int | str = 2) -> None:
-        command = [sys.executable, "-m", "lockstep", "train", "my_task.py", "--exact", "--workers", str(workers), "--run", "run"]
-        command += ["--loader-workers", "1"]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        self.process = subprocess.Popen(
-            command, cwd=self.folder, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def until(self, there: Callable[[], bool]) -> None:
-        assert self.process is not None
-        deadline = time.monotonic() + 60
-        while not there():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        super().__init__(folder, TASK, "--exact", "--loader-workers", "1")
 
     def steps(self) -> int:
-        metrics = self.folder / "run" / "metrics.jsonl"
-        return metrics.read_text().count('"kind": "step"') if metrics.exists() else 0
-
-    def everybody(self) -> list[psutil.Process]:
-        assert self.process is not None
-        launcher = psutil.Process(self.process.pid)
-        return [*launcher.children(recursive=True), launcher]
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit code, stdout, stderr; nobody is left."""
-        assert self.process is not None
-        out, err = self.process.communicate(timeout=60)
-        return self.process.returncode, out, err
+        return len(self.records())
 
     def sha256(self) -> str:
         return str(json.loads((self.folder / "run" / "result.json").read_text())["sha256"])
 
     def evaluations(self) -> list[object]:
-        records = [json.loads(line) for line in (self.folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        return [{key: value for key, value in record.items() if key != "seconds"} for record in records if record["kind"] == "evaluate"]
+        return [{key: value for key, value in record.items() if key != "seconds"} for record in self.records("evaluate")]
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +62,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[obj
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
-    made = Training(tmp_path)
-    yield made
-    if made.process is not None:
-        made.process.kill()
-        made.process.communicate()
-    left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
-    assert not left
+    with nobody_left(Training(tmp_path)) as made:
+        yield made
 
 
 def hit(training: Training, who: str, number: signal.Signals) -> None:
@@ -195,7 +156,7 @@ def test_a_rank_that_is_killed_meanwhile_begins_nothing_anew(training: Training)
     (training.folder / "slowly").touch()
     training.start(workers="1:2")
     training.until(lambda: training.steps() >= 2)
-    rank = next(child for child in training.everybody()[-1].children() if child.environ()["RANK"] == "1")
+    rank = training.rank(1)
     rank.suspend()  # the others cannot take the step after which they would leave
     assert training.process is not None
     training.process.send_signal(signal.SIGTERM)

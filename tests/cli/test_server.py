@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+
+from tests.cli.training_process import TrainingProcess, nobody_left
 
 ROOT = Path(__file__).parents[2]
 EPOCHS, SAMPLES, STEPS = 2, 250, 46
@@ -35,56 +33,10 @@ def task():
 """
 
 
-class Training:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.process: subprocess.Popen[str] | None = None
-        (folder / "my_task.py").write_text(TASK)
-
-    def start(self, workers: int | str, *options: str) -> None:
-        command = [sys.executable, "-m", "lockstep", "train", "my_task.py", "--workers", str(workers), "--run", "run", *options]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        self.process = subprocess.Popen(
-            command, cwd=self.folder, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def until(self, there: Callable[[], bool]) -> None:
-        assert self.process is not None
-        deadline = time.monotonic() + 60
-        while not there():
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    def records(self, kind: str = "step") -> list[dict[str, Any]]:
-        metrics = self.folder / "run" / "metrics.jsonl"
-        if not metrics.exists():
-            return []
-        found = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [each for each in found if each["kind"] == kind]
-
-    def rank(self, number: int) -> psutil.Process:
-        assert self.process is not None
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if child.environ().get("RANK") == str(number):
-                    return child
-        raise AssertionError(f"rank {number} is not there")
-
-    def end(self) -> tuple[int, str, str]:
-        assert self.process is not None
-        out, err = self.process.communicate(timeout=100)
-        return self.process.returncode, out, err
-
-
 @pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    made = Training(tmp_path)
-    yield made
-    if made.process is not None:
-        made.process.kill()
-        made.process.communicate()
-    assert not [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)]
+def training(tmp_path: Path) -> Iterator[TrainingProcess]:
+    with nobody_left(TrainingProcess(tmp_path, TASK)) as made:
+        yield made
 
 
 def samples(records: list[dict[str, Any]]) -> Counter[int]:
@@ -95,7 +47,7 @@ def samples(records: list[dict[str, Any]]) -> Counter[int]:
     return found
 
 
-def test_to_the_end(training: Training) -> None:
+def test_to_the_end(training: TrainingProcess) -> None:
     training.start(3, "--update", "server:lr=by-age", "--staleness", "2", "--checkpoint-every", "10")
     code, out, err = training.end()
     assert code == 0, err
@@ -108,7 +60,7 @@ def test_to_the_end(training: Training) -> None:
     assert (training.folder / "run" / "checkpoints" / "step-0000046").exists()
 
 
-def test_the_rest_go_on_without_a_worker_that_was_killed(training: Training) -> None:
+def test_the_rest_go_on_without_a_worker_that_was_killed(training: TrainingProcess) -> None:
     (training.folder / "slowly").touch()
     training.start(4, "--update", "server:shards=1", "--staleness", "inf")
     training.until(lambda: len(training.records()) >= 5)
@@ -123,7 +75,7 @@ def test_the_rest_go_on_without_a_worker_that_was_killed(training: Training) -> 
     assert sum(each["samples_by_rank"][2] for each in training.records() if each["epoch"] == 2) == 0
 
 
-def test_a_shards_death_ends_the_run_which_can_be_gone_on_with(training: Training) -> None:
+def test_a_shards_death_ends_the_run_which_can_be_gone_on_with(training: TrainingProcess) -> None:
     (training.folder / "slowly").touch()
     training.start(3, "--update", "server", "--checkpoint-every", "5")
     training.until(lambda: len(training.records()) >= 12)
@@ -142,7 +94,7 @@ def test_a_shards_death_ends_the_run_which_can_be_gone_on_with(training: Trainin
     assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
 
 
-def test_asked_to_stop_all_meet_and_save(training: Training) -> None:
+def test_asked_to_stop_all_meet_and_save(training: TrainingProcess) -> None:
     (training.folder / "slowly").touch()
     training.start(3, "--update", "server", "--staleness", "inf")
     training.until(lambda: len(training.records()) >= 6)

@@ -24,6 +24,7 @@ from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError, UsageError
 from lockstep.testing import run_ranks
 from tests.data.datasets import AtOnce, Augmented, Broken, Counted, Numbers, Stream, WorkerPids, with_draws
+from tests.ending import alive
 
 
 def loader(dataset: Any, *, rank: int = 0, size: int = 1, **options: Any) -> Loader:
@@ -214,7 +215,7 @@ def test_workers_stay_from_epoch_to_epoch_and_go_with_the_loader() -> None:
     assert 0 not in pids[0]
     del ours
     gc.collect()
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids[0])
+    assert not any(alive(pid) for pid in pids[0])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -266,7 +267,8 @@ def test_workers_die_with_their_rank_even_while_they_fetch(tmp_path: Path) -> No
     script = textwrap.dedent(f"""
         from pathlib import Path
         from lockstep import Loader
-        from tests.data.datasets import Sleeping
+        from tests.ending import alive
+from tests.data.datasets import Sleeping
         list(next(iter(next(Loader(Sleeping(4, Path({str(file)!r})), global_batch=4, num_workers=1).epochs(1)))))
     """)
     rank = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
@@ -276,7 +278,7 @@ def test_workers_die_with_their_rank_even_while_they_fetch(tmp_path: Path) -> No
         assert worker.ppid() == rank.pid
         os.kill(rank.pid, signal.SIGKILL)
         rank.wait()
-        until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=4)
+        until(lambda: not alive(worker), seconds=4)
     finally:
         rank.kill()
         rank.wait()

@@ -25,6 +25,7 @@ from lockstep.errors import LaunchTimeout, UsageError, WorkerFailed
 from lockstep.launcher.spawn import launch, start_ranks
 from lockstep.testing import run_ranks
 from lockstep.world import World
+from tests.ending import end, wait_gone
 
 
 def _sum_over_ranks(factor: float, *, offset: float = 0.0) -> tuple[int, float]:
@@ -167,25 +168,31 @@ def test_a_result_that_cannot_be_sent_back_is_a_sentence() -> None:
         run_ranks(_generator, 2)
 
 
-def _hang_on_one(world: World, pids: Queue[int]) -> None:
+def _hang_on_one(world: World, directory: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    pids.put(os.getpid())
-    pids.put(child.pid)
-    pids.close()
-    pids.join_thread()
+    said = Path(directory, f"{world.rank}.writing")
+    said.write_text(f"{os.getpid()} {child.pid}")
+    said.rename(said.with_suffix(".pids"))
     if world.rank == 1:
         signal.pause()
+    world.barrier()
 
 
-def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_children() -> None:
-    queue = multiprocessing.get_context("spawn").Queue()
-    with pytest.raises(LaunchTimeout, match=r"ranks 0 and 1 of 2 were still running after timeout=2 s") as caught:
-        run_ranks(_hang_on_one, 2, args=(queue,), timeout=timedelta(seconds=2))
+def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """An hour later as soon as both ranks are where they hang."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + 3600 * (len(list(tmp_path.glob("*.pids"))) == 2)
+
+    monkeypatch.setattr("lockstep.launcher.spawn.time", Clock)
+    with pytest.raises(LaunchTimeout, match=r"ranks 0 and 1 of 2 were still running after timeout=1800 s") as caught:
+        run_ranks(_hang_on_one, 2, args=(str(tmp_path),), timeout=timedelta(minutes=30))
     assert caught.value.running == (0, 1)
-    pids = [queue.get(timeout=20) for _ in range(4)]
-    _wait_gone(pids)
-    queue.close()
-    queue.join_thread()
+    wait_gone([int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()])
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True])
@@ -268,23 +275,18 @@ def test_ranks_die_with_their_killed_parent(tmp_path: Path, how: str) -> None:
             import os, signal, lockstep
             from lockstep.testing import run_ranks
             def rank(*_):
-                print(os.getpid(), flush=True)
+                os.write(1, f"{{os.getpid()}}\\n".encode())  # in one piece
                 signal.pause()
             if __name__ == "__main__":
                 lockstep.{"launch" if how == "launch" else "testing.run_ranks"}(rank, 2)
             """
         )
     )
-    with subprocess.Popen([sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True) as parent:
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True)
+    try:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.kill()
-        _wait_gone(pids)
-
-
-def _wait_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    for pid in pids:
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"process {pid} is still there"
-            time.sleep(0.01)
+        wait_gone(pids)
+    finally:
+        end(parent)

@@ -15,6 +15,7 @@ import pytest
 
 from lockstep.launcher import asked, failures
 from lockstep.launcher.stopping import HANDLED, Stop, noted
+from tests.ending import end
 
 
 @pytest.fixture
@@ -140,8 +141,7 @@ def parent() -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
     yield start
     for process in started:
-        process.kill()
-        process.communicate()
+        end(process)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot tell who sent a signal")

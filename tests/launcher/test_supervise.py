@@ -20,10 +20,12 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.launcher.supervise import Target, supervise
+from tests.ending import end, wait_gone
 from tests.launcher.test_spawn import cut_connections
 
 # Ranks that need no torch start fast; those that use it say so.
-_SILENT = "import os, signal\nprint('pid', os.getpid(), flush=True)\nsignal.pause()\n"
+_SAY = "os.write(1, f'pid {os.getpid()}\\n'.encode())"  # in one piece: an unbuffered print writes a line in several, and others come between them
+_SILENT = f"import os, signal\n{_SAY}\nsignal.pause()\n"
 _JOIN = "import lockstep, os, signal, sys, time, torch\nworld = lockstep.init()\n"
 _SPEAK = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
 _REDUCE = "world.group.all_reduce(torch.ones(3)).wait()\n"
@@ -63,14 +65,6 @@ class Launched:
         return self.process.returncode, out, err
 
 
-def _wait_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 20
-    for process in processes:
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"{process} is still there"
-            time.sleep(0.01)
-
-
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -99,8 +93,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
     yield start
     for launched in started:  # only a failed test leaves one running
-        launched.process.kill()
-        launched.process.communicate()
+        end(launched.process)
 
 
 def test_a_good_end_prints_nothing_of_ours(run: Run) -> None:
@@ -191,7 +184,7 @@ def test_a_signal_to_the_launcher_stops_everything_with_one_line(
     ranks = launched.pids(2)
     launched.process.send_signal(number)
     assert launched.end() == (128 + number, "", f"stopped by {said}; all ranks have ended\n")
-    _wait_gone(ranks)
+    wait_gone(ranks)
 
 
 def test_a_signal_before_the_ranks_are_there_is_not_lost(launch: Callable[..., Launched]) -> None:
@@ -206,18 +199,18 @@ def test_a_signal_before_the_ranks_are_there_is_not_lost(launch: Callable[..., L
 
 
 def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Callable[..., Launched]) -> None:
-    text = """
+    text = f"""
     import os, signal, subprocess, sys
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "script.py", "child"]) if len(sys.argv) == 1 else None
-    print("pid", os.getpid(), flush=True)
+    {_SAY}
     signal.pause()
     """
     launched = launch(text)
     processes = launched.pids(4)
     launched.process.terminate()
     assert launched.end()[0] == 143
-    _wait_gone(processes)
+    wait_gone(processes)
 
 
 def test_children_of_the_failed_rank_are_ended(run: Run) -> None:
@@ -234,23 +227,23 @@ def test_children_of_the_failed_rank_are_ended(run: Run) -> None:
     code, out, _ = run(text, workers=1)
     assert code == 3
     with suppress(psutil.NoSuchProcess):
-        _wait_gone([psutil.Process(int(out))])
+        wait_gone([psutil.Process(int(out))])
 
 
 def test_ranks_and_loader_workers_die_with_the_killed_launcher(launch: Callable[..., Launched]) -> None:
     text = _JOIN + textwrap.dedent(
-        """
+        f"""
         class Numbers(torch.utils.data.Dataset):
             def __len__(self): return 64
             def __getitem__(self, index):
-                if index == 0 or index == 63: print("pid", os.getpid(), flush=True)
+                if index == 0 or index == 63: {_SAY}
                 return torch.tensor(index)
         if __name__ == "__main__":
             loader = lockstep.Loader(Numbers(), global_batch=64, micro_batch=8, shuffle=False, num_workers=1)
             for epoch in loader.epochs(1):
                 for window in epoch:
                     for batch in window: pass
-                    print("pid", os.getpid(), flush=True)
+                    {_SAY}
                     signal.pause()
         """
     )
@@ -258,12 +251,12 @@ def test_ranks_and_loader_workers_die_with_the_killed_launcher(launch: Callable[
     processes = launched.pids(4)
     assert len({process.pid for process in processes}) == 4
     launched.process.kill()
-    launched.process.communicate()
-    _wait_gone(processes)
+    launched.process.communicate(timeout=60)
+    wait_gone(processes)
 
 
 def test_only_loopback_listens(launch: Callable[..., Launched]) -> None:
-    launched = launch(_JOIN + _REDUCE + "print('pid', os.getpid(), flush=True)\nsignal.pause()")
+    launched = launch(_JOIN + _REDUCE + _SAY + "\nsignal.pause()")
     ranks = launched.pids(2)
     processes = [psutil.Process(launched.process.pid), *ranks]
     listening = [

@@ -1,0 +1,93 @@
+"""`lockstep train my_task.py` as a process in a folder of its own: started, waited for, looked at, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.ending import end
+
+ROOT = Path(__file__).parents[2]
+
+
+class TrainingProcess:
+    """One after the other, all over one run directory, "run". `options` go to each of them."""
+
+    def __init__(self, folder: Path, task: str, *options: str) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+        self._options = options
+        (folder / "my_task.py").write_text(task)
+
+    def start(self, workers: int | str = 2, *options: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            "my_task.py",
+            "--workers",
+            str(workers),
+            "--run",
+            "run",
+            *self._options,
+            *options,
+        ]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        self.process = subprocess.Popen(
+            command, cwd=self.folder, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def until(self, there: Callable[[], bool]) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + 60
+        while not there():
+            assert self.process.poll() is None, self.process.communicate(timeout=60)
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def records(self, kind: str = "step") -> list[dict[str, Any]]:
+        """Whole lines of metrics.jsonl: while it is written to, the last may be half of one."""
+        metrics = self.folder / "run" / "metrics.jsonl"
+        if not metrics.exists():
+            return []
+        found = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [each for each in found if each["kind"] == kind]
+
+    def everybody(self) -> list[psutil.Process]:
+        """All descendants, then the launcher."""
+        assert self.process is not None
+        launcher = psutil.Process(self.process.pid)
+        return [*launcher.children(recursive=True), launcher]
+
+    def rank(self, number: int) -> psutil.Process:
+        for process in self.everybody()[-1].children():
+            with suppress(psutil.Error):
+                if process.environ().get("RANK") == str(number):
+                    return process
+        raise AssertionError(f"rank {number} is not there")
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=100)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def nobody_left(training: TrainingProcess) -> Iterator[TrainingProcess]:
+    """Of all that was started in its folder nothing lives in the end."""
+    yield training
+    if training.process is not None:
+        end(training.process)
+    left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(training.folder)]
+    assert not left
