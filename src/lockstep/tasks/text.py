@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sysconfig
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,10 @@ def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[
 
 def files(root: Path) -> list[tuple[int, Path]]:
     """The library's files with a number drawn from each one's name, in the order of these numbers; tests and installed packages left out."""
-    names = [file.relative_to(root) for file in root.rglob("*.py")]
-    wanted = [name for name in names if not _LEFT_OUT.intersection(name.parts)]
+    wanted = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [
+            name for name in inside if name not in _LEFT_OUT
+        ]  # not looked into: what is installed there may be many times the library
+        wanted += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return sorted((int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name) for name in wanted)
