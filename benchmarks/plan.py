@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
+from lockstep.cores import cores
 from lockstep.method import Method
 from lockstep.plan.links.connection import Connection, connection
 from lockstep.plan.links.here import ThisHost, on_this_host
@@ -38,7 +39,6 @@ from lockstep.plan.tasks.profiling import profile
 from lockstep.settings import overrides_of
 from lockstep.task import Task
 from lockstep.training.resolve import locate, resolve
-from lockstep.tuning.here import cores
 
 _SKIPPED = 10  # steps of a training
 _FREE = "free"  # a network: no limit but the cores

@@ -15,6 +15,7 @@ LAYERS = [
     {
         "anatomy",
         "balance",
+        "cores",
         "errors",
         "place",
         "slurm",

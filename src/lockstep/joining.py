@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import meeting, slurm_store
+from lockstep.cores import cores
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.launcher import siblings
 from lockstep.launcher.job_step import step_of
@@ -134,14 +135,10 @@ class SharedCores:
     def __init__(self, local_size: int) -> None:
         self._before = torch.get_num_threads()
         if not _threads_set_by_user():
-            torch.set_num_threads(max(1, _cores() // local_size))
+            torch.set_num_threads(max(1, cores() // local_size))
 
     def close(self) -> None:
         torch.set_num_threads(self._before)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads_set_by_user() -> bool:

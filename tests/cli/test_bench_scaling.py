@@ -86,12 +86,12 @@ def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.tuning.here.cores", lambda: 6)
+    monkeypatch.setattr("lockstep.cores.cores", lambda: 6)
     monkeypatch.setattr("lockstep.launcher.agent.gpus", lambda: 0)
     assert bench_scaling._powers_of_two("auto") == [1, 2, 4]
     monkeypatch.setattr("lockstep.launcher.agent.gpus", lambda: 8)
     assert (bench_scaling._powers_of_two("auto"), bench_scaling._powers_of_two("cpu")) == ([1, 2, 4, 8], [1, 2, 4])
-    monkeypatch.setattr("lockstep.tuning.here.cores", lambda: 1)
+    monkeypatch.setattr("lockstep.cores.cores", lambda: 1)
     assert bench_scaling._powers_of_two("cpu") == [1, 2]
 
 

@@ -53,7 +53,7 @@ def loaded(world: World, text: str) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)))
         text_in = models.batch("gpt")[0]
         model(text_in)
-        here.load(other.state_dict())
+        here.load(other.state_dict().items())
         torch.testing.assert_close(model(text_in), other(text_in), rtol=1e-5, atol=1e-5)
 
 

@@ -45,7 +45,7 @@ def write(world: World, name: str, text: str, directory: str) -> str:
         assert torch.equal(here.module.state_dict()[key], here.take(key, tensor)), key
     weights, state = trained(name)
     models.loss(model, models.share(name, mesh, world.rank)).backward()  # FSDP has gathered once; then other values come
-    here.load(weights)
+    here.load(weights.items())
     own = identity.weights(here.module)
     assert own.keys() == weights.keys()
     model_pieces, state_pieces = [], []

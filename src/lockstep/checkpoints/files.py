@@ -24,14 +24,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.checkpoints.folders import folder_of, unfinished, written
+from lockstep.checkpoints.folders import BEST, folder_of, unfinished, written
 from lockstep.checkpoints.manifest import Entry, check, force, measured, seal, write_forced
 from lockstep.checkpoints.pieces import Piece, plain, read_whole, write_pieces
 from lockstep.errors import DamagedCheckpoint, LockstepError
 
 MODEL = "model.safetensors"
 STATE = "state.json"
-BEST = "best.json"
 _MODEL_PART = "model-"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free

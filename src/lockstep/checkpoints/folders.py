@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+BEST = "best.json"  # which of them has the best metric
 _NAME = re.compile(r"step-(\d{7,})")
 _UNFINISHED = re.compile(r"\.step-\d{7,}\..*\.unfinished")
 
@@ -43,6 +45,14 @@ def written(directory: Path) -> list[Path]:
 def newest(directory: Path) -> Path | None:
     """The checkpoint of the latest step, whole or damaged."""
     return next(reversed(written(directory)), None)
+
+
+def best_name(directory: Path) -> str | None:
+    """The name of the checkpoint with the best metric; None where no task has said what is best."""
+    try:
+        return str(json.loads((directory / BEST).read_text(encoding="utf-8"))["checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def keep_only(directory: Path, kept: Collection[Path]) -> None:

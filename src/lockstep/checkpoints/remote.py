@@ -17,8 +17,8 @@ from typing import Any
 import fsspec.core
 
 from lockstep.checkpoints import files, manifest
-from lockstep.checkpoints.files import BEST, Checkpoint
-from lockstep.checkpoints.folders import folder_of, step_in, step_of, unfinished
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.folders import BEST, folder_of, step_in, step_of, unfinished
 from lockstep.errors import DamagedCheckpoint, LockstepError, UsageError
 
 _LARGEST_MARK = 4096  # bytes of best.json

@@ -112,8 +112,8 @@ def _counts(text: str | None) -> list[int] | None:
 
 def _powers_of_two(device: str) -> list[int]:
     """1, 2, 4, ... up to the GPUs, else the cores; at least two numbers on a CPU."""
+    from lockstep.cores import cores
     from lockstep.launcher import agent  # imports torch
-    from lockstep.tuning.here import cores
 
     gpus = 0 if device == "cpu" else agent.gpus()
     return [2**power for power in range((gpus or max(2, cores())).bit_length())]

@@ -24,10 +24,12 @@ JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", show_de
 @app.command("ls")
 def ls(run: Run, json_file: JsonFile = None) -> None:
     """Each checkpoint: its step, size, age, metrics, and which is the best. Nothing is checked; `verify` does."""
+    from lockstep.checkpoints.folders import best_name
     from lockstep.cli.over_run import write_json
 
     directory = _directory(run)
-    rows = [_row(folder, best=folder.name == _best(directory)) for folder in _every(directory)]
+    best = best_name(directory)
+    rows = [_row(folder, best=folder.name == best) for folder in _every(directory)]
     width = max(len(row["name"]) for row in rows)
     for row in rows:
         metrics = ", ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items())
@@ -127,23 +129,15 @@ def _every(directory: Path) -> list[Path]:
     return found
 
 
-def _best(directory: Path) -> str | None:
-    try:
-        found: Any = json.loads((directory / "best.json").read_text(encoding="utf-8"))["checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)
-
-
 def _checkpoint(path: Path, *, step: int | None = None, best: bool = False) -> Path:
-    from lockstep.checkpoints.folders import folder_of
+    from lockstep.checkpoints.folders import best_name, folder_of
 
     if (path / "manifest.json").exists():
         return path
     directory = _directory(path)
     every = _every(directory)
     if best:
-        named = _best(directory)
+        named = best_name(directory)
         if named is None:
             raise UsageError(f"--best: {directory} has no best checkpoint, since its task names no metric with best=; leave --best out")
         return directory / named

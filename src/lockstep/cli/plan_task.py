@@ -70,7 +70,8 @@ def _check_here(asked: Asked, method: Method) -> None:
 
 def _check_cores(ranks: int) -> None:
     """Raise a UsageError for more ranks than could be started here, to hear how they talk."""
-    from lockstep.tuning.here import cores, kind_of_device
+    from lockstep.cores import cores
+    from lockstep.tuning.here import kind_of_device
 
     if kind_of_device() == "cpu" and ranks > (most := 8 * cores()):
         raise UsageError(
@@ -131,11 +132,12 @@ def _told(asked: Asked) -> str:
 
 def _profile(asked: Asked, question: Question, source: Callable[[], Task], name: str) -> Profile:
     """From the file, or measured now."""
+    from lockstep.cores import cores
     from lockstep.plan.links.connection import HERE
     from lockstep.plan.tasks.of_task import sides, slots_of, talking
     from lockstep.plan.tasks.profile import Profile
     from lockstep.plan.tasks.profiling import profile
-    from lockstep.tuning.here import cores, kind_of_device
+    from lockstep.tuning.here import kind_of_device
 
     task = source()
     if asked.profile is None:

@@ -24,8 +24,7 @@ def advice(
     ]
     if method.compression is None and method.local is None and method.server is None:
         found += [f"{name}: {ratio:.2g}, if compressing costs nothing" for name, ratio in compressed.items() if ratio < now]
-        every = math.ceil(now / limit)
-        found.append(f"--sync-every {every}: {now / every:.2g}; replicas differ between meetings, so the training is another")
+        found.append(f"--sync-every {times}: {now / times:.2g}; replicas differ between meetings, so the training is another")
     return tuple(found)
 
 

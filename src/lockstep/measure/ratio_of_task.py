@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lockstep import randomness
 from lockstep.collectives.network import Link
-from lockstep.data.windows import Plan
+from lockstep.cores import cores
 from lockstep.errors import UsageError
 from lockstep.launcher.spawn import launch
 from lockstep.measure.counted import Counted, counted
@@ -14,11 +14,11 @@ from lockstep.measure.ratio import CommunicationRatio, ratio_of
 from lockstep.method import Method
 from lockstep.plan.methods.cost import Gradients
 from lockstep.plan.methods.gradients import gradients_of
+from lockstep.plan.tasks.of_task import slots_of
 from lockstep.task import Task
 from lockstep.training.build import loader_of, model_of
 from lockstep.training.forward import Forward, matmul_precision
 from lockstep.training.threads import intra_op_threads
-from lockstep.tuning.here import cores
 from lockstep.world import init
 
 
@@ -27,11 +27,9 @@ def ratio_of_task(
 ) -> CommunicationRatio:
     """In one process that talks to nobody, with the threads that each of so many ranks has on this host. Raises UsageError and WorkerFailed."""
     threads = max(1, cores() // workers)
-    work, gradients, samples = launch(_on_rank, workers=1, args=(source, threads))[0]
-    task = source()
-    slots = Plan(samples=task.global_batch, global_batch=task.global_batch, micro_batch=task.micro_batch).slots
+    name, work, gradients, samples, slots = launch(_on_rank, workers=1, args=(source, threads))[0]
     return ratio_of(
-        task.name or "task",
+        name,
         work,
         gradients,
         samples=samples,
@@ -43,7 +41,8 @@ def ratio_of_task(
     )
 
 
-def _on_rank(source: Callable[[], Task], threads: int) -> tuple[Counted, Gradients, int]:
+def _on_rank(source: Callable[[], Task], threads: int) -> tuple[str, Counted, Gradients, int, int]:
+    """The task's name, the work and the samples of a micro-batch, its gradients, and the micro-batches of a step."""
     task = source()
     with init(backend="gloo") as world, intra_op_threads(threads), matmul_precision(task.precision):
         randomness.shared(task.seed)
@@ -53,4 +52,5 @@ def _on_rank(source: Callable[[], Task], threads: int) -> tuple[Counted, Gradien
         if window is None:
             raise UsageError("the dataset gives no micro-batch: there is nothing to compute")
         batch = window[0]
-        return counted(model, lambda: forward.loss(forward(batch), batch)[0]), gradients_of(model), window.counts[0]
+        work = counted(model, lambda: forward.loss(forward(batch), batch)[0])
+        return task.name or "task", work, gradients_of(model), window.counts[0], slots_of(task)

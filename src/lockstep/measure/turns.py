@@ -22,10 +22,10 @@ def take_turns(ways: Mapping[str, Way], turns: int, world: World, *, warm_up: in
     for turn in range(-warm_up, turns):
         for name in names if turn % 2 else reversed(names):
             world.group.all_reduce(torch.zeros(1, device=world.device)).wait()
-            _settle(world)
+            settle(world)
             begin = perf_counter()
             ways[name]()
-            _settle(world)
+            settle(world)
             if turn >= 0:
                 seconds[name].append(perf_counter() - begin)
     slowest = torch.tensor([seconds[name] for name in names], dtype=torch.float64, device=world.device)
@@ -33,6 +33,7 @@ def take_turns(ways: Mapping[str, Way], turns: int, world: World, *, warm_up: in
     return dict(zip(names, slowest.tolist(), strict=True))
 
 
-def _settle(world: World) -> None:
+def settle(world: World) -> None:
+    """Wait for a GPU's work."""
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)

@@ -10,6 +10,7 @@ Ranks are numbered like the digits of a number, tensor last. Everything that mus
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -111,8 +112,8 @@ class Mesh:
     def line(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The ranks that differ from `rank` in nothing but these axes, in order, `rank` among them."""
         here = self.at(rank)
-        others = [axis for axis in AXES if axis not in axes]
-        return tuple(each for each in range(self.size) if all(getattr(self.at(each), axis) == getattr(here, axis) for axis in others))
+        places = (range(getattr(self, axis)) if axis in axes else (getattr(here, axis),) for axis in AXES)
+        return tuple(self.rank(Coordinates(*place)) for place in itertools.product(*places))
 
     def share(self, rank: int) -> int:
         """Which of the `replicas` shares of a step this rank's model works on. Equal for all ranks that hold parts of one layer stack."""

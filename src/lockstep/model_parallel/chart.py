@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.mesh.schedules import Schedule, Work
 
@@ -118,12 +119,10 @@ def _most_held(row: Sequence[Work]) -> int:
 def title(found: Chart) -> list[str]:
     """What is true of the chart as a whole, in lines: what runs, and how much of the time nothing does."""
     each = "" if found.schedule.per_rank == 1 else f", {found.schedule.per_rank} stages each"
-    times = (
-        f"a backward takes {_number(float(found.backward))} forwards" if found.backward != 1 else "a backward takes as long as a forward"
-    )
+    times = f"a backward takes {float(found.backward):g} forwards" if found.backward != 1 else "a backward takes as long as a forward"
     formula = found.schedule.bubble(found.ranks, found.micro_batches, float(found.backward))
     return [
-        f"{found.schedule}: {_count(found.ranks, 'rank')}{each}, {_count(found.micro_batches, 'micro-batch')}; {times}",
+        f"{found.schedule}: {counted(found.ranks, 'rank')}{each}, {counted(found.micro_batches, 'micro-batch', 'es')}; {times}",
         f"idle {found.bubble:.1%} of the time; {found.schedule.formula} = {formula:.1%}",
         f"activations held at most, by rank: {' '.join(map(str, found.held))}",
     ]
@@ -162,12 +161,3 @@ def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str
         line += label(each.work, found).ljust(width * (stop - start) - 1, "-") + " "
         at = stop
     return (line + f"{IDLE:<{width}}" * (round(found.length / cell) - at)).rstrip()
-
-
-def _count(number: int, thing: str) -> str:
-    plural = f"{thing}es" if thing.endswith("h") else f"{thing}s"
-    return f"{number} {thing if number == 1 else plural}"
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"

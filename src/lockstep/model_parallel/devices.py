@@ -23,7 +23,6 @@ LINES: dict[str, tuple[Axis, ...]] = {
     "pipeline": ("pipeline",),
     "tensor": ("tensor",),
     "model": ("shard", "pipeline", "tensor"),
-    "replica": ("pipeline", "tensor"),
 }
 
 
@@ -38,8 +37,6 @@ class Axes:
     tensor: Group
     model: Group
     """All ranks that hold one replica between them: shard x pipeline x tensor."""
-    replica: Group
-    """Those that work on the same micro-batches: pipeline x tensor."""
 
 
 def open_devices(mesh: Mesh, world: World) -> tuple[DeviceMesh, Axes]:

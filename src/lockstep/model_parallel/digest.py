@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.checkpoints.identity import weights
 from lockstep.checkpoints.pieces import Piece
 from lockstep.collectives.group import Group
-from lockstep.collectives.texts import everybodys
+from lockstep.collectives.texts import everybodys, said_by
 from lockstep.model_parallel.devices import Axes
 from lockstep.model_parallel.local import Locals
 
@@ -32,9 +32,8 @@ def sha256(here: Locals, axes: Axes, names: Collection[str] | None = None) -> st
         pieces = here.pieces("", name, mine[name], axes.tensor) if name in mine else []
         for octets in _arriving(axes.model.host, pieces):
             digest.update(octets.numpy().data)
-    found = torch.tensor(list(digest.hexdigest().encode()), dtype=torch.uint8)
-    axes.model.host.broadcast(found, place="for the weights' SHA-256").wait()
-    return bytes(found.tolist()).decode()
+    found: str = said_by(0, digest.hexdigest(), axes.model.host, "for the weights' SHA-256")
+    return found
 
 
 def _arriving(group: Group, pieces: list[Piece]) -> list[Tensor]:

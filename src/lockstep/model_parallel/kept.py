@@ -79,9 +79,7 @@ class Split:
         here: dict[str, str] = {}
         for name in self._part.module.state_dict(keep_vars=True):
             here.setdefault(self._part.checkpoint_name(name), name)
-        for name, tensor in checkpoint.model():
-            if name in here:
-                self._part.locals.load({here[name]: tensor})
+        self._part.locals.load((here[name], tensor) for name, tensor in checkpoint.model() if name in here)
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         here = {self._part.optimizer_name(name): name for name, _ in self._part.module.named_parameters()}

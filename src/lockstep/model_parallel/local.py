@@ -7,7 +7,7 @@ torch's optimizers that update many tensors at once refuse lists in which some a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.mesh.layout import Coordinates
 from lockstep.model_parallel.placing import Box, box_of, pieces
-from lockstep.updates.shards import ELEMENTWISE
+from lockstep.updates.shards import ELEMENTWISE, elementwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +135,12 @@ class Locals:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors into what is here of them, by name."""
         self.let_go()
         state = self.module.state_dict(keep_vars=True)
         with torch.no_grad():
-            for name, whole in tensors.items():
+            for name, whole in tensors:
                 state[name].copy_(self.take(name, whole))
 
 
@@ -150,7 +150,7 @@ def _local(tensor: DTensor) -> Tensor:
 
 
 def _check_elementwise(kind: type[Optimizer]) -> None:
-    if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+    if not elementwise(kind):
         raise UsageError(
             f"{kind.__module__}.{kind.__qualname__} cannot update a part of a parameter: on a mesh with shard or tensor only torch.optim's elementwise "
             f"optimizers are known to give it what they would give the whole ({', '.join(ELEMENTWISE)})"

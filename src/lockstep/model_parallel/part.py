@@ -79,6 +79,8 @@ class Part:
         """All that is run: for train() and eval()."""
         self._locals = Locals(self.runs, self._at)
         self.module = self._locals.module
+        named = self._named() if self._shared else {}
+        self._tied = {name: named.get(name) if self._at.pipeline in ranks else None for name, ranks in self._shared.items()}
         self.pipeline: Pipeline | None = None
         if self.stages:
             self.pipeline = Pipeline(self.stages, self.count, self._axes.pipeline, world.device, schedule, autocast=forward.autocast)
@@ -144,12 +146,11 @@ class Part:
 
     def collect(self) -> None:
         self._locals.collect()
-        for name, ranks in self._shared.items():
-            self._add_up(name, ranks)
+        for name, parameter in self._tied.items():
+            self._add_up(name, parameter)
 
-    def _add_up(self, name: str, ranks: Sequence[int]) -> None:
+    def _add_up(self, name: str, parameter: nn.Parameter | None) -> None:
         """The gradient of a parameter that several stages use: a sum over all of them. Ranks that have none of it add zeros."""
-        parameter = self._named().get(name) if self._at.pipeline in ranks else None
         gradient = None if parameter is None else parameter.grad
         told = [0 if parameter is None else parameter.numel(), int(gradient is not None)]
         size = torch.tensor(told, dtype=torch.int64, device=self.world.device)
@@ -188,7 +189,7 @@ class Part:
         return self._locals.counted(name) and self.first_of_pipeline(name)
 
     def sent(self) -> int:
-        axes = {self._axes.data, self._axes.shard, self._axes.pipeline, self._axes.tensor, self._axes.model, self._axes.replica}
+        axes = {self._axes.data, self._axes.shard, self._axes.pipeline, self._axes.tensor, self._axes.model}
         return sum(group.bytes_sent for group in axes - {self.world.group})
 
     # -- training ----------------------------------------------------------------------------------------------------------------------

@@ -106,12 +106,12 @@ def _tried(stage: nn.Module, arguments: Sequence[Any], autocast: Callable[[], Ab
 def _what_it_gave(stage: nn.Module, output: Any, number: int, count: int) -> dict[str, Any]:
     said: dict[str, Any] = {"who": described(stage)}
     if number + 1 < count:
-        tensor = check_tensor(output, *_last_layer(stage, number))
+        tensor = check_tensor(output, *last_layer(stage, number))
         said |= {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     return said
 
 
-def _last_layer(stage: nn.Module, number: int) -> tuple[str, str]:
+def last_layer(stage: nn.Module, number: int) -> tuple[str, str]:
     names = getattr(stage, "layer_names", (f"stage {number}",))
     return names[-1], getattr(stage, "last_class", type(stage).__name__)
 

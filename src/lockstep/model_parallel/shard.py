@@ -10,7 +10,7 @@ gradients: who divides by the weight of the step is not its business.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,18 +24,18 @@ from lockstep.errors import TaskError
 Unit = list[nn.Module]
 
 
-def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh, units: Sequence[Unit] | None = None) -> None:
+def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
     """Cut every parameter of `module` along its first dim. Every rank of the axis holds the same module, with the same values.
 
     After a backward the gradients are sums over the ranks of the axis. Layers that are cut along the tensor axis may be cut once more. All
-    ranks must run the module equally often, forward and backward: see `take_part`. `units` are modules whose parameters are gathered
-    together (default: `units_of`). Raises TaskError for parameters that cannot be cut.
+    ranks must run the module equally often, forward and backward: see `take_part`. Raises TaskError for parameters that
+    cannot be cut.
     """
     if shard_mesh.size() == 1:
         return
     for name, parameter in module.named_parameters():
         _check(name, parameter)
-    for unit in units_of(module) if units is None else units:
+    for unit in units_of(module):
         fully_shard(unit[0] if len(unit) == 1 else unit, mesh=shard_mesh)
     root: FSDPModule = fully_shard(module, mesh=shard_mesh)
     for each in module.modules():
@@ -61,7 +61,7 @@ def units_of(module: nn.Module) -> list[Unit]:
     A block of a traced model is no module that is called; then it is those of its modules that are. What belongs to no unit, or has a
     parameter in common with something outside its own, is gathered with the root.
     """
-    found = [unit for unit in _units(module, repeated=False) if any(True for part in unit for _ in part.parameters())]
+    found = [unit for unit in _units(module) if any(True for part in unit for _ in part.parameters())]
     used = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
     alone = []
     for unit in found:
@@ -71,13 +71,13 @@ def units_of(module: nn.Module) -> list[Unit]:
     return alone
 
 
-def _units(module: nn.Module, repeated: bool) -> Iterator[Unit]:
+def _units(module: nn.Module) -> Iterator[Unit]:
     for name, child in module.named_children():
         member = isinstance(module, (nn.Sequential, nn.ModuleList)) or (_is_folder(module) and name.isdecimal())
-        if member and not repeated and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if member and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield list(_called(child))
         else:
-            yield from _units(child, repeated)
+            yield from _units(child)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

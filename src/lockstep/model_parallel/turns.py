@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lockstep.errors import TaskError
 from lockstep.model_parallel.clock import Clock
-from lockstep.model_parallel.shapes import Shape
+from lockstep.model_parallel.shapes import Shape, last_layer
 from lockstep.model_parallel.stages import check_tensor, described
 
 
@@ -69,8 +69,7 @@ class Turn(nn.Module):
 
     def _checked(self, output: Any, gives: Shape) -> Tensor:
         """The output, in a form that can be sent and that torch may detach in place, which it does not do to views."""
-        names = getattr(self.stage, "layer_names", (f"stage {self._number}",))
-        tensor = check_tensor(output, names[-1], getattr(self.stage, "last_class", type(self.stage).__name__))
+        tensor = check_tensor(output, *last_layer(self.stage, self._number))
         if Shape.of(tensor) != gives:
             raise TaskError(
                 f"stage {self._number} ({described(self.stage)}) gave {Shape.of(tensor)}, and {gives} for another micro-batch of the same shape: "

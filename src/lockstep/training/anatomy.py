@@ -15,7 +15,6 @@ end at the same steps.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections import defaultdict
@@ -28,6 +27,7 @@ from typing import Any, TextIO
 import torch
 
 from lockstep.anatomy.read import FOLDER
+from lockstep.cores import cores
 from lockstep.data.windows import Window
 from lockstep.gradients.departures import Departure
 from lockstep.settings import Settings
@@ -78,7 +78,7 @@ def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
         "global_batch": task.global_batch,
         "loader_workers": settings.loader_workers,
         "threads": torch.get_num_threads(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
     }
 
 

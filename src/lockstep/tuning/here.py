@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 from typing import Literal
@@ -20,11 +19,6 @@ def kind_of_device(device: Device = "auto") -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu() -> str:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from lockstep.cores import cores
 from lockstep.gradients.layout import FIRST_BUCKET, Entry, plan
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import SharedMemory
 from lockstep.settings import Settings
-from lockstep.tuning.here import cores
 from lockstep.tuning.search import Knob, Value
 from lockstep.world import World
 

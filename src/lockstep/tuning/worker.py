@@ -12,10 +12,11 @@ from time import monotonic
 
 import torch
 
+from lockstep.cores import cores
 from lockstep.settings import Settings
 from lockstep.task import Task
 from lockstep.training.resolve import resolve
-from lockstep.tuning.here import backend_of, cores, cpu
+from lockstep.tuning.here import backend_of, cpu
 from lockstep.tuning.knobs import OPTIONS, knobs
 from lockstep.tuning.search import Found, Row, search
 from lockstep.tuning.table import progress

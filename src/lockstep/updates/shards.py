@@ -32,9 +32,14 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "A
 SCALARS = ("step", "eta", "mu", "mu_product")  # of their state: one number for a whole parameter
 
 
+def elementwise(kind: type[Optimizer]) -> bool:
+    """Whether an optimizer is known to treat every element by itself."""
+    return kind in [getattr(torch.optim, name) for name in ELEMENTWISE]
+
+
 def check_elementwise(kind: type[Optimizer]) -> None:
     """Raise a UsageError for an optimizer that does not treat every element by itself."""
-    if kind not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+    if not elementwise(kind):
         raise UsageError(
             f"{kind.__module__}.{kind.__qualname__} cannot be sharded: only torch.optim's elementwise optimizers are known to give a part of a "
             f"parameter what they would give the whole ({', '.join(ELEMENTWISE)}); use update='replicated'"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.anatomy.generation import Anatomy, Generation
-from lockstep.checkpoints.folders import step_of, written
+from lockstep.checkpoints.folders import best_name, step_of, written
 from lockstep.measure.page.parts import Section, Table
 from lockstep.measure.page.recorded import Recorded
 from lockstep.measure.verdict.judged import Judged
@@ -91,7 +90,7 @@ def _line(event: Any) -> str:
 
 def _checkpoints(run: Path) -> Table:
     folders = written(run / "checkpoints")
-    best = _best(run / "checkpoints")
+    best = best_name(run / "checkpoints")
     rows = []
     for folder in folders[-_ROWS:]:
         try:
@@ -100,11 +99,3 @@ def _checkpoints(run: Path) -> Table:
             continue  # the run is under way, and has removed it meanwhile
         rows.append([folder.name, str(step_of(folder)), f"{size / _MIB:.2f} MiB", "best" if folder.name == best else ""])
     return Table(caption="Checkpoints that are kept", head=["checkpoint", "step", "size", ""], rows=rows)
-
-
-def _best(directory: Path) -> str | None:
-    try:
-        found = json.loads((directory / "best.json").read_text(encoding="utf-8"))
-        return str(found["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

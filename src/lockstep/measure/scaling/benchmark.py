@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.collectives.network import Link
+from lockstep.cores import cores
 from lockstep.data.windows import counted, whole
 from lockstep.errors import UsageError
 from lockstep.measure.scaling.counts import Mode, busiest, check_samples, check_workers, global_batches, in_words, modes_of, uneven
@@ -28,7 +29,7 @@ from lockstep.measure.scaling.works import Work, Works, sizes
 from lockstep.method import Reduce
 from lockstep.settings import Device, Settings
 from lockstep.task import Task
-from lockstep.tuning.here import cores, cpu
+from lockstep.tuning.here import cpu
 
 
 def benchmark_scaling(

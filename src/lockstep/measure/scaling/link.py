@@ -15,6 +15,7 @@ import torch
 from lockstep.collectives.network import Link
 from lockstep.gradients.exact.in_memory import ExactInMemory
 from lockstep.gradients.reductions import Reduction, SharedMemory
+from lockstep.measure.turns import settle
 from lockstep.world import World
 
 _SIZES = (2**12, 2**22)  # bytes: latency decides the first, bandwidth the second
@@ -37,8 +38,7 @@ def link_of(world: World, reduction: Reduction) -> Link:
             world.control.all_reduce(torch.zeros(1)).wait()
             begin = perf_counter()
             carrier.all_reduce(tensor).wait()
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
+            settle(world)
             if run >= 0:
                 taken.append(perf_counter() - begin)
     medians = torch.tensor([median(taken) for taken in seconds], dtype=torch.float64)

@@ -20,6 +20,7 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.measure.scaling.link import in_memory, link_of
 from lockstep.measure.scaling.teams import Turns
 from lockstep.measure.scaling.works import Work, order_of_turns
+from lockstep.measure.turns import settle
 from lockstep.plan.simulation.work import Leaves
 from lockstep.settings import Settings
 from lockstep.step_result import StepResult
@@ -145,7 +146,7 @@ class _Steps:
             _meet(self._world)
             begin = perf_counter()
             results = [self._step() for _ in range(steps)]
-            _settle(self._world)
+            settle(self._world)
             seconds = torch.tensor(perf_counter() - begin, dtype=torch.float64)
         self._world.control.all_reduce(seconds, "max").wait()
         return sum(sum(result.samples_by_rank) for result in results), seconds.item()
@@ -158,10 +159,5 @@ class _Steps:
 
 
 def _meet(world: World) -> None:
-    _settle(world)
+    settle(world)
     world.control.all_reduce(torch.zeros(1)).wait()
-
-
-def _settle(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)

@@ -68,10 +68,10 @@ class Steps:
     def seconds(self) -> float:
         return max(self.busy) + self.common
 
-    def gain(self, saved: Callable[[Place], float], *, least: float = 0.0, common: float = 0.0) -> float:
-        """Of samples/s, where each place saves so many seconds, all together `common`, and the step lasts `least` anyway."""
+    def gain(self, saved: Callable[[Place], float], *, least: float = 0.0) -> float:
+        """Of samples/s, where each place saves so many seconds, and the step lasts `least` anyway."""
         busy = max(time - saved(place) for time, place in zip(self.busy, self.places, strict=True))
-        return self.seconds / max(busy + max(0.0, self.common - common), least, 1e-9) - 1
+        return self.seconds / max(busy + self.common, least, 1e-9) - 1
 
 
 def advice(judged: Judged, behind: Sequence[Straggler], settings: Settings | None) -> list[Advice]:

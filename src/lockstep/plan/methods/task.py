@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 
-from lockstep.data.windows import Plan
+from lockstep.cores import cores
 from lockstep.launcher.spawn import launch
 from lockstep.measure.given import feed
 from lockstep.measure.ways import Loop, Setting
 from lockstep.plan.methods.cost import Gradients
 from lockstep.plan.methods.gradients import gradients_of
+from lockstep.plan.tasks.of_task import slots_of
 from lockstep.task import Task
 from lockstep.training.build import model_of
 from lockstep.training.forward import matmul_precision
 from lockstep.training.threads import intra_op_threads
-from lockstep.tuning.here import cores
 from lockstep.world import init
 
 _WARM_UP, _STEPS = 3, 10
@@ -34,8 +34,7 @@ class Work:
 
 def work_of(task: Task, workers: int) -> Work:
     """From the task's own model and sizes; nothing is computed."""
-    slots = Plan(samples=task.global_batch, global_batch=task.global_batch, micro_batch=task.micro_batch).slots
-    return Work(gradients_of(model_of(task)), -(-slots // workers))
+    return Work(gradients_of(model_of(task)), -(-slots_of(task) // workers))
 
 
 def seconds_of(source: Callable[[], Task], micro_batches: int, workers: int) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.cores import cores
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
@@ -35,13 +36,14 @@ from lockstep.training.forward import matmul_precision
 from lockstep.training.journal import Journal
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.train import Training
-from lockstep.tuning.here import backend_of, cores
+from lockstep.tuning.here import backend_of
+from lockstep.tuning.trial import Trial
 from lockstep.world import World, init
 
 _WARM_UP = 3  # steps: in the second the buckets follow the order of arrival
 _FEWEST = 5
 _MESSAGES = 41
-_LONG = 10**6  # steps or epochs that schedulers are told
+_MANY_EPOCHS = 10**6
 _NEVER = 10**9  # steps between two meetings
 
 
@@ -123,9 +125,8 @@ def _on_rank(source: Callable[[], Task], seconds: float, device: Device) -> _See
     task = source()
     with init(backend=backend_of(device)) as world:
         peak = _peak(world)
-        length: dict[str, Any] = {"epochs": _LONG} if task.scheduler_per == "epoch" else {"steps": _LONG}
         alone: dict[str, Any] = {"sync_every": _NEVER} if world.size > 1 else {}
-        training = Training(task, Settings(task=task.name or "task", workers=world.size, **length, **alone), world, None)
+        training = Trial(task, Settings(task=task.name or "task", workers=world.size, **alone), world).training
         with matmul_precision(training.precision), _records(training) as record:
             steps = _Timed(training, world, record).take(seconds)
         return _seen(task, training, world, steps, None if peak is None else 2**20 * peak.mib())
@@ -170,7 +171,7 @@ class _Timed:
     def _walk(self) -> Iterator[Window]:
         """Windows as full as the first. Raises UsageError where that leaves this rank without a micro-batch."""
         full = None
-        for epoch in self._training.loader.epochs(_LONG):
+        for epoch in self._training.loader.epochs(_MANY_EPOCHS):
             for window in epoch:
                 samples = window.cut.stop - window.cut.start
                 full = full or samples
