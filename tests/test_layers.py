@@ -32,7 +32,7 @@ LAYERS = [
         "lint",
     },
     {"collectives", "data", "launcher", "meeting", "joining", "slurm_store", "hosts", "determinism"},
-    {"world", "backend"},
+    {"world", "world_groups", "backend"},
     {"gradients", "checks", "checkpoints"},
     {"updates"},
     {
@@ -44,6 +44,7 @@ LAYERS = [
         "replicas",
         "uneven",
         "stepper_clock",
+        "stepper_outcomes",
         "stepper_state",
         "stepper_reducer",
         "checkpointing",

@@ -45,6 +45,7 @@ from lockstep.method import Compression, Method, Outer
 from lockstep.step_clock import StepTimes
 from lockstep.step_result import StepResult
 from lockstep.stepper_clock import StepperClock
+from lockstep.stepper_outcomes import Outcomes
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.updates.choice import choose_update
 from lockstep.updates.held import Held, SplitNorm
@@ -147,6 +148,7 @@ class Stepper:
         self._bucket_mb, self._unused_policy, self._trace_nonfinite, self._checks = bucket_mb, unused, trace_nonfinite, checks
         self.steps = 0
         self._clip, self.scaler, self.scheduler, self._seed = clip, scaler, scheduler, seed
+        self._outcomes = Outcomes(self.world, scheduler, scaler)
         self._work_with(model)
         self.exact = exact
         if exact:
@@ -156,11 +158,8 @@ class Stepper:
         self.clock = StepperClock(self.world.device)
         self._windows: int | None = None  # at a server: this rank's own, counted on from the step at which it began
         self._compares_data = checks != "off"
-        self._open_outcome: tuple[Applied, Facts] | None = None  # of the last step, while only a GPU knows it
-        self._looks_at_once = self.world.device.type == "cpu" or scheduler is not None
         self._stop = False
         self._backwards = 0  # in this window
-        self._warned: set[str] = set()
         self._facts: FactsMessage | None = None  # of the window that is open
         self._micro: _MicroBatch | None = None  # that is being walked
         self._balancer: Balancer | None = None  # of its loader, where shares follow measured speed
@@ -194,7 +193,7 @@ class Stepper:
         self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
         self._unused = UnusedCheck(self.reducer, self._unused_policy)
-        self._trace = NonFiniteTrace(self.reducer, always=self._trace_nonfinite)
+        self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._trace_nonfinite)
         self._replicas = ReplicaCheck(self.group) if self._checks == "full" else None
 
     def _is_alone(self) -> bool:
@@ -234,7 +233,7 @@ class Stepper:
                 self._facts_open.add_samples(ours.counts[place])
             self._micro = _MicroBatch(last, slot if self.exact else 0)
             self._buffers.open()
-            self._trace.open(place)
+            self._outcomes.trace.open(place)
             randomness.step(self._seed, step, slot)
             try:
                 with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
@@ -296,7 +295,7 @@ class Stepper:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
         self.clock.open()
         status.step(self.steps + 1)
-        self._settle()
+        self._outcomes.settle()
         self.part_if_due()
         self._compare_data(window)
         if isinstance(self.update, Server):
@@ -304,7 +303,7 @@ class Stepper:
             self.update.begin(window)
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
         self.reducer.reset(None if ours is None else ours.cut)
-        self._trace.begin()
+        self._outcomes.trace.begin()
         self.follow_layout()
         if self.reducer.generation != self._generation:  # layers were added, replaced or frozen: perhaps with buffers
             self._generation = self.reducer.generation
@@ -318,19 +317,12 @@ class Stepper:
         if self._balancer is not None:
             Balance().check(self.method, self.everyone.size)
         self._loss_scale = self._scale_for(window)
-        self._samples = () if self._told is self.everyone else self._shares(ours)
+        self._samples = ()
+        if self._told is not self.everyone:
+            size = self.everyone.size
+            self._samples = (0,) * size if ours is None else ours.samples_by_rank(self.everyone.rank, size)
         status.enter("data")
         return ours, self.steps if ours is None else ours.step
-
-    def _shares(self, window: Window | None) -> tuple[int, ...]:
-        """How many samples of the window each rank walks, by the way it is cut."""
-        size = self.everyone.size
-        if window is None:
-            return (0,) * size
-        if window.drawn:
-            return tuple(window.samples if rank == self.everyone.rank else 0 for rank in range(size))
-        cut = window.cut
-        return tuple(sum(len(cut.positions(slot)) for slot in cut.share(rank, size)) for rank in range(size))
 
     def follow_layout(self) -> None:
         """Where buckets have been laid anew the update follows. Every rank calls it alike; `micro_batches` does."""
@@ -430,9 +422,9 @@ class Stepper:
         status.enter("optimizer")
         outcome = self._apply(facts, divisor)
         self.steps += 1
-        self._open_outcome = outcome, facts
-        if self._looks_at_once:
-            self._settle()
+        self._outcomes.note(self.steps, outcome, facts, alone=self._told is not self.everyone)
+        if self._outcomes.at_once:
+            self._outcomes.settle()
         if self._replicas is not None:
             with status.inside("checks"):
                 self._replicas(self._replicated)
@@ -475,9 +467,8 @@ class Stepper:
             age = server.push(facts.weight, facts.loss, facts.samples_by_rank[0])
         windows = tuple(server.applied())
         for each in windows:
-            if each.reason and each.reason not in self._warned:
-                self._warned.add(each.reason)
-                warnings.warn(f"step {each.step + 1} was skipped: {each.reason}. This is said once.", LockstepWarning, stacklevel=3)
+            if each.reason:
+                self._outcomes.say(each.reason, each.step + 1, each.reason)
         status.enter("loop")
         return StepResult(
             loss=loss / weight if weight else math.nan,
@@ -536,7 +527,7 @@ class Stepper:
             )
         if not isinstance(self.update, LocalSteps):
             return False
-        self._settle()
+        self._outcomes.settle()
         return self.update.meet(stop=self._stop or self.world.asked_to_stop)
 
     def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
@@ -569,28 +560,6 @@ class Stepper:
         if not math.isfinite(facts.loss) and self.scaler is None:
             return Applied(reason=f"the loss is {facts.loss}: this update would make every weight nan")
         return self.update.apply(divisor, self._clip, self.scaler)
-
-    def _settle(self) -> None:
-        """See how the last step ended: the scheduler follows applied steps only; a skipped one is said on rank 0, once a reason."""
-        if self._open_outcome is None:
-            return
-        (outcome, facts), self._open_outcome = self._open_outcome, None
-        reason = outcome.reason
-        nothing_here = self._told is not self.everyone and facts.weight == 0
-        if reason is None or nothing_here:  # alone, a rank without micro-batches keeps to the others' learning rate
-            if self.scheduler is not None:
-                self.scheduler.step()
-            return
-        if self.scaler is not None and facts.weight:
-            return  # with a loss scale, overflows belong to the training
-        kind = reason.partition(":")[0]
-        if facts.weight:
-            kind += " (traced)" if self._trace.watched else ""
-            outcome.explain(f"{reason}. {self._trace.tell(facts.losses_by_rank)}")
-            self._trace.watch()
-        if self.world.rank == 0 and kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(f"step {self.steps} was skipped: {outcome.reason}. This is said once.", LockstepWarning, stacklevel=3)
 
 
 @dataclass(slots=True)

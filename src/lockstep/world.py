@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Literal, Protocol, TypeVar, get_args
+from typing import ClassVar, Literal, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,27 +24,17 @@ import torch.distributed as dist
 
 from lockstep import meeting
 from lockstep.collectives.choose import share_tuning
-from lockstep.collectives.exchanged_tags import ExchangedTags
-from lockstep.collectives.group import Group, Hosts
-from lockstep.collectives.shared_memory.operations import possible, share_memory
-from lockstep.collectives.tags import call_site, share_page
+from lockstep.collectives.group import Group
+from lockstep.collectives.tags import call_site
 from lockstep.determinism import Determinism
 from lockstep.errors import LockstepError, UsageError
-from lockstep.hosts import find_hosts
 from lockstep.joining import SharedCores, choose_backend, find_store, loopback, spare_forks, timeout_of_launcher
 from lockstep.launcher import asked
 from lockstep.place import Placement, placement
+from lockstep.world_groups import C, Closable, Tagging, WorldGroups
 
-Tagging = Literal["host", "all", "off"]
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _generations = itertools.count()  # of worlds that this process has opened, equal on all ranks
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=_Closable)
 
 
 class World:
@@ -78,21 +68,16 @@ class World:
         self._store = store
         self._meetings = 0
         self._depth = 0
-        self._owned: list[_Closable] = []
-        self._groups: list[Group] = []
-        self._subgroups: dict[str, int] = {}  # made so far, by ranks
-        self._hosts_of: dict[Group, Hosts | None] = {}
+        self._owned: list[Closable] = []
         self._determinism: Determinism | None = None
         self.failing = False
         """Whether it is being closed without waiting for the others."""
-        self.group = Group.default()
-        self._tags = tags
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
-        self._describe(self.group)
+        self._groups = WorldGroups(self, store, place, device, timeout=timeout, tags=tags, tuning=self.tuning, subgroup=self._subgroup)
+        self.group = Group.default()
         self.group.watched = True
-        self._share_tags(self.group)
+        self._groups.take(self.group)
         self._open[self.group.process_group] = self
-        self._share_host(self.group)
         self.control = self.group.host
         atexit.register(self._at_exit)
 
@@ -166,29 +151,12 @@ class World:
             raise UsageError(f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and {self.size - 1}")
         if self.rank not in ranks:
             raise UsageError(f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup make it")
-        ranks = [self.group.ranks[rank] for rank in ranks]  # other numbers where some have died (go_on_among)
-        self._same_number_of_groups(ranks)
-        with loopback(self.local_size == self.size):
-            group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
-        assert group is not None
-        return self._group_of(group, one_host)
-
-    def _same_number_of_groups(self, ranks: Sequence[int]) -> None:
-        """torch names a group by its ranks and by how many groups a rank has already: where that differs the members would wait for ever."""
-        count = len(dist.distributed_c10d._world.pg_names)
-        key = f"subgroup/{'-'.join(map(str, ranks))}"
-        self._subgroups[key] = turn = self._subgroups.get(key, 0) + 1
-        self._store.set(f"{key}/{turn}/{self.group.ranks[self.rank]}", str(count))
-        counts = {rank: int(self._store.get(f"{key}/{turn}/{rank}")) for rank in ranks}
-        if len(set(counts.values())) > 1:
-            raise UsageError(
-                f"subgroup of ranks {list(ranks)}: its members belong to different numbers of groups ({counts}), which torch cannot name; "
-                "make subgroups that overlap in rounds in which every rank makes one"
-            )
+        whole = self.group.ranks  # other numbers where some have died (go_on_among)
+        return self._groups.make([whole[rank] for rank in ranks], whole[self.rank], one_host=one_host)
 
     def for_messages(self) -> dist.ProcessGroup:
         """A process group over gloo for messages from point to point, which are listened for as long as the training takes. Every rank calls it."""
-        return self._twin(self.group, timeout=timedelta(days=365))
+        return self._groups.twin(self.group, timeout=timedelta(days=365))
 
     def go_on_among(self, ranks: Sequence[int]) -> Group:
         """Go on without those that have died: from now on the world is these ranks (numbers in the whole one). All of them call it, at one point.
@@ -197,77 +165,16 @@ class World:
         """
         ranks = [self.group.ranks.index(rank) for rank in ranks]
         group = self._subgroup(ranks, one_host=False)
-        self._groups += [self.group, self.control]
+        self._groups.all += [self.group, self.control]
         self.rank, self.size, self.group, self.control = group.rank, group.size, group, group.host
+        self._groups.size = group.size
         group.watched = True
         self._open[group.process_group] = self
         return group
 
     def group_of(self, process_group: dist.ProcessGroup) -> Group:
         """The Group of a process group that the user's own code made. Called by all its members."""
-        return self._group_of(process_group, one_host=False)
-
-    def _group_of(self, process_group: dist.ProcessGroup, one_host: bool) -> Group:
-        group = Group.of(process_group)
-        self._groups.append(group)
-        self._describe(group)
-        self._share_tags(group, one_host=one_host)
-        self._share_host(group)
-        return group
-
-    def _describe(self, group: Group) -> None:
-        """What the choice of an algorithm depends on: the thresholds, and how many ranks in a row share a host."""
-        group.tuning = self.tuning
-        first = group.ranks[0] // self.local_size
-        group.ranks_per_node = sum(rank // self.local_size == first for rank in group.ranks)
-        group.find_hosts = lambda: self._hosts(group)
-
-    def _hosts(self, group: Group) -> Hosts | None:
-        """Asked once a group. On one host, with tensors elsewhere than on the CPU, or without tags there is nothing to ask."""
-        if group not in self._hosts_of:
-            several = self.local_size != self.size and self.device.type == "cpu" and group.size > 1 and self._tags != "off"
-            self._hosts_of[group] = find_hosts(group, self.node, self._subgroup) if several else None
-        return self._hosts_of[group]
-
-    def _share_tags(self, group: Group, *, host: bool = False, one_host: bool = False) -> None:
-        """Have every collective of the group compared before it is issued: on a page of memory where all ranks are on one host.
-
-        `host`: the group's tensors are on the CPU, whatever the world's device. `one_host`: its ranks are on one, those of the world are not.
-        """
-        group.waits = host or self.device.type == "cpu"
-        if group.size == 1 or group.tags is not None or self._tags == "off":
-            return
-        name = group.process_group.group_name
-        if sys.platform == "linux" and (one_host or self.local_size == self.size):
-            group.tags = self.own(share_page(self._store, name, group.rank, group.ranks, self.timeout))
-            self._share_memory(group, name)
-        elif self._tags == "all":
-            twin = self._twin(group)
-            group.tags = self.own(ExchangedTags(self._store, name, twin, group.ranks, self.timeout))
-        if group.tags is not None:
-            group.timeout = self.timeout
-
-    def _share_memory(self, group: Group, name: str) -> None:
-        """Where tensors are on the CPU of one host, they may travel through its memory."""
-        if group.waits and possible():
-            group.memory = self.own(share_memory(self._store, f"memory/{name}", group, self.timeout))
-
-    def _share_host(self, group: Group) -> None:
-        """On GPUs, give the group a twin for CPU tensors."""
-        if self.device.type == "cpu" or group.host is not group:
-            return
-        group.host = Group.of(self._twin(group))
-        self._groups.append(group.host)
-        self._share_tags(group.host, host=True)
-
-    def _twin(self, group: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
-        """Another process group of the same ranks, over gloo."""
-        with loopback(self.local_size == self.size):
-            twin: dist.ProcessGroup | None = dist.new_group(
-                list(group.ranks), timeout=timeout, backend="gloo", use_local_synchronization=True, sort_ranks=False
-            )
-        assert twin is not None
-        return twin
+        return self._groups.take(Group.of(process_group))
 
     def compute_deterministically(self, threads: int | None = None) -> Determinism:
         """Have this process compute so, until the world closes, that the same micro-batch gives the same gradient on every rank.
@@ -322,7 +229,7 @@ class World:
                 del self._open[process_group]
             while self._owned:
                 self._owned.pop().close()
-            for group in {self.group, self.control, *self._groups}:
+            for group in {self.group, self.control, *self._groups.all}:
                 group.forget()
             if not self.adopted:
                 self._end_process_group(failed)

@@ -241,6 +241,12 @@ class Window(Sequence[Any]):
         """Samples of this rank."""
         return sum(self.counts)
 
+    def samples_by_rank(self, rank: int, size: int) -> tuple[int, ...]:
+        """Samples of each of `size` ranks, by the way the step is cut. Of a window that was drawn this rank's, `rank`, are all there are."""
+        if self.drawn:
+            return tuple(self.samples if each == rank else 0 for each in range(size))
+        return tuple(sum(len(self.cut.positions(slot)) for slot in self.cut.share(each, size)) for each in range(size))
+
     def __len__(self) -> int:
         return len(self.slots)
 

@@ -6,7 +6,6 @@ The loop is the one that a user would write with Loader and Stepper (README); ar
 from __future__ import annotations
 
 import json
-import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ from lockstep.training.opening import computing, run_directory_for, world_for
 from lockstep.training.result import Result
 from lockstep.training.resume import check_same, forget_after, machine, moved, recipe_of
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.watch import Watch
+from lockstep.training.state import TrainingState
 from lockstep.world import World
 
 _WITHOUT_END = 2**62  # epochs
@@ -210,15 +209,8 @@ class Training:
             self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=every, remote=remote)
         elif settings.checkpoints is not None:
             raise UsageError(f"checkpoints={settings.checkpoints!r} are copies of a run's: give run= too")
-        self.best = Watch(task.best, task.best_mode) if task.best and task.best_mode else None
-        self.patience = Watch(task.early_stopping.metric, task.early_stopping.mode) if task.early_stopping else None
-        self.epochs_done = 0
-        self.evaluated = 0  # the step of the last evaluation
-        self.metrics: dict[str, float] = {}
-        self.loss = math.nan  # of the last step
-        self.stopped_early: str | None = None
+        self.state = TrainingState.of(task)
         self.anatomy: AnatomyFile | None = None
-        self.unevaluated: int | None = None  # the epoch whose evaluation was broken off, or is under way
 
     def _how(self) -> str:
         settings, buckets = self.settings, ""
@@ -272,8 +264,8 @@ class Training:
                 self._say_resumed(journal, resumed)
             self._epochs(journal)
             seconds = time.perf_counter() - began
-            if self.stopped_early:
-                journal.event("early stop", f"stopped early: {self.stopped_early}", step=self.stepper.steps)
+            if self.state.stopped_early:
+                journal.event("early stop", f"stopped early: {self.state.stopped_early}", step=self.stepper.steps)
             if self.part is not None and (idle := self.part.idle()) is not None:
                 journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
@@ -319,15 +311,9 @@ class Training:
             check=lambda checkpoint: check_same(self.recipe, checkpoint.state.get("recipe", {}), checkpoint.folder)
         )
         if found is not None:
-            state = found.state
-            self.epochs_done, self.evaluated, self.loss = int(state["epochs"]), int(state["evaluated"]), float(state["loss"])
-            self.metrics = {name: float(value) for name, value in state["metrics"].items()}
-            for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
-                if watch is not None:
-                    watch.load(saved)
-            self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]
+            self.state.load(found.state)
         if self.world.rank == 0:
-            forget_after(self.directory.metrics, self.stepper.steps, self.evaluated)
+            forget_after(self.directory.metrics, self.stepper.steps, self.state.evaluated)
         return found
 
     def _say_resumed(self, journal: Journal, found: Checkpoint) -> None:
@@ -338,11 +324,11 @@ class Training:
 
     def _epochs(self, journal: Journal) -> None:
         at = self.loader.state_dict()
-        if self.unevaluated is not None:
-            self._evaluate(journal, self.unevaluated)
-        elif at["epoch"] > self.epochs_done:  # resumed from a checkpoint that was taken before its epoch's end was seen to
+        if self.state.unevaluated is not None:
+            self._evaluate(journal, self.state.unevaluated)
+        elif at["epoch"] > self.state.epochs:  # resumed from a checkpoint that was taken before its epoch's end was seen to
             self._end_of_epoch(journal, at["epoch"], whole=True)
-        elif self._over() and self.evaluated != self.stepper.steps:
+        elif self._over() and self.state.evaluated != self.stepper.steps:
             self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
         if self._over():
             return
@@ -358,10 +344,10 @@ class Training:
                 break
 
     def _over(self) -> bool:
-        return self.stopped_early is not None or self.stepper.steps == self.length.steps
+        return self.state.stopped_early is not None or self.stepper.steps == self.length.steps
 
     def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
-        self.epochs_done += whole
+        self.state.epochs += whole
         if self.task.scheduler_per == "epoch" and self.scheduler is not None:
             self.scheduler.step()
         self._evaluate(journal, epoch)
@@ -372,7 +358,7 @@ class Training:
             journal.event("balance", str(moved), step=window.step + 1, micro_batches_by_rank=moved.by_rank, seconds_by_rank=moved.seconds)
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
-        self.loss = result.loss
+        self.state.loss = result.loss
         if self.anatomy is not None:
             self.anatomy.step(result, window, self.activations.bytes)
         if self.stepper.method.server is None:
@@ -442,39 +428,22 @@ class Training:
         if self.evaluation is None:
             return
         began = time.perf_counter()
-        self.unevaluated = epoch
+        self.state.unevaluated = epoch
         metrics = self.evaluation()
         if metrics is None:
             self._stop(journal)
-        self.metrics, self.unevaluated = metrics, None
-        steps = self.evaluated = self.stepper.steps
-        improved = self.best is not None and self.best.better(self.metrics, steps)
-        self._lose_patience()
-        if improved and self.best is not None and self.checkpoints is not None:
-            self.checkpoints.save(self._state(), best=(self.best.metric, self.best.value))
-        journal.evaluated(steps, epoch, self.metrics, time.perf_counter() - began)
-
-    def _lose_patience(self) -> None:
-        stopping = self.task.early_stopping
-        if self.patience is not None and stopping is not None:
-            better = self.patience.better(self.metrics, self.stepper.steps)
-            if not better and self.patience.waited >= stopping.patience:
-                value = f"{stopping.metric} has not been better than {self.patience.value:.4f} (step {self.patience.step})"
-                self.stopped_early = f"{value} for {stopping.patience} evaluations"
+        steps = self.stepper.steps
+        improved = self.state.note(metrics, steps)
+        if improved and self.state.best is not None and self.checkpoints is not None:
+            self.checkpoints.save(self._state(), best=(self.state.best.metric, self.state.best.value))
+        journal.evaluated(steps, epoch, metrics, time.perf_counter() - began)
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint says beside the Stepper's and the Loader's state."""
         state = {
             "task": self.task.name,
             "seed": self.task.seed,
-            "epochs": self.epochs_done,
-            "evaluated": self.evaluated,
-            "metrics": self.metrics,
-            "loss": self.loss,
-            "best": self.best.state() if self.best else None,
-            "patience": self.patience.state() if self.patience else None,
-            "stopped_early": self.stopped_early,
-            "unevaluated": self.unevaluated,
+            **self.state.as_json(),
             "recipe": self.recipe,
             "machine": self.machine,
         }
@@ -493,17 +462,17 @@ class Training:
         result = Result(
             task=self.task.name or "task",
             model=self.model,
-            metrics=self.metrics,
-            best=self.best.as_json() if self.best else None,
-            loss=self.loss,
-            headline=self._headline(),
-            epochs=self.epochs_done,
+            metrics=self.state.metrics,
+            best=self.state.best.as_json() if self.state.best else None,
+            loss=self.state.loss,
+            headline=self.state.headline(),
+            epochs=self.state.epochs,
             steps=self.stepper.steps,
             workers=self.world.size,
             update=", ".join(filter(None, [mesh_in_words(self.settings), self.stepper.method.describe()])),
             reduce=self.stepper.reducer.reduction.name,
             seconds=seconds,
-            stopped_early=self.stopped_early,
+            stopped_early=self.state.stopped_early,
             sha256=digest,
             run=self.directory.path if self.directory else None,
             checkpoint=checkpoint,
@@ -513,10 +482,3 @@ class Training:
             new.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
             new.replace(self.directory.result)  # whether it is there says whether the run has ended
         return result
-
-    def _headline(self) -> tuple[str, float]:
-        """The metric that decides, else the task's first, else the loss."""
-        watched = self.best or self.patience
-        names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
-        name = watched.metric if watched else next(iter(names), "loss")
-        return name, self.metrics.get(name, self.loss)

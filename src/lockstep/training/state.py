@@ -1,0 +1,78 @@
+"""How far a training has come, and how well: what its checkpoints say beside the model, and what its result is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.task import EarlyStopping, Task
+from lockstep.training.watch import Watch
+
+
+@dataclass(slots=True)
+class TrainingState:
+    """Equal on all ranks, as evaluations are."""
+
+    best: Watch | None
+    patience: Watch | None
+    _stopping: EarlyStopping | None
+    epochs: int = 0
+    """That were walked to their end."""
+    evaluated: int = 0
+    """The step of the last evaluation."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What it found."""
+    loss: float = math.nan
+    """Of the last step."""
+    stopped_early: str | None = None
+    unevaluated: int | None = None
+    """The epoch whose evaluation was broken off, or is under way."""
+
+    @classmethod
+    def of(cls, task: Task) -> TrainingState:
+        """At the beginning."""
+        best = Watch(task.best, task.best_mode) if task.best and task.best_mode else None
+        stopping = task.early_stopping
+        return cls(best, None if stopping is None else Watch(stopping.metric, stopping.mode), stopping)
+
+    def note(self, metrics: dict[str, float], step: int) -> bool:
+        """Take in an evaluation after `step` steps; whether it is the best so far. Raises TaskError where a metric that is watched is not there."""
+        self.metrics, self.unevaluated, self.evaluated = metrics, None, step
+        improved = self.best is not None and self.best.better(metrics, step)
+        if self.patience is not None and self._stopping is not None:
+            better, most = self.patience.better(metrics, step), self._stopping.patience
+            if not better and self.patience.waited >= most:
+                value = f"{self.patience.metric} has not been better than {self.patience.value:.4f} (step {self.patience.step})"
+                self.stopped_early = f"{value} for {most} evaluations"
+        return improved
+
+    def headline(self) -> tuple[str, float]:
+        """The metric that decides, else the task's first, else the loss."""
+        watched = self.best or self.patience
+        names = [name for name in self.metrics if name != "loss"] or list(self.metrics)
+        name = watched.metric if watched else next(iter(names), "loss")
+        return name, self.metrics.get(name, self.loss)
+
+    def as_json(self) -> dict[str, Any]:
+        """For a checkpoint. `finite` makes numbers of it that JSON has."""
+        return {
+            "epochs": self.epochs,
+            "evaluated": self.evaluated,
+            "metrics": self.metrics,
+            "loss": self.loss,
+            "best": self.best.state() if self.best else None,
+            "patience": self.patience.state() if self.patience else None,
+            "stopped_early": self.stopped_early,
+            "unevaluated": self.unevaluated,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what a checkpoint says. What the task does not watch is left."""
+        self.epochs, self.evaluated, self.loss = int(state["epochs"]), int(state["evaluated"]), float(state["loss"])
+        self.metrics = {name: float(value) for name, value in state["metrics"].items()}
+        for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
+            if watch is not None:
+                watch.load(saved)
+        self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]
