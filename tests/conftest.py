@@ -10,11 +10,13 @@ import multiprocessing.resource_tracker
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,15 @@ import psutil
 import pytest
 import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
 
+from lockstep.testing.ranks import run_ranks
+
+# A user's ranks have a minute. A loaded machine may take longer, and what hangs here is ended by the limit of its test.
+run_ranks.__defaults__ = ((), None, timedelta(days=1))
+
 hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("lockstep")
 
-_PATIENCE_SECONDS = 5.0  # for what is ending on its own
+_PATIENCE_SECONDS = 30.0  # for what is ending on its own
 _CLEARING_SECONDS = 120.0  # for the fixtures of a test, at its end
 _AGAIN_SECONDS = 30.0  # until what was interrupted, and goes on waiting, is interrupted once more
 _SHARED_MEMORY = Path("/dev/shm")
@@ -34,7 +41,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(settings: Any) -> Iterator[object]:
-    """pytest-timeout interrupts a test once. One that then waits for ever, as a `with` for its process to end, is interrupted again."""
+    """pytest-timeout interrupts a test once. One that waits again while it is unwound, as `with Popen(...)` does, is interrupted again."""
     done = yield
     if settings.method == "signal":
         signal.setitimer(signal.ITIMER_REAL, settings.timeout, _AGAIN_SECONDS)
@@ -43,7 +50,7 @@ def pytest_timeout_set_timer(settings: Any) -> Iterator[object]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Iterator[object]:
-    """And it has no limit for what fixtures clear away after a failure, who may wait for just what did not come before."""
+    """pytest-timeout stops its timer at a failure, so a fixture's end could wait for ever: it has a limit of its own."""
     handler = signal.signal(signal.SIGALRM, _too_long)
     timer = signal.setitimer(signal.ITIMER_REAL, _CLEARING_SECONDS, _AGAIN_SECONDS)
     try:
@@ -71,6 +78,21 @@ def signals_as_in_a_terminal() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unknown_names() -> Iterator[None]:
+    """Names under .invalid are unknown at once: a resolver that cannot be reached would be asked for half a minute."""
+    look_up = socket.getaddrinfo
+
+    def known(host: Any, *args: Any, **options: Any) -> Any:
+        if str(host).endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(host, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", known)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import psutil
 
 
 def alive(process: psutil.Process | int) -> bool:
-    """Whether it runs: between two questions it may end, so there is only one."""
+    """Whether it runs. It may end between the two questions that have to be asked, which psutil says in its own way."""
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
@@ -37,9 +37,10 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill it with all that it has started, and close its pipes.
+    """Kill it with all that descends from it, wait until they are gone, and close its pipes.
 
-    A process of a process may hold them open, and outlive both: to wait for the end of what is written would be to wait for it.
+    A process of a process may hold them open, and outlive both: to wait for the end of what is written would be to wait for it. Where the
+    process has ended already, its descendants are nobody's, and not found here.
     """
     everybody: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
@@ -51,3 +52,4 @@ def end(process: subprocess.Popen[Any]) -> None:
             with suppress(OSError):
                 stream.close()
     process.wait()
+    wait_gone(everybody)

@@ -231,7 +231,7 @@ def test_what_only_the_device_knows_is_read_when_somebody_looks(world: lockstep.
     model = zoo.build("mlp")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), clip=1.0)
-    stepper._outcomes.at_once = False  # as on a GPU
+    stepper._outcomes.known_at_once = False  # as on a GPU
     read: list[Applied] = []
     look = Applied._read
     monkeypatch.setattr(Applied, "_read", lambda self: (read.append(self), look(self))[1])

@@ -136,7 +136,7 @@ def late_at_a_barrier(world: lockstep.World, flag: str) -> tuple[tuple[int, ...]
         while not os.path.exists(flag):  # late until another rank has given up
             time.sleep(0.01)
     try:
-        world.barrier(timeout=timedelta(seconds=0.5))
+        world.barrier(timeout=timedelta(seconds=3))
     except BarrierTimeout as error:
         if world.rank == 0:
             open(flag, "w").close()
@@ -147,7 +147,7 @@ def late_at_a_barrier(world: lockstep.World, flag: str) -> tuple[tuple[int, ...]
 def test_a_late_rank_is_named_on_all_ranks_also_on_itself(tmp_path: Path) -> None:
     found = run_ranks(late_at_a_barrier, 3, args=(str(tmp_path / "given-up"),))
     assert [missing for missing, _ in found] == [(1,)] * 3
-    assert found[0][1] == "rank 1 of 3 did not reach the barrier within 0.5 s."
+    assert found[0][1] == "rank 1 of 3 did not reach the barrier within 3 s."
     assert found[1][1].endswith("This rank came after the others had given up.")
 
 
@@ -190,7 +190,7 @@ def cycles(world: lockstep.World, count: int) -> int:
 
 
 def test_twenty_start_stop_cycles_of_eight_ranks_without_an_abort() -> None:
-    assert run_ranks(cycles, 8, args=(20,), timeout=timedelta(seconds=100)) == [20] * 8
+    assert run_ranks(cycles, 8, args=(20,)) == [20] * 8
 
 
 SIBLING = """
@@ -202,7 +202,7 @@ with lockstep.init(rank=int(sys.argv[1]), world_size=3) as world:
 
 def test_ranks_that_the_user_spawned_find_each_other_without_an_address() -> None:
     ranks = [subprocess.Popen([sys.executable, "-c", SIBLING, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["1.0 3\n"] * 3
+    assert [rank.communicate()[0] for rank in ranks] == ["1.0 3\n"] * 3
     assert [rank.returncode for rank in ranks] == [0] * 3
 
 
@@ -224,7 +224,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection() -> None:
-    assert subprocess.run([sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout == "7\n"
+    assert subprocess.run([sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=True).stdout == "7\n"
 
 
 def test_the_launchers_timeout_counts_where_none_is_given_and_one_that_nobody_reads_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -423,7 +423,7 @@ class Stepper:
         outcome = self._apply(facts, divisor)
         self.steps += 1
         self._outcomes.note(self.steps, outcome, facts, alone=self._told is not self.everyone)
-        if self._outcomes.at_once:
+        if self._outcomes.known_at_once:
             self._outcomes.settle()
         if self._replicas is not None:
             with status.inside("checks"):

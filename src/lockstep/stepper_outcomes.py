@@ -1,7 +1,7 @@
 """How a Stepper's steps ended: the scheduler follows those that were applied, and a skipped one is said, with where its nan came from.
 
-On a CPU that is known at once. On a GPU it is looked up when the next window opens, so that no step waits for the device; unless a scheduler
-has to know.
+On a CPU that is known at once. On a GPU it is looked up when the next window opens, or replicas meet, so that no step waits for the device;
+unless a scheduler has to know. A server's windows are applied by others: of them it is only said which were skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Outcomes:
 
     def __init__(self, world: World, scheduler: LRScheduler | None, scaler: GradScaler | None) -> None:
         self._world, self._scheduler, self._scaler = world, scheduler, scaler
-        self.at_once = world.device.type == "cpu" or scheduler is not None
+        self.known_at_once = world.device.type == "cpu" or scheduler is not None
         """Whether to settle a step as soon as it is noted."""
         self._open: tuple[int, Applied, Facts, bool] | None = None
         self._said: set[str] = set()
@@ -55,7 +55,7 @@ class Outcomes:
             self.say(kind, step, outcome.reason or reason)
 
     def say(self, kind: str, step: int, reason: str) -> None:
-        """That a step was skipped: once for each kind of reason. The warning names the line that called the Stepper."""
+        """That a step was skipped: once for each kind of reason. A warning of the step that is just over names the line that called the Stepper."""
         if kind not in self._said:
             self._said.add(kind)
             warnings.warn(f"step {step} was skipped: {reason}. This is said once.", LockstepWarning, stacklevel=4)

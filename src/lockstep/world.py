@@ -165,9 +165,7 @@ class World:
         """
         ranks = [self.group.ranks.index(rank) for rank in ranks]
         group = self._subgroup(ranks, one_host=False)
-        self._groups.all += [self.group, self.control]
         self.rank, self.size, self.group, self.control = group.rank, group.size, group, group.host
-        self._groups.size = group.size
         group.watched = True
         self._open[group.process_group] = self
         return group
@@ -229,7 +227,7 @@ class World:
                 del self._open[process_group]
             while self._owned:
                 self._owned.pop().close()
-            for group in {self.group, self.control, *self._groups.all}:
+            for group in set(self._groups.made):
                 group.forget()
             if not self.adopted:
                 self._end_process_group(failed)

@@ -31,13 +31,16 @@ C = TypeVar("C", bound=Closable)
 
 
 class Owner(Protocol):
-    """What closes a resource at its own end."""
+    """The world: how many ranks it has now, in all and on this host, and who closes a resource at its own end."""
+
+    size: int
+    local_size: int
 
     def own(self, resource: C) -> C: ...
 
 
 class WorldGroups:
-    """Makes them, and fits them out; every member of a group calls the same. What has to end is handed to `owner`.
+    """Makes a world's groups and fits them out; every member of a group calls the same. What has to end is handed to `owner`.
 
     `subgroup(ranks, one_host)` makes a group of world ranks.
     """
@@ -54,19 +57,18 @@ class WorldGroups:
         tuning: Tuning,
         subgroup: Callable[[Sequence[int], bool], Group],
     ) -> None:
-        self.all: list[Group] = []
-        self.size = place.size
-        """Of the world as it is now."""
+        self.made: list[Group] = []
+        """All that were fitted out, twins too."""
         self._owner, self._store, self._device = owner, store, device
         self._local_size, self._node = place.local_size, place.node
         self._timeout, self._tags, self._tuning = timeout, tags, tuning
         self._subgroup = subgroup
-        self._made: dict[str, int] = {}  # so far, by ranks
+        self._turns: dict[str, int] = {}  # so far, by ranks
         self._hosts_of: dict[Group, Hosts | None] = {}
 
     @property
     def on_one_host(self) -> bool:
-        return self._local_size == self.size
+        return self._owner.local_size == self._owner.size
 
     def make(self, ranks: Sequence[int], rank: int, *, one_host: bool) -> Group:
         """A group of ranks as the whole world numbers them, made by its members only, of whom this one is `rank`."""
@@ -78,7 +80,7 @@ class WorldGroups:
 
     def take(self, group: Group, *, one_host: bool = False) -> Group:
         """Fit out a group that is there. `one_host`: its ranks are on one, those of the world are not."""
-        self.all.append(group)
+        self.made.append(group)
         self._describe(group)
         self._share_tags(group, one_host=one_host)
         self._share_host(group)
@@ -97,7 +99,7 @@ class WorldGroups:
         """torch names a group by its ranks and by how many groups a rank has already: where that differs the members would wait for ever."""
         count = len(dist.distributed_c10d._world.pg_names)
         key = f"subgroup/{'-'.join(map(str, ranks))}"
-        self._made[key] = turn = self._made.get(key, 0) + 1
+        self._turns[key] = turn = self._turns.get(key, 0) + 1
         self._store.set(f"{key}/{turn}/{rank}", str(count))
         counts = {each: int(self._store.get(f"{key}/{turn}/{each}")) for each in ranks}
         if len(set(counts.values())) > 1:
@@ -147,5 +149,5 @@ class WorldGroups:
         if self._device.type == "cpu" or group.host is not group:
             return
         group.host = Group.of(self.twin(group))
-        self.all.append(group.host)
+        self.made.append(group.host)
         self._share_tags(group.host, host=True)

@@ -236,7 +236,7 @@ def test_a_url_that_cannot_work_is_one_sentence(url: str, tmp_path: Path) -> Non
         else:
             pytest.skip("s3fs is installed here")
     command = [sys.executable, "-m", "lockstep", "train", "digits", "--checkpoints", url, "--run", "mine"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"checkpoints at {url}: " in done.stderr
     assert "Traceback" not in done.stderr
@@ -254,7 +254,7 @@ def test_from_the_command_line_another_host_goes_on_and_fresh_begins_anew(tmp_pa
     def train(run: str, *more: str) -> tuple[str, str]:
         command = [sys.executable, "-m", "lockstep", "train", "digits", "--exact", "--checkpoints", "copies", "--run", run]
         command += ["--steps", "6", "--checkpoint-every", "2", *more]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout.split()[-1], done.stderr
 

@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 
 
 def _python(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(

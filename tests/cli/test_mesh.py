@@ -14,7 +14,7 @@ SMALL = ["--set", "train_bytes=3000", "--set", "eval_bytes=600", "--set", "width
 
 
 def lockstep(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lockstep", *words], cwd=folder, capture_output=True, text=True, timeout=110)
+    return subprocess.run([sys.executable, "-m", "lockstep", *words], cwd=folder, capture_output=True, text=True)
 
 
 def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:

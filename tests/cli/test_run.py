@@ -23,7 +23,7 @@ with lockstep.init() as world:
 
 
 def lockstep(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lockstep", *args], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-m", "lockstep", *args], cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def test_arguments_pass_through_untouched(tmp_path: Path) -> None:

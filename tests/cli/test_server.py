@@ -25,7 +25,7 @@ from tests.training import toy
 class Net(toy.Net):
     def forward(self, x):
         if self.training and Path("slowly").exists():
-            time.sleep(0.02)
+            time.sleep(0.1)
         return super().forward(x)
 
 def task():
@@ -63,8 +63,10 @@ def test_to_the_end(training: TrainingProcess) -> None:
 def test_the_rest_go_on_without_a_worker_that_was_killed(training: TrainingProcess) -> None:
     (training.folder / "slowly").touch()
     training.start(4, "--update", "server:shards=1", "--staleness", "inf")
+    training.until(lambda: len(training.records()) >= 1)
+    worker = training.rank(2)
     training.until(lambda: len(training.records()) >= 5)
-    training.rank(2).kill()
+    worker.kill()
     (training.folder / "slowly").unlink()
     code, out, err = training.end()
     assert code == 0, err
@@ -140,7 +142,7 @@ def test_who_held_what_is_said_of_a_shard_that_has_gone(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEAVES)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "PeerFailed: rank 1, which held 100 % of the parameters, has gone" in ended.stderr, ended.stderr
     assert "the same command goes on" in ended.stderr

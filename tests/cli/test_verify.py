@@ -47,7 +47,7 @@ def test_the_order_of_a_set(tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(Path(planted).read_text())
     command = [sys.executable, "-m", "lockstep", "verify", "my_task.py", "--workers", "1,1", "--steps", "1", "--set", "fault=set"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    done = subprocess.run([*command, "--exact"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([*command, "--exact"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     *table, where, why = done.stdout.splitlines()
     assert table[2].split()[-1] == "differs"

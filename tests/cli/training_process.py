@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.ending import end
+from tests.ending import end, kill, wait_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,9 +49,9 @@ class TrainingProcess:
 
     def until(self, there: Callable[[], bool]) -> None:
         assert self.process is not None
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not there():
-            assert self.process.poll() is None, self.process.communicate(timeout=60)
+            assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
@@ -79,7 +79,7 @@ class TrainingProcess:
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
         assert self.process is not None
-        out, err = self.process.communicate(timeout=100)
+        out, err = self.process.communicate()
         return self.process.returncode, out, err
 
 
@@ -90,4 +90,7 @@ def nobody_left(training: TrainingProcess) -> Iterator[TrainingProcess]:
     if training.process is not None:
         end(training.process)
     left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(training.folder)]
-    assert not left
+    try:
+        wait_gone(left)
+    finally:
+        kill(left)

@@ -72,9 +72,9 @@ def test_training_goes_on_as_without() -> None:
 
 def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
     try:
-        with on_hosts_of_their_own(world, timeout=1) as apart:
+        with on_hosts_of_their_own(world, timeout=5) as apart:
             if apart.rank == 1:
-                apart._store.wait(["the others gave up"], timedelta(seconds=20))
+                apart._store.wait(["the others gave up"], timedelta(minutes=5))
                 raise KeyboardInterrupt
             try:
                 collectives.all_reduce(torch.ones(2))
@@ -90,7 +90,7 @@ def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
 def test_a_rank_that_does_not_come_is_named() -> None:
     message, missing = run_ranks(one_rank_is_late, 2)[0]
     assert missing == (1,)
-    assert re.fullmatch(r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within 1 s, or has ended", message)
+    assert re.fullmatch(r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within 5 s, or has ended", message)
 
 
 def one_rank_dies(world: lockstep.World) -> None:

@@ -84,6 +84,17 @@ def test_a_window_of_batches_counts_true_samples() -> None:
     assert second == [([2], [1]), ([], [])]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_knows_how_many_samples_the_others_walk(size: int) -> None:
+    def by_sample(rank: int) -> Loader:
+        return Loader(Numbers(23), global_batch=8, micro_batch=3, rank=rank, size=size, device="cpu")
+
+    for loader in (lambda rank: by_batch(rank=rank, size=size), by_sample):
+        for windows in zip(*(next(loader(rank).epochs(1)) for rank in range(size)), strict=True):
+            said = [window.samples_by_rank(rank, size) for rank, window in enumerate(windows)]
+            assert said == [tuple(window.samples for window in windows)] * size
+
+
 def test_a_loader_of_batches_says_what_it_does() -> None:
     loader = by_batch(size=3)
     assert loader.describe() == "2 micro-batches a step, as Pairs makes them; 3 ranks: 2 x 1, 1 idle"

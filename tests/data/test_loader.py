@@ -267,8 +267,7 @@ def test_workers_die_with_their_rank_even_while_they_fetch(tmp_path: Path) -> No
     script = textwrap.dedent(f"""
         from pathlib import Path
         from lockstep import Loader
-        from tests.ending import alive
-from tests.data.datasets import Sleeping
+        from tests.data.datasets import Sleeping
         list(next(iter(next(Loader(Sleeping(4, Path({str(file)!r})), global_batch=4, num_workers=1).epochs(1)))))
     """)
     rank = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
@@ -278,7 +277,7 @@ from tests.data.datasets import Sleeping
         assert worker.ppid() == rank.pid
         os.kill(rank.pid, signal.SIGKILL)
         rank.wait()
-        until(lambda: not alive(worker), seconds=4)
+        until(lambda: not alive(worker))
     finally:
         rank.kill()
         rank.wait()

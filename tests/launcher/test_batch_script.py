@@ -85,7 +85,7 @@ def bash(job: Job, folder: Path, code: int) -> subprocess.CompletedProcess[str]:
     stub(folder, "srun", f'printf "<%s>" "$@" > {folder}/srun.txt; exit {code}')
     stub(folder, "scontrol", f'echo "$@" > {folder}/scontrol.txt')
     env = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    return subprocess.run(["bash"], input=batch_script(job), cwd=folder, env=env, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(["bash"], input=batch_script(job), cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def test_in_a_shell_nothing_of_it_is_run(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_script_for_torchrun_as_tasks_of_a_step(tmp_path: Path) -> None:
         )
         for rank in ("0", "1")
     ]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
+    errors = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 1], errors
     assert errors[0] == ""
     assert "lockstep" not in errors[1].replace(str(tmp_path), "")

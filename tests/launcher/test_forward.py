@@ -36,9 +36,7 @@ def command(*args: str) -> list[str]:
 
 def run(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
-    return subprocess.run(
-        [*command(*args), "script.py"], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run([*command(*args), "script.py"], cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
 
 
 def expanded(out: str, ranks: int) -> dict[int, list[str]]:
@@ -145,7 +143,7 @@ def test_the_last_lines_of_a_rank_that_was_not_on_the_terminal_are_shown(rank: i
     (tmp_path / "script.py").write_text(text)
     code = "from lockstep.launcher.supervise import *; supervise(Target(script='script.py'), 2, console='first')"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
     )
     lines = done.stderr.splitlines()
     assert lines[: 2 * rank] == ["the last that rank 1 printed:", "said by 1"][: 2 * rank]

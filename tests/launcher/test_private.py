@@ -36,7 +36,7 @@ def test_a_run_directory_is_private_and_goes_with_the_run() -> None:
 
 def test_a_killed_runs_directory_goes_with_the_next_and_a_living_ones_stays(temporary: Path) -> None:
     code = "import os, signal; from lockstep.launcher import private\nwith private.run_directory(): os.kill(os.getpid(), signal.SIGKILL)"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)}, check=False, timeout=30)
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)}, check=False)
     (left,) = private.user_directory().iterdir()
     with private.run_directory() as mine:
         assert not left.exists()

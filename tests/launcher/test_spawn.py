@@ -118,6 +118,13 @@ def _unwind_slowly(world: World) -> None:
     dist.all_reduce(torch.ones(3))
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However loaded the machine is: what a rank has to say comes in time."""
+    monkeypatch.setattr("lockstep.launcher.spawn._SETTLE_SECONDS", 300.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_complaint_about_a_peer_waits_for_the_peers_own_word() -> None:
     with pytest.raises(WorkerFailed, match="the true cause"):
         run_ranks(_unwind_slowly, 2)
@@ -154,6 +161,7 @@ def _returns_early(world: World) -> None:
         world._open.clear()  # as a rank that never opened one
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_returned_early_is_noted() -> None:
     with pytest.raises(WorkerFailed, match="rank 1 had finished before that: do all ranks take the same number of steps"):
         run_ranks(_returns_early, 2)
@@ -228,7 +236,7 @@ def _start_method(world: World) -> str:
 
 def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     (tmp_path / "script.py").write_text(textwrap.dedent(text))
-    return subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False)
 
 
 def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
@@ -263,7 +271,7 @@ def test_a_function_of_the_script_itself_can_be_launched(tmp_path: Path) -> None
 
 def test_a_function_of_a_notebook_is_refused_with_a_sentence() -> None:
     code = "import lockstep\ndef train(): pass\ntry: lockstep.launch(train)\nexcept lockstep.errors.UsageError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("fn=train is defined in a notebook or an interactive session")
 
 

@@ -23,12 +23,12 @@ def _worker(
     if records is not None:
         env[failures.DIRECTORY] = str(records)
     command = [sys.executable, *python, "-m", "lockstep.launcher.worker", *args]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
 def _plain(cwd: Path, *args: str, environment: dict[str, str] | None = None) -> str:
     env = {**os.environ, **(environment or {})}
-    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run([sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
@@ -17,7 +15,6 @@ from lockstep.tasks import text
 from lockstep.world import World
 
 SAMPLES = 12  # so that 2, 3 and 4 ranks have equal shares of them
-PATIENCE = timedelta(seconds=110)
 GPTS = ("gpt", "traced")
 MLP_PLAN = {"0": "colwise", "2": "rowwise"}
 

@@ -64,4 +64,4 @@ def _close(what: str, found: Tensor, expected: Tensor, within: float) -> None:
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_gradients_and_steps_are_those_of_one_process(name: str, mesh: str) -> None:
-    run_ranks(gradients_and_a_step, Mesh.read(mesh).size, args=(name, mesh), timeout=models.PATIENCE)
+    run_ranks(gradients_and_a_step, Mesh.read(mesh).size, args=(name, mesh))

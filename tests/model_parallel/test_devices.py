@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,7 +49,7 @@ def lines(world: World) -> None:
 
 
 def test_groups_are_the_lines_of_the_mesh() -> None:
-    run_ranks(lines, 4, timeout=timedelta(seconds=110))
+    run_ranks(lines, 4)
 
 
 def another_size(world: World) -> str:

@@ -40,7 +40,7 @@ def one_memory(world: World, name: str, text: str) -> None:
 
 @pytest.mark.parametrize(("name", "text"), [("gpt", "tensor=2"), ("odd", "shard=4"), ("gpt", "shard=3"), ("mlp", "shard=2,tensor=2")])
 def test_they_lie_in_one_memory(name: str, text: str) -> None:
-    run_ranks(one_memory, Mesh.read(text).size, args=(name, text), timeout=models.PATIENCE)
+    run_ranks(one_memory, Mesh.read(text).size, args=(name, text))
 
 
 def loaded(world: World, text: str) -> None:
@@ -59,7 +59,7 @@ def loaded(world: World, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["shard=2", "shard=3", "tensor=2"])
 def test_what_is_loaded_is_what_computes_also_after_an_evaluation(text: str) -> None:
-    run_ranks(loaded, Mesh.read(text).size, args=(text,), timeout=models.PATIENCE)
+    run_ranks(loaded, Mesh.read(text).size, args=(text,))
 
 
 def counts_and_refusals(world: World) -> None:
@@ -90,7 +90,7 @@ def counts_and_refusals(world: World) -> None:
 
 
 def test_what_counts_and_what_is_refused() -> None:
-    run_ranks(counts_and_refusals, 4, timeout=models.PATIENCE)
+    run_ranks(counts_and_refusals, 4)
 
 
 def fewer_micro_batches(world: World) -> None:
@@ -112,7 +112,7 @@ def fewer_micro_batches(world: World) -> None:
 
 
 def test_a_rank_without_micro_batches_takes_part_with_zeros() -> None:
-    run_ranks(fewer_micro_batches, 2, timeout=models.PATIENCE)
+    run_ranks(fewer_micro_batches, 2)
 
 
 class Sometimes(nn.Module):
@@ -143,7 +143,7 @@ def different_layers(world: World) -> None:
 
 
 def test_ranks_may_use_different_parameters_of_a_unit() -> None:
-    run_ranks(different_layers, 2, timeout=models.PATIENCE)
+    run_ranks(different_layers, 2)
 
 
 def uncuttable(world: World) -> list[str]:
@@ -161,7 +161,7 @@ def uncuttable(world: World) -> list[str]:
 
 
 def test_parameters_that_cannot_be_cut_are_named() -> None:
-    scalar, turned = run_ranks(uncuttable, 2, timeout=models.PATIENCE)[0]
+    scalar, turned = run_ranks(uncuttable, 2)[0]
     assert scalar == "shard: scale is a single number without a dim to cut: give it the shape [1]"
     assert turned.startswith("shard: weight [2, 2, 3, 3] lies in memory with strides [18, 1, 6, 2]")
 

@@ -74,7 +74,7 @@ def copied(pieces: list[Piece]) -> list[Piece]:
     ("name", "text"), [("gpt", text) for text in LAYOUTS] + [("odd", text) for text in LAYOUTS if "tensor" not in text]
 )
 def test_a_checkpoint_of_any_mesh_is_that_of_one_process(name: str, text: str, tmp_path: Path) -> None:
-    found = run_ranks(write, Mesh.read(text).size, args=(name, text, str(tmp_path)), timeout=models.PATIENCE)
+    found = run_ranks(write, Mesh.read(text).size, args=(name, text, str(tmp_path)))
     weights, state = trained(name)
     assert set(found) == {identity.sha256(weights)}
     checkpoint = files.read(folders.folder_of(tmp_path, 5))

@@ -67,7 +67,7 @@ def _run(folder: Path, *words: str) -> dict[str, object]:
     path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part)
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     seen: dict[str, object] = json.loads((folder / "seen.json").read_text())

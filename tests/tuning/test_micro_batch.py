@@ -143,7 +143,7 @@ def test_what_is_faster_is_advised_with_what_it_changes() -> None:
 def test_sizes_are_measured_beside_the_own_and_memory_on_fresh_ranks(tmp_path: Path) -> None:
     file = tmp_path / "my_task.py"
     file.write_text("from tests.training import toy\n\ndef task():\n    return toy.task(global_batch=8)\n")
-    own, two, _ = micro_batch.advise(Settings(task=str(file), workers=2, device="cpu"), 8, 4, 5.0)
+    own, two, _ = micro_batch.advise(Settings(task=str(file), workers=2, device="cpu"), 8, 4, 60.0)
     assert own.comparison is None
     assert two.comparison is not None
     assert two.comparison.turns >= 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ def forked(fn: Callable[..., Any], workers: int, args: Sequence[Any]) -> list[An
     context.set_forkserver_preload(
         ["torch", "torch._dynamo", "lockstep.stepper", "lockstep.launcher.rank_process", "lockstep.verify.verdict"]
     )
-    return start_ranks(context, fn, workers, args, {}, timeout=timedelta(seconds=60))
+    return start_ranks(context, fn, workers, args, {}, timeout=None)
 
 
 @pytest.fixture

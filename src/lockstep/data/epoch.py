@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.data.draws import Drawn, Draws
@@ -50,7 +51,7 @@ class Epoch:
             if walk is None or moved is not None:
                 walk = loader._walk(self.number, range(place, steps), cut.share(rank, size))
             window = Window(cut, rank, size, walk.take, course.counts(cut, cut.filled(rank, size)), recipe)
-            window.balancer, window.moved = balancer, moved
+            window.balancer, window.moved, window.counts_of = balancer, moved, partial(course.counts, cut)
             if walk.ahead:
                 following = plan.at(place + 1, self.number, cut.step + 1)._replace(by_rank=cut.by_rank) if place + 1 < steps else None
                 walk.fetch_ahead(len(window) + (0 if following is None else len(following.filled(rank, size))))

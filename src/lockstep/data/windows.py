@@ -199,6 +199,8 @@ class Window(Sequence[Any]):
     """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work has taken."""
     moved: Moved | None = None
     """What is new from this window on, where shares have moved."""
+    counts_of: Callable[[range], Sequence[int] | None] | None = None
+    """Samples in the micro-batches of any slots of the step, this rank's or not; None, and giving None: as many as places."""
 
     def __init__(
         self,
@@ -242,10 +244,14 @@ class Window(Sequence[Any]):
         return sum(self.counts)
 
     def samples_by_rank(self, rank: int, size: int) -> tuple[int, ...]:
-        """Samples of each of `size` ranks, by the way the step is cut. Of a window that was drawn this rank's, `rank`, are all there are."""
+        """Samples of each of `size` ranks, by the way the step is cut. `rank` is this one; a window that was drawn knows of no other."""
         if self.drawn:
             return tuple(self.samples if each == rank else 0 for each in range(size))
-        return tuple(sum(len(self.cut.positions(slot)) for slot in self.cut.share(each, size)) for each in range(size))
+        return tuple(sum(self._counts_of(self.cut.filled(each, size))) for each in range(size))
+
+    def _counts_of(self, slots: range) -> Sequence[int]:
+        found = None if self.counts_of is None else self.counts_of(slots)
+        return [len(self.cut.positions(slot)) for slot in slots] if found is None else found
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from lockstep.cores import cores as cores_of_this_process
 from lockstep.doctor.finding import Finding, judged
 
 MIB, GIB = 2**20, 2**30
@@ -21,7 +22,7 @@ def findings(workers: int) -> list[Finding]:
     group = cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     info = time.get_clock_info("monotonic")
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available = cores_of_this_process()
     return [
         cores(available, quota(group / "cpu.max"), workers, os.environ.get("OMP_NUM_THREADS")),
         memory(Path("/proc/meminfo"), group, workers),

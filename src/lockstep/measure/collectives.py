@@ -24,6 +24,7 @@ from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 from lockstep.launcher.spawn import launch
 from lockstep.measure.files import pyplot, save
+from lockstep.measure.turns import settle
 from lockstep.world import World, init
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -168,16 +169,12 @@ class _Case:
             call = lambda: torch.cat(collectives.all_to_all(sent, algorithm=name))  # noqa: E731
             expected = torch.cat([each + world.rank for each in everyone])
         world.control.all_reduce(torch.zeros(1)).wait()  # all ranks are here
-        self._settle()
+        settle(self._world)
         begin = time.perf_counter()
         found = call()
-        self._settle()
+        settle(self._world)
         seconds = time.perf_counter() - begin
         return seconds, int((found != expected).sum())
-
-    def _settle(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
 
 def tune(workers: int, sizes: Sequence[int], source: str) -> tuple[Tuning, list[Measured]]:

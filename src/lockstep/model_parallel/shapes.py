@@ -112,6 +112,7 @@ def _what_it_gave(stage: nn.Module, output: Any, number: int, count: int) -> dic
 
 
 def last_layer(stage: nn.Module, number: int) -> tuple[str, str]:
+    """The name and the class of a stage's last layer, for messages."""
     names = getattr(stage, "layer_names", (f"stage {number}",))
     return names[-1], getattr(stage, "last_class", type(stage).__name__)
 

@@ -28,8 +28,7 @@ def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
     """Cut every parameter of `module` along its first dim. Every rank of the axis holds the same module, with the same values.
 
     After a backward the gradients are sums over the ranks of the axis. Layers that are cut along the tensor axis may be cut once more. All
-    ranks must run the module equally often, forward and backward: see `take_part`. Raises TaskError for parameters that
-    cannot be cut.
+    ranks must run the module equally often, forward and backward: see `take_part`. Raises TaskError for parameters that cannot be cut.
     """
     if shard_mesh.size() == 1:
         return

@@ -186,8 +186,7 @@ def files(root: Path) -> list[tuple[int, Path]]:
     """The library's files with a number drawn from each one's name, in the order of these numbers; tests and installed packages left out."""
     wanted = []
     for folder, inside, names in os.walk(root):
-        inside[:] = [
-            name for name in inside if name not in _LEFT_OUT
-        ]  # not looked into: what is installed there may be many times the library
+        # The others are not looked into: what is installed there may be many times the library.
+        inside[:] = [name for name in inside if name not in _LEFT_OUT]
         wanted += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
     return sorted((int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name) for name in wanted)

@@ -13,7 +13,7 @@ from lockstep.training.watch import Watch
 
 @dataclass(slots=True)
 class TrainingState:
-    """Equal on all ranks, as evaluations are."""
+    """Equal on all ranks, as evaluations are; but for the loss of one that steps alone."""
 
     best: Watch | None
     patience: Watch | None
@@ -69,10 +69,10 @@ class TrainingState:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says. What the task does not watch is left."""
+        """Go on from what a checkpoint says. What the task watches no more is left, and what it did not watch begins anew."""
         self.epochs, self.evaluated, self.loss = int(state["epochs"]), int(state["evaluated"]), float(state["loss"])
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}
         for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
-            if watch is not None:
+            if watch is not None and saved is not None:
                 watch.load(saved)
         self.stopped_early, self.unevaluated = state["stopped_early"], state["unevaluated"]

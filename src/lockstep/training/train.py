@@ -209,7 +209,7 @@ class Training:
             self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=every, remote=remote)
         elif settings.checkpoints is not None:
             raise UsageError(f"checkpoints={settings.checkpoints!r} are copies of a run's: give run= too")
-        self.state = TrainingState.of(task)
+        self.reached = TrainingState.of(task)
         self.anatomy: AnatomyFile | None = None
 
     def _how(self) -> str:
@@ -264,8 +264,8 @@ class Training:
                 self._say_resumed(journal, resumed)
             self._epochs(journal)
             seconds = time.perf_counter() - began
-            if self.state.stopped_early:
-                journal.event("early stop", f"stopped early: {self.state.stopped_early}", step=self.stepper.steps)
+            if self.reached.stopped_early:
+                journal.event("early stop", f"stopped early: {self.reached.stopped_early}", step=self.stepper.steps)
             if self.part is not None and (idle := self.part.idle()) is not None:
                 journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
@@ -311,9 +311,9 @@ class Training:
             check=lambda checkpoint: check_same(self.recipe, checkpoint.state.get("recipe", {}), checkpoint.folder)
         )
         if found is not None:
-            self.state.load(found.state)
+            self.reached.load(found.state)
         if self.world.rank == 0:
-            forget_after(self.directory.metrics, self.stepper.steps, self.state.evaluated)
+            forget_after(self.directory.metrics, self.stepper.steps, self.reached.evaluated)
         return found
 
     def _say_resumed(self, journal: Journal, found: Checkpoint) -> None:
@@ -324,11 +324,11 @@ class Training:
 
     def _epochs(self, journal: Journal) -> None:
         at = self.loader.state_dict()
-        if self.state.unevaluated is not None:
-            self._evaluate(journal, self.state.unevaluated)
-        elif at["epoch"] > self.state.epochs:  # resumed from a checkpoint that was taken before its epoch's end was seen to
+        if self.reached.unevaluated is not None:
+            self._evaluate(journal, self.reached.unevaluated)
+        elif at["epoch"] > self.reached.epochs:  # resumed from a checkpoint that was taken before its epoch's end was seen to
             self._end_of_epoch(journal, at["epoch"], whole=True)
-        elif self._over() and self.state.evaluated != self.stepper.steps:
+        elif self._over() and self.reached.evaluated != self.stepper.steps:
             self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
         if self._over():
             return
@@ -344,10 +344,10 @@ class Training:
                 break
 
     def _over(self) -> bool:
-        return self.state.stopped_early is not None or self.stepper.steps == self.length.steps
+        return self.reached.stopped_early is not None or self.stepper.steps == self.length.steps
 
     def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
-        self.state.epochs += whole
+        self.reached.epochs += whole
         if self.task.scheduler_per == "epoch" and self.scheduler is not None:
             self.scheduler.step()
         self._evaluate(journal, epoch)
@@ -358,7 +358,7 @@ class Training:
             journal.event("balance", str(moved), step=window.step + 1, micro_batches_by_rank=moved.by_rank, seconds_by_rank=moved.seconds)
         lr = float(self.optimizer.param_groups[0]["lr"])
         result = self.step(window)
-        self.state.loss = result.loss
+        self.reached.loss = result.loss
         if self.anatomy is not None:
             self.anatomy.step(result, window, self.activations.bytes)
         if self.stepper.method.server is None:
@@ -428,14 +428,14 @@ class Training:
         if self.evaluation is None:
             return
         began = time.perf_counter()
-        self.state.unevaluated = epoch
+        self.reached.unevaluated = epoch
         metrics = self.evaluation()
         if metrics is None:
             self._stop(journal)
         steps = self.stepper.steps
-        improved = self.state.note(metrics, steps)
-        if improved and self.state.best is not None and self.checkpoints is not None:
-            self.checkpoints.save(self._state(), best=(self.state.best.metric, self.state.best.value))
+        improved = self.reached.note(metrics, steps)
+        if improved and self.reached.best is not None and self.checkpoints is not None:
+            self.checkpoints.save(self._state(), best=(self.reached.best.metric, self.reached.best.value))
         journal.evaluated(steps, epoch, metrics, time.perf_counter() - began)
 
     def _state(self) -> dict[str, Any]:
@@ -443,7 +443,7 @@ class Training:
         state = {
             "task": self.task.name,
             "seed": self.task.seed,
-            **self.state.as_json(),
+            **self.reached.as_json(),
             "recipe": self.recipe,
             "machine": self.machine,
         }
@@ -462,17 +462,17 @@ class Training:
         result = Result(
             task=self.task.name or "task",
             model=self.model,
-            metrics=self.state.metrics,
-            best=self.state.best.as_json() if self.state.best else None,
-            loss=self.state.loss,
-            headline=self.state.headline(),
-            epochs=self.state.epochs,
+            metrics=self.reached.metrics,
+            best=self.reached.best.as_json() if self.reached.best else None,
+            loss=self.reached.loss,
+            headline=self.reached.headline(),
+            epochs=self.reached.epochs,
             steps=self.stepper.steps,
             workers=self.world.size,
             update=", ".join(filter(None, [mesh_in_words(self.settings), self.stepper.method.describe()])),
             reduce=self.stepper.reducer.reduction.name,
             seconds=seconds,
-            stopped_early=self.state.stopped_early,
+            stopped_early=self.reached.stopped_early,
             sha256=digest,
             run=self.directory.path if self.directory else None,
             checkpoint=checkpoint,

@@ -6,7 +6,7 @@ from time import perf_counter
 
 import torch
 
-from lockstep.measure.turns import take_turns
+from lockstep.measure.turns import settle, take_turns
 from lockstep.tuning.trial import Trial
 from lockstep.world import World
 
@@ -46,16 +46,12 @@ class _Steady:
 
     def __call__(self) -> None:
         self._trial.step()
-        self._settle()
+        settle(self._world)
         began = perf_counter()
         for _ in range(STEADY):
             self._trial.step()
-        self._settle()
+        settle(self._world)
         self.seconds.append((perf_counter() - began) / STEADY)
-
-    def _settle(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
 
 
 def largest(value: float, world: World) -> float:

@@ -124,7 +124,7 @@ def test_a_dead_rank_is_named_by_all_others_and_leaves_nothing_behind(way: str, 
         subprocess.Popen([sys.executable, "-c", DIES, str(rank), way, when], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
-    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    outputs = [rank.communicate()[0] for rank in ranks]
     for survivor in (0, 2):
         assert re.match(r"rank 1 \(pid \d+\) has ended; its last collective was #\d+: all_reduce", outputs[survivor])
     assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before

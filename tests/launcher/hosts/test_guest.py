@@ -212,8 +212,8 @@ def served_by(port: int) -> str:
 
 
 def test_a_strangers_service_on_the_port_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guests, "GREETING_SECONDS", 0.3)
-    with serving(lambda sock: None) as port:
+    with monkeypatch.context() as patch, serving(lambda sock: None) as port:
+        patch.setattr(guests, "GREETING_SECONDS", 0.3)
         assert served_by(port).startswith("something that says nothing for 0.3 s, and so not by `lockstep`")
     with serving(socket.socket.close) as port:
         assert served_by(port).startswith("something else than `lockstep` (it closed the connection at once)")

@@ -132,7 +132,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 def test_on_real_ranks() -> None:
     """Nothing here depends on how fast they are."""
     parts = (nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), toy.data(64, 1), nn.CrossEntropyLoss())
-    found = lockstep.benchmark_scaling(parts, [1, 2], steps=2, rounds=2, micro_batch=8, threads=1, device="cpu")
+    found = lockstep.benchmark_scaling(parts, [1, 2], steps=2, rounds=3, micro_batch=8, threads=1, device="cpu")
     assert found.task == "Sequential"
     one, two = found.rows
     assert (one.workers, one.speedup, one.efficiency, one.predicted_efficiency) == (1, 1, 1, 1)
@@ -140,5 +140,5 @@ def test_on_real_ranks() -> None:
     assert two.efficiency == two.speedup / 2
     assert two.low <= two.samples_per_s <= two.high
     assert two.predicted_efficiency > 0
-    assert two.step_ms == pytest.approx(1e3 * 16 / two.samples_per_s, rel=0.5)
+    assert two.step_ms == pytest.approx(1e3 * 16 / two.samples_per_s)  # the medians of one turn
     assert replace(one, workers=2) != two

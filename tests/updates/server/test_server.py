@@ -125,7 +125,7 @@ def test_without_staleness_it_is_synchronous_training(make: Any, changes: dict[s
 @pytest.mark.parametrize("staleness", ["inf", 1])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_with_staleness_every_sample_still_counts_once(workers: int, staleness: int | str) -> None:
-    everyone = run_ranks(train, workers, kwargs={"epochs": 3, "norm": True, "update": "server", "staleness": staleness, "slow": 0.02})
+    everyone = run_ranks(train, workers, kwargs={"epochs": 3, "norm": True, "update": "server", "staleness": staleness, "slow": 0.1})
     expected = [(epoch, number) for epoch in range(3) for number in range(SAMPLES)]
     assert sorted(seen for each in everyone for seen in each.seen) == expected
     first = everyone[0]

@@ -43,7 +43,7 @@ from lockstep.world import World, init
 _WARM_UP = 3  # steps: in the second the buckets follow the order of arrival
 _FEWEST = 5
 _MESSAGES = 41
-_MANY_EPOCHS = 10**6
+_MANY_EPOCHS = 2**62
 _NEVER = 10**9  # steps between two meetings
 
 
