@@ -33,7 +33,7 @@ import namespaces
 
 METHODS = (
     "native; --compress bf16; --compress fp16; --compress int8; --compress powersgd:4; --compress topk:0.01; "
-    "--sync-every 10; --sync-every 50; --sync-every 50 --outer nesterov; --update server; central"
+    "--sync-every 10; --sync-every 5 --compress int8; --sync-every 50; --sync-every 50 --outer nesterov; --update server; central"
 )
 REDUCE = "native,ring,central"
 WARM_UP = 5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep import collectives
-from lockstep import world as module
+from lockstep import world_groups as module
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
 from lockstep.collectives.shared_memory.fold import fold
 from lockstep.errors import CollectiveTimeout, UsageError

@@ -16,6 +16,7 @@ METHODS = (
     "--compress powersgd:4",
     "--compress topk:0.01",
     "--sync-every 10",
+    "--sync-every 5 --compress int8",
     "--sync-every 50",
     "--sync-every 500",
     "--sync-every 500 --outer nesterov",

@@ -1,0 +1,45 @@
+"""What the guide prints under a command is what the command prints, where that does not depend on the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_EVERYWHERE = re.compile(r"lockstep (show (?!mesh)|plan --model |plan .*--step-ms )")
+
+
+def commands() -> Iterator[tuple[str, str, str]]:
+    """Page, command, and what stands under it up to the next one."""
+    for page in sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"]):
+        for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+            for piece in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, printed = piece.partition("\n")
+                if _EVERYWHERE.match(command):
+                    yield str(page.relative_to(ROOT)), command, printed
+
+
+FOUND = list(commands())
+
+
+def test_commands_are_found() -> None:
+    assert {"docs/guide/collectives.md", "docs/guide/data.md", "docs/guide/pipeline.md", "docs/guide/slow-links.md"} <= {
+        page for page, *_ in FOUND
+    }
+
+
+@pytest.mark.parametrize(("page", "command", "printed"), FOUND, ids=[f"{Path(page).stem}: {command}" for page, command, _ in FOUND])
+def test_it_prints_what_the_page_says(page: str, command: str, printed: str, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "COLUMNS": "200"}
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.stdout.rstrip("\n") == printed.rstrip("\n")
