@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +28,7 @@ class TrainingProcess:
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self._options = options
+        self.temporary = Path(tempfile.mkdtemp())  # not in `folder`: what lies there has paths too long for sockets
         (folder / "my_task.py").write_text(task)
 
     def start(self, workers: int | str = 2, *options: str) -> None:
@@ -43,9 +46,8 @@ class TrainingProcess:
             *options,
         ]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        self.process = subprocess.Popen(
-            command, cwd=self.folder, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.temporary)}
+        self.process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def until(self, there: Callable[[], bool]) -> None:
         assert self.process is not None
@@ -85,12 +87,14 @@ class TrainingProcess:
 
 @contextmanager
 def nobody_left(training: TrainingProcess) -> Iterator[TrainingProcess]:
-    """Of all that was started in its folder nothing lives in the end."""
+    """Of all that was started in its folder nothing lives in the end, and no directory of a loader worker that was killed lies about."""
     yield training
     if training.process is not None:
         end(training.process)
     left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(training.folder)]
     try:
         wait_gone(left)
+        assert not list(training.temporary.glob("pymp-*"))
     finally:
         kill(left)
+        shutil.rmtree(training.temporary)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -267,6 +268,27 @@ def test_a_function_of_the_script_itself_can_be_launched(tmp_path: Path) -> None
         """,
     )
     assert (done.stdout, done.stderr) == ("[Result(rank='0'), Result(rank='1')]\n", "")
+
+
+def test_loader_workers_that_die_with_a_failed_rank_leave_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as temporary:  # short: a socket's address may not be long
+        monkeypatch.setenv("TMPDIR", temporary)
+        done = _script(
+            tmp_path,
+            """
+            import lockstep, torch
+            def rank():
+                global batches  # its workers live as long
+                data = torch.utils.data.TensorDataset(torch.arange(64.0))
+                batches = iter(torch.utils.data.DataLoader(data, num_workers=1))
+                next(batches)
+                raise ValueError("boom")
+            if __name__ == "__main__":
+                lockstep.launch(rank, workers=1)
+            """,
+        )
+        assert "ValueError: boom" in done.stderr
+        assert not list(Path(temporary).glob("pymp-*"))
 
 
 def test_a_function_of_a_notebook_is_refused_with_a_sentence() -> None:

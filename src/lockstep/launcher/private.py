@@ -6,6 +6,7 @@ so that the next process can tell what the dead have left.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import stat
@@ -14,8 +15,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lockstep.errors import LockstepError
+
+_LONGEST_ADDRESS = 104  # bytes of a Unix socket's, the 0 at its end included: on macOS; Linux has 108
 
 
 def user_directory() -> Path:
@@ -47,6 +51,17 @@ def run_directory() -> Iterator[Path]:
 def new_directory(home: Path, kind: str) -> Path:
     """A directory in `home` whose name says that it is this process's."""
     return Path(tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-{start_time(os.getpid())}-", dir=home))
+
+
+def sockets_into(directory: Path) -> None:
+    """Have the sockets of this process and of those it starts lie in `directory`, which somebody removes: loader workers have one each.
+
+    multiprocessing makes a directory for them that it removes at an orderly end, and a rank that leaves has none: its workers are killed.
+    Where the path is too long for a socket's address, that directory stays.
+    """
+    if len(os.fsencode(directory)) + len("/listener-12345678") < _LONGEST_ADDRESS:
+        process: Any = multiprocessing.current_process()
+        process._config["tempdir"] = str(directory)
 
 
 def owner_lives(path: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -127,6 +128,7 @@ class _Ranks:
             environment=dict(os.environ),
             start_method=multiprocessing.get_start_method(allow_none=True),
         )
+        multiprocessing.util.get_temp_dir()  # this process's, for the sockets of its ranks' loader workers: who is killed removes none
         for rank in range(self._size):
             seat = replace(first, rank=rank)
             ours, theirs = context.Pipe(duplex=False)

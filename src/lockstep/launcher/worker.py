@@ -22,6 +22,7 @@ from lockstep import status
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import asked, debug, failures, logs, processes, stalls
 from lockstep.launcher.agent_environment import SIGNALS
+from lockstep.launcher.private import sockets_into
 from lockstep.orphans import die_with_launcher
 
 
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     if records is None:
         _run(options)
         return
+    sockets_into(Path(records))
     status.open_page(Path(records), rank)
     processes.stacks_into(stalls.stack_of(Path(records), rank))
     stack = open(Path(records) / f"rank-{rank}.stack", "w")  # noqa: SIM115 - stays open: written to as the process dies
