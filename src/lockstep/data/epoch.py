@@ -50,8 +50,8 @@ class Epoch:
             cut = cut._replace(by_rank=loader.by_rank)
             if walk is None or moved is not None:
                 walk = loader._walk(self.number, range(place, steps), cut.share(rank, size))
-            window = Window(cut, rank, size, walk.take, course.counts(cut, cut.filled(rank, size)), recipe)
-            window.balancer, window.moved, window.counts_of = balancer, moved, partial(course.counts, cut)
+            window = Window(cut, rank, size, walk.take, partial(course.counts, cut), recipe)
+            window.balancer, window.moved = balancer, moved
             if walk.ahead:
                 following = plan.at(place + 1, self.number, cut.step + 1)._replace(by_rank=cut.by_rank) if place + 1 < steps else None
                 walk.fetch_ahead(len(window) + (0 if following is None else len(following.filled(rank, size))))
@@ -70,7 +70,7 @@ class Epoch:
             cut = plan.at(place, self.number, first + place)
             if drawn.slots:
                 walk = loader._walk(self.number, range(place, place + 1), drawn.slots)
-                window = Window(cut, loader.rank, loader.size, walk.take, course.counts(cut, drawn.slots), recipe, drawn.slots)
+                window = Window(cut, loader.rank, loader.size, walk.take, partial(course.counts, cut), recipe, drawn.slots)
                 if walk.ahead:
                     walk.fetch_ahead(len(window))
             else:

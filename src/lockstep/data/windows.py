@@ -193,14 +193,13 @@ class Window(Sequence[Any]):
     `counts[i]` how many samples it holds: as many as places, but where an order makes the micro-batches itself; a place is then a
     micro-batch's. `recipe` is what must be equal on all ranks for their windows to fit together, the Loader's own.
     A rank without a share has an empty window, and still takes part in the step. `drawn`: its slots are no fixed share, but were drawn.
+    The argument `counts` gives the samples in the micro-batches of any slots of the step; None, and giving None: as many as places.
     """
 
     balancer: Balancer | None = None
     """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work has taken."""
     moved: Moved | None = None
     """What is new from this window on, where shares have moved."""
-    counts_of: Callable[[range], Sequence[int] | None] | None = None
-    """Samples in the micro-batches of any slots of the step, this rank's or not; None, and giving None: as many as places."""
 
     def __init__(
         self,
@@ -208,7 +207,7 @@ class Window(Sequence[Any]):
         rank: int,
         size: int,
         fetch: Callable[[], Any],
-        counts: Sequence[int] | None = None,
+        counts: Callable[[range], Sequence[int] | None] | None = None,
         recipe: Mapping[str, Any] | None = None,
         drawn: range | None = None,
     ) -> None:
@@ -216,7 +215,7 @@ class Window(Sequence[Any]):
         self.drawn = drawn is not None
         self.slots = cut.filled(rank, size) if drawn is None else drawn
         self.recipe = {} if recipe is None else recipe
-        self._counts = counts
+        self._counts_of = counts
         self._batches: list[Any] = []
         self._fetch: Callable[[], Any] | None = fetch if self.slots else None
 
@@ -226,7 +225,7 @@ class Window(Sequence[Any]):
 
     @cached_property
     def counts(self) -> Sequence[int]:
-        return [len(places) for places in self.positions] if self._counts is None else self._counts
+        return self._counted(self.slots)
 
     @property
     def step(self) -> int:
@@ -247,10 +246,11 @@ class Window(Sequence[Any]):
         """Samples of each of `size` ranks, by the way the step is cut. `rank` is this one; a window that was drawn knows of no other."""
         if self.drawn:
             return tuple(self.samples if each == rank else 0 for each in range(size))
-        return tuple(sum(self._counts_of(self.cut.filled(each, size))) for each in range(size))
+        return tuple(sum(self._counted(self.cut.filled(each, size))) for each in range(size))
 
-    def _counts_of(self, slots: range) -> Sequence[int]:
-        found = None if self.counts_of is None else self.counts_of(slots)
+    def _counted(self, slots: range) -> Sequence[int]:
+        """Samples in the micro-batches of these slots of the step, this rank's or not."""
+        found = None if self._counts_of is None else self._counts_of(slots)
         return [len(self.cut.positions(slot)) for slot in slots] if found is None else found
 
     def __len__(self) -> int:

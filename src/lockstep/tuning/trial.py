@@ -19,7 +19,7 @@ from lockstep.training.train import Training
 from lockstep.world import World
 
 _LONG = 10**6  # steps or epochs that schedulers are told
-_MANY_EPOCHS = 2**62
+MANY_EPOCHS = 2**62
 
 
 class Trial:
@@ -32,7 +32,7 @@ class Trial:
         self._windows = self._walk()
 
     def _walk(self) -> Iterator[Window]:
-        for epoch in self.training.loader.epochs(_MANY_EPOCHS):
+        for epoch in self.training.loader.epochs(MANY_EPOCHS):
             yield from epoch
 
     def step(self) -> int:

@@ -255,12 +255,12 @@ class Steps:
         start = self._begin + (self._agreed - self._first) * cut.global_batch
         ours = cut.step(self._step, self._epoch, start, self._all_total)
         batches = iter(fetched.started)
-        window = StreamWindow(ours, cut.rank, cut.size, lambda: self._copies.arrive(next(batches)), fetched.counts)
+        window = StreamWindow(ours, cut.rank, cut.size, lambda: self._copies.arrive(next(batches)))
         if fetched.slots:
             window.slots = range(fetched.slots[0], fetched.slots[-1] + 1)
         else:
             window.slots = range(cut.share.start, cut.share.start)
-        window.positions = fetched.places
+        window.positions, window.counts = fetched.places, fetched.counts
         window.taken, window.saved = fetched.taken, fetched.saved
         self._agreed += 1
         self._step += 1

@@ -31,12 +31,11 @@ from lockstep.training.opening import computing
 from lockstep.training.threads import intra_op_threads
 from lockstep.training.train import Training
 from lockstep.tuning.here import backend_of
-from lockstep.tuning.trial import Trial
+from lockstep.tuning.trial import MANY_EPOCHS, Trial
 from lockstep.world import World, init
 
 WARM_UP = 3  # steps
 _HELD = 4  # windows that are gone round in where loading is not timed
-_MANY_EPOCHS = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +129,7 @@ class _Steps:
         self._windows = self._walk() if loading else self._held()
 
     def _walk(self) -> Iterator[Any]:
-        for epoch in self._loader.epochs(_MANY_EPOCHS):
+        for epoch in self._loader.epochs(MANY_EPOCHS):
             yield from epoch
 
     def _held(self) -> Iterator[Any]:

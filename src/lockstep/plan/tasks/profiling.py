@@ -37,13 +37,12 @@ from lockstep.training.journal import Journal
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.train import Training
 from lockstep.tuning.here import backend_of
-from lockstep.tuning.trial import Trial
+from lockstep.tuning.trial import MANY_EPOCHS, Trial
 from lockstep.world import World, init
 
 _WARM_UP = 3  # steps: in the second the buckets follow the order of arrival
 _FEWEST = 5
 _MESSAGES = 41
-_MANY_EPOCHS = 2**62
 _NEVER = 10**9  # steps between two meetings
 
 
@@ -171,7 +170,7 @@ class _Timed:
     def _walk(self) -> Iterator[Window]:
         """Windows as full as the first. Raises UsageError where that leaves this rank without a micro-batch."""
         full = None
-        for epoch in self._training.loader.epochs(_MANY_EPOCHS):
+        for epoch in self._training.loader.epochs(MANY_EPOCHS):
             for window in epoch:
                 samples = window.cut.stop - window.cut.start
                 full = full or samples
