@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -209,7 +210,13 @@ def test_ranks_that_the_user_spawned_find_each_other_without_an_address() -> Non
 FORK = """
 import gc, os, lockstep, torch.distributed as dist
 
-gc.disable()
+def collect():
+    gc.set_threshold(1, 1, 1)
+    kept = [[number] for number in range(100)]
+
+if {early}:
+    os.register_at_fork(after_in_child=collect)
+gc.set_threshold(10**9)
 with lockstep.init(backend="gloo"):
     garbage = [dist.group.WORLD]
     garbage.append(garbage)
@@ -217,14 +224,29 @@ with lockstep.init(backend="gloo"):
 del garbage
 child = os.fork()
 if child == 0:
-    gc.collect()
-    os._exit(7)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    collect()
+    os._exit(7 if gc.isenabled() else 8)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), gc.isenabled(), flush=True)
 """
 
 
-def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection() -> None:
-    assert subprocess.run([sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, check=True).stdout == "7\n"
+@pytest.mark.parametrize("early", [False, True])  # a hook of another module collects before those of this one are called
+def test_a_forked_child_does_not_tear_down_a_group_that_was_left_for_collection(early: bool) -> None:
+    told = subprocess.run([sys.executable, "-c", FORK.format(early=early)], stdout=subprocess.PIPE, text=True, check=True)
+    assert told.stdout == "7 True\n"
+
+
+def test_forking_leaves_a_collector_off_that_was_off() -> None:
+    with lockstep.init():
+        gc.disable()
+        try:
+            child = os.fork()
+            if child == 0:
+                os._exit(int(gc.isenabled()))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
 
 
 def test_the_launchers_timeout_counts_where_none_is_given_and_one_that_nobody_reads_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,11 +113,25 @@ def _environment(**values: str) -> Iterator[None]:
 
 @cache
 def spare_forks() -> None:
-    """Have forked children, such as loader workers, leave what this process has for collection alone.
+    """Have forked children, such as loader workers, leave what this process has for collection alone, from their first instruction on.
 
     A process group among it, of an earlier world, would be torn down where its threads do not exist: the child hangs or crashes.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    forking = threading.local()
+
+    def before() -> None:
+        forking.collecting = gc.isenabled()
+        gc.disable()  # what other modules run in the child before they let us may set a collection off
+
+    def after() -> None:
+        if forking.collecting:
+            gc.enable()
+
+    def after_in_child() -> None:
+        gc.freeze()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
 @contextmanager
