@@ -47,6 +47,7 @@ LAYERS = [
         "stepper_outcomes",
         "stepper_state",
         "stepper_reducer",
+        "stepper_window",
         "checkpointing",
     },
     {"inference", "model_parallel", "training"},

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.testing import run_ranks
-from lockstep.updates.update import Applied
+from lockstep.updates.applied import Applied
 from tests import zoo
 
 

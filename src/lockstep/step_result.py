@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.step_clock import StepTimes
-from lockstep.updates.server.update import AppliedWindow
-from lockstep.updates.update import Applied
+from lockstep.updates.applied import Applied
+from lockstep.updates.server.applied_window import AppliedWindow
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,7 +29,6 @@ from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
-from lockstep.data.balancer import Balancer
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, check_checks
@@ -47,11 +45,10 @@ from lockstep.step_result import StepResult
 from lockstep.stepper_clock import StepperClock
 from lockstep.stepper_outcomes import Outcomes
 from lockstep.stepper_reducer import reducer_of, set_up_of
+from lockstep.stepper_window import MicroBatch, OpenWindow, loss_scale_for, with_last
+from lockstep.updates.applied import Applied
 from lockstep.updates.choice import choose_update
 from lockstep.updates.held import Held, SplitNorm
-from lockstep.updates.local_steps import LocalSteps
-from lockstep.updates.server.update import Server
-from lockstep.updates.update import Applied
 from lockstep.world import World
 
 Batch = TypeVar("Batch")
@@ -156,14 +153,9 @@ class Stepper:
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self.clock = StepperClock(self.world.device)
-        self._windows: int | None = None  # at a server: this rank's own, counted on from the step at which it began
         self._compares_data = checks != "off"
         self._stop = False
-        self._backwards = 0  # in this window
-        self._facts: FactsMessage | None = None  # of the window that is open
-        self._micro: _MicroBatch | None = None  # that is being walked
-        self._balancer: Balancer | None = None  # of its loader, where shares follow measured speed
-        self._samples: tuple[int, ...] = ()  # of each rank in this window, where no message tells
+        self._window: OpenWindow | None = None
         self._loss_scale = 1.0
 
     def _work_with(self, model: nn.Module) -> None:
@@ -181,8 +173,7 @@ class Stepper:
         self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full", norm=norm)
         left_out = self._left_out()
         self.update.bind(self.reducer, self.optimizer)
-        if isinstance(self.update, Server):
-            self.update.open(self.world, self.scheduler, self._clip, lambda: self._stop or self.world.asked_to_stop)
+        self.update.open(self.world, self.scheduler, self._clip, self._wants_stop)
         if left_out and self.world.rank == 0 and self.steps == 0:
             warnings.warn(
                 f"the optimizer does not hold {shortly(left_out)}: their gradients are summed, and never applied. Give them to the optimizer, "
@@ -226,22 +217,21 @@ class Stepper:
 
         This is the place that knows the last one: in its backward the gradients leave for the other ranks.
         """
-        ours, step = self._open(window)
-        for place, (batch, last) in enumerate(_with_last(window)):
-            slot = self._slot(ours, place)
-            if ours is not None and self._reports:
-                self._facts_open.add_samples(ours.counts[place])
-            self._micro = _MicroBatch(last, slot if self.exact else 0)
+        opened = self._open(window)
+        for place, (batch, last) in enumerate(with_last(window)):
+            slot = opened.slot(place)
+            opened.count(place)
+            opened.micro = MicroBatch(last, slot if self.exact else 0)
             self._buffers.open()
             self._outcomes.trace.open(place)
-            randomness.step(self._seed, step, slot)
+            randomness.step(self._seed, opened.step, slot)
             try:
                 with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
                     status.enter("forward")
                     yield batch
             finally:  # also when the user's loop breaks off: step() then sums what was there
-                self._buffers.shut(self._micro.weight, self._micro.row)
-                self._micro = None
+                self._buffers.shut(opened.micro.weight, opened.micro.row)
+                opened.micro = None
             status.enter("data")
 
     def at_once(self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]) -> None:
@@ -250,22 +240,20 @@ class Stepper:
         `run(batches, begin, count)` calls `begin(place, stage)` before a stage's forward of a micro-batch, and `count(place, loss, weight)`, where
         the loss is known, for what is to be differentiated. Gradients have come when it returns.
         """
-        ours, step = self._open(window)
+        opened = self._open(window)
         batches = list(window)
 
         def begin(place: int, stage: int) -> None:
             status.enter("forward")
-            randomness.step(self._seed, step, self._slot(ours, place) + stage * _STAGES)
+            randomness.step(self._seed, opened.step, opened.slot(place) + stage * _STAGES)
 
         def count(place: int, loss: Tensor, weight: float | Tensor) -> Tensor:
             loss = summed(loss, weight, "sum")
-            if self._reports:
-                if ours is not None:
-                    self._facts_open.add_samples(ours.counts[place])
-                self._facts_open.add(weight, loss.detach())
+            opened.count(place)
+            opened.learn(weight, loss)
             return loss
 
-        self._backwards, self.reducer.expecting = len(batches), True
+        opened.backwards, self.reducer.expecting = len(batches), True
         try:
             with self.reducer.window(last=False):
                 run(batches, begin, count)
@@ -278,30 +266,21 @@ class Stepper:
         """That this rank has sent since the world was opened, as far as Lockstep's own groups count it."""
         return self.everyone.bytes_sent + (0 if self.held is None else self.held.sent())
 
-    @property
-    def _facts_open(self) -> FactsMessage:
-        assert self._facts is not None
-        return self._facts
-
-    def _slot(self, ours: Window | None, place: int) -> int:
-        """The number of a micro-batch in its window; of a plain list's, one that no other rank has."""
-        return self.world.rank * 2**32 + place if ours is None else ours.slots[place]
-
-    def _open(self, window: Iterable[Batch]) -> tuple[Window | None, int]:
-        """Begin a window: itself, where it is one of ours, and the step that its randomness belongs to."""
+    def _open(self, window: Iterable[Batch]) -> OpenWindow:
+        """Begin a window."""
         if not isinstance(window, Iterable):
             raise UsageError(f"micro_batches() walks a window or a list of batches, not a {type(window).__name__}")
-        if self._facts is not None:
+        if self._window is not None:
             raise UsageError("a second window was opened before step() ended the first: call stepper.step() once after each window")
         self.clock.open()
         status.step(self.steps + 1)
         self._outcomes.settle()
         self.part_if_due()
         self._compare_data(window)
-        if isinstance(self.update, Server):
-            self._windows = self.steps if self._windows is None else self._windows
-            self.update.begin(window)
+        self.update.begin(window, self.steps)
         ours = check_window(window) if self.exact else window if isinstance(window, Window) else None
+        if ours is not None and ours.balancer is not None:
+            Balance().check(self.method, self.everyone.size)
         self.reducer.reset(None if ours is None else ours.cut)
         self._outcomes.trace.begin()
         self.follow_layout()
@@ -310,19 +289,20 @@ class Stepper:
             self._buffers = MovingBuffers(self.model, self.group, self.world.device)
         slots = ours.cut.slots if self.exact and ours is not None else 0
         self._buffers.begin(slots)
-        self._backwards, self.reducer.stray = 0, False
-        self._facts = FactsMessage(self._told, self.world.device, slots)
-        self.clock.tell(self._facts)
-        self._balancer = None if ours is None else ours.balancer
-        if self._balancer is not None:
-            Balance().check(self.method, self.everyone.size)
-        self._loss_scale = self._scale_for(window)
-        self._samples = ()
-        if self._told is not self.everyone:
-            size = self.everyone.size
-            self._samples = (0,) * size if ours is None else ours.samples_by_rank(self.everyone.rank, size)
+        self.reducer.stray = False
+        facts = FactsMessage(self._told, self.world.device, slots)
+        self.clock.tell(facts)
+        self._loss_scale = loss_scale_for(window, self.scaler)
+        self._window = OpenWindow(ours, self.steps, facts, self.world, reports=self._reports, samples=self._samples_told_by(ours))
         status.enter("data")
-        return ours, self.steps if ours is None else ours.step
+        return self._window
+
+    def _samples_told_by(self, ours: Window | None) -> tuple[int, ...]:
+        """Of each rank, where ranks tell each other nothing: in a window of ours by what is dealt out; () where the facts tell."""
+        if self._told is self.everyone:
+            return ()
+        size = self.everyone.size
+        return (0,) * size if ours is None else ours.samples_by_rank(self.everyone.rank, size)
 
     def follow_layout(self) -> None:
         """Where buckets have been laid anew the update follows. Every rank calls it alike; `micro_batches` does."""
@@ -337,30 +317,24 @@ class Stepper:
             with status.inside("checks"):
                 compare_start(self.group, window.recipe if isinstance(window, Window) else {})
 
-    def _scale_for(self, window: object) -> float:
-        """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""
-        if self.scaler is None or not self.scaler.is_enabled() or not isinstance(window, Window):
-            return 1.0
-        return 2.0 ** -math.ceil(math.log2(window.cut.micro_batch * window.cut.slots))
-
     def backward(self, loss: Tensor, weight: float | Tensor, *, reduction: Literal["sum", "mean"] = "sum") -> None:
         """Compute the gradients of this micro-batch, once. `weight` is what the loss counts: samples, tokens.
 
         `loss` is a scalar: the sum of the losses, or, with reduction="mean", their mean over `weight`, which is multiplied back.
         A weight of 0 is fine. Raises UsageError outside the `micro_batches` loop and when called twice for one micro-batch.
         """
-        micro = self._micro
-        if micro is None or self._facts is None:
+        opened = self._window
+        if opened is None or opened.micro is None:
             raise UsageError("backward() belongs inside the loop over stepper.micro_batches(window)")
+        micro = opened.micro
         if micro.done:
             raise UsageError("backward() was called twice for one micro-batch: add the losses and call it once")
         loss = summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
-        self._backwards += 1
-        if self._reports:
-            self._facts.add(weight, loss.detach(), micro.row)
+        opened.backwards += 1
+        opened.learn(weight, loss, micro.row)
         if micro.last:
-            self._send_facts()
+            self._send(opened.facts)
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
             return
         scaled = loss * self._loss_scale if self._loss_scale != 1 else loss
@@ -372,9 +346,11 @@ class Stepper:
             self.reducer.expecting = False
         status.enter("forward")
 
-    def _send_facts(self) -> None:
-        assert self._facts is not None
-        self._facts.send(stop=self._stop or self.world.asked_to_stop, newly_moving=self._buffers.newly_moving)
+    def _send(self, facts: FactsMessage) -> None:
+        facts.send(stop=self._wants_stop(), newly_moving=self._buffers.newly_moving)
+
+    def _wants_stop(self) -> bool:
+        return self._stop or self.world.asked_to_stop
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` of the whole optimizer, whoever holds which part of it. Every rank calls it, and gets it."""
@@ -401,87 +377,57 @@ class Stepper:
 
         Where all weights are 0, the loss is not finite, or (with `clip` or a scaler) the gradient is not, nothing is updated and `reason` says so.
         """
-        if self._facts is None:
+        opened = self._window
+        if opened is None:
             raise UsageError("step() was called without a window: walk one with stepper.micro_batches(window) first")
-        if self._micro is not None:
+        if opened.micro is not None:
             raise UsageError("step() was called inside the loop over stepper.micro_batches(window); it belongs after it")
-        if self.reducer.stray and not self._backwards:
+        if self.reducer.stray and not opened.backwards:
             raise UsageError(
                 "gradients arrived, but stepper.backward() was never called: call stepper.backward(loss, weight=...) in place of loss.backward()"
             )
         status.enter("reduce")
-        if not self._facts.sent:
-            self._send_facts()
-        message, self._facts = self._facts, None
-        facts, divisor = self._finish(message)
-        if self._balancer is not None:
-            self._balancer.note(facts.each_by_rank)
+        if not opened.facts.sent:
+            self._send(opened.facts)
+        self._window = None
+        facts, divisor = self._finish(opened.facts)
+        if opened.ours is not None and opened.ours.balancer is not None:
+            opened.ours.balancer.note(facts.each_by_rank)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
-        if isinstance(self.update, Server):
-            return self._step_at(self.update, facts)
-        status.enter("optimizer")
-        outcome = self._apply(facts, divisor)
-        self.steps += 1
-        self._outcomes.note(self.steps, outcome, facts, alone=self._told is not self.everyone)
-        if self._outcomes.known_at_once:
-            self._outcomes.settle()
+        if facts.weight:
+            self._unused()
+        ended = self.update.end(self.steps, facts, lambda: self._apply(facts, divisor))
+        self.steps, self.everyone = ended.steps, ended.everyone or self.everyone
+        if ended.outcome is not None:
+            self._outcomes.note(self.steps, ended.outcome, facts, alone=self._told is not self.everyone)
+            if self._outcomes.known_at_once:
+                self._outcomes.settle()
+        for each in ended.windows:
+            if each.reason:
+                self._outcomes.say(each.reason, each.step + 1, each.reason)
         if self._replicas is not None:
             with status.inside("checks"):
                 self._replicas(self._replicated)
-        stop = facts.stop > 0
-        if isinstance(self.update, LocalSteps):
-            stop = self.update.after_step(facts.weight if outcome.applied else 0.0, stop=stop)
         status.enter("loop")
         return StepResult(
-            loss=facts.loss / facts.weight if facts.weight else math.nan,
-            weight=facts.weight,
-            stop=stop,
-            samples_by_rank=self._samples or facts.samples_by_rank,
+            loss=ended.loss / ended.weight if ended.weight else math.nan,
+            weight=ended.weight,
+            stop=ended.stop,
+            samples_by_rank=opened.samples or facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
-            outcome=outcome,
+            outcome=ended.outcome or Applied(),
             together=self.together,
-            times=self._end_clock(),
+            gradient_age=ended.gradient_age,
+            windows=ended.windows,
+            times=self._end_clock(ended.window, opened.backwards),
             busy_by_rank=facts.busy_by_rank,
             waited_by_rank=facts.waited_by_rank,
         )
 
-    def _end_clock(self) -> tuple[StepTimes, ...]:
+    def _end_clock(self, window: int, micro_batches: int) -> tuple[StepTimes, ...]:
         """The step has ended; those whose times are known since."""
         hidden = None if self.world.device.type == "cuda" else self.reducer.departures.hidden()
-        number = self.steps
-        if self._windows is not None:
-            number = self._windows = self._windows + 1
-        return self.clock.end(number, self._backwards, hidden)
-
-    def _step_at(self, server: Server, facts: Facts) -> StepResult:
-        """Push what was drawn; or, where nothing was, meet the others."""
-        meets, stop, age = server.meets, False, None
-        loss, weight = facts.loss, facts.weight
-        if meets:
-            met = server.meet()
-            assert server.steps is not None
-            self.steps, self.everyone, loss, weight, stop = server.steps, server.everyone, met.loss, met.weight, met.stop
-        else:
-            if facts.weight:
-                self._unused()
-            age = server.push(facts.weight, facts.loss, facts.samples_by_rank[0])
-        windows = tuple(server.applied())
-        for each in windows:
-            if each.reason:
-                self._outcomes.say(each.reason, each.step + 1, each.reason)
-        status.enter("loop")
-        return StepResult(
-            loss=loss / weight if weight else math.nan,
-            weight=weight,
-            stop=stop,
-            samples_by_rank=self._samples,
-            bytes_sent=self.bytes_sent,
-            outcome=Applied(),
-            together=meets,
-            gradient_age=age,
-            windows=windows,
-            times=self._end_clock(),
-        )
+        return self.clock.end(window, micro_batches, hidden)
 
     def draws(self, loader: Any) -> None:
         """With update="server": have `loader`, a Loader over a data set whose samples have numbers, deal out slots in place of fixed shares.
@@ -489,7 +435,8 @@ class Stepper:
         Every rank calls it, once, before the first epoch. Each then walks as many windows as it gets, and an empty one wherever all meet: at an
         epoch's end, where `meet_before` says, and where one is asked to stop; `StepResult.together` is true there. With another update it does nothing.
         """
-        if not isinstance(self.update, Server):
+        dealer = self.update.dealer
+        if dealer is None:
             return
         if not isinstance(loader, Loader):
             raise UsageError(
@@ -499,36 +446,33 @@ class Stepper:
             loader.balance.check(self.method, self.everyone.size)
         if self._checks != "off":
             compare_start(self.everyone, loader.recipe)
-        loader.draws = self.update
+        loader.draws = dealer
 
     def meet_before(self, step: int) -> None:
         """With update="server": have all ranks meet when `step` steps were taken, for a checkpoint, say. Every rank calls it alike."""
-        if isinstance(self.update, Server):
-            self.update.meet_before(step)
+        self.update.meet_before(step)
 
     @property
     def between_meetings(self) -> bool:
         """Whether this rank's model is no state of the training that could be kept: at a server, but where all ranks meet."""
-        return isinstance(self.update, Server) and not self.together
+        return self.method.server is not None and not self.together
 
     @property
     def together(self) -> bool:
         """Whether all ranks hold the same model: always, but between the meetings of local steps, and of a server's workers."""
-        return not isinstance(self.update, LocalSteps | Server) or self.update.together
+        return self.update.together
 
     def meet(self) -> bool:
         """Have replicas that step alone meet now, for an evaluation or an end. Every rank calls it; whether one of them asks to stop.
 
         Does nothing where they have not parted since the last meeting, or never do.
         """
-        if isinstance(self.update, Server) and not self.together:
+        if self.between_meetings:
             raise UsageError(
                 "between its meetings the workers of a server walk different windows: evaluate where StepResult.together is true"
             )
-        if not isinstance(self.update, LocalSteps):
-            return False
         self._outcomes.settle()
-        return self.update.meet(stop=self._stop or self.world.asked_to_stop)
+        return self.update.meet(stop=self._wants_stop())
 
     def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""
@@ -556,29 +500,6 @@ class Stepper:
     def _apply(self, facts: Facts, divisor: float) -> Applied:
         if facts.weight == 0:
             return Applied(reason=NOTHING)
-        self._unused()
         if not math.isfinite(facts.loss) and self.scaler is None:
             return Applied(reason=f"the loss is {facts.loss}: this update would make every weight nan")
         return self.update.apply(divisor, self._clip, self.scaler)
-
-
-@dataclass(slots=True)
-class _MicroBatch:
-    last: bool
-    row: int
-    """Among what is kept by slot: the slot in exact mode, else 0."""
-    done: bool = False
-    weight: float | Tensor = 0.0
-
-
-def _with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each item and whether it is the last, by looking one ahead."""
-    iterator = iter(items)
-    try:
-        item = next(iterator)
-    except StopIteration:
-        return
-    for following in iterator:
-        yield item, False
-        item = following
-    yield item, True

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.errors import LockstepWarning
 from lockstep.gradients.facts import Facts
-from lockstep.updates.update import Applied
+from lockstep.updates.applied import Applied
 from lockstep.world import World
 
 

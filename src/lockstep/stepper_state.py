@@ -15,7 +15,6 @@ from lockstep.checkpoints.pieces import METHOD, Piece, method_kept, method_piece
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.stepper import Stepper
-from lockstep.updates.local_steps import LocalSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +70,7 @@ class Whole:
 
     def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[Mapping[str, Tensor] | None, list[Piece]]:
         stepper, group = self._stepper, self._stepper.everyone
-        model = weights(stepper.model)
-        if isinstance(stepper.update, LocalSteps):
-            model = stepper.update.model(model)
+        model = stepper.update.model(weights(stepper.model))
         everywhere, mine = stepper.update.pieces(name_of)
         common, own = method_pieces(stepper.keepers(), group.rank)
         pieces = [*shared_out([*everywhere, *common], group.rank, group.size, sizes(model)), *mine, *own]

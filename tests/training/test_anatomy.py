@@ -29,7 +29,7 @@ from lockstep.step_clock import StepTimes
 from lockstep.step_result import StepResult
 from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
 from lockstep.training.memory_use import Activations, memory_use
-from lockstep.updates.update import Applied
+from lockstep.updates.applied import Applied
 from lockstep.world import World
 from tests.training import toy
 

@@ -13,7 +13,7 @@ sum travels while the next steps are computed; when it is there the replica goes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from lockstep.collectives.group import Group, Work
 from lockstep.errors import UsageError
 from lockstep.gradients.alone import Alone
 from lockstep.gradients.bucket import Bucket, view_of
+from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
 from lockstep.method import Outer
+from lockstep.updates.applied import Applied
 from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.outer import OuterStep
 from lockstep.updates.replicated import Replicated, whole_pieces
-from lockstep.updates.update import Applied
+from lockstep.updates.update import Ended, Update
 
 _MIXED = 0.5  # of a replica that went on while its fragment met, the share that stays
 
@@ -48,7 +50,7 @@ class _Flight:
     works: list[Work]
 
 
-class LocalSteps:
+class LocalSteps(Update):
     """An update of this rank alone, and the meetings, so many steps after the last one of all fragments.
 
     Every rank makes the same steps in the same order, also where it has nothing to learn from.
@@ -138,8 +140,14 @@ class LocalSteps:
         """Whether all ranks hold the same model: nobody has taken a step since the last meeting of all fragments. The same on all ranks."""
         return not self._flights and self._parted_at == self.taken
 
-    def after_step(self, weight: float, *, stop: bool) -> bool:
-        """This rank has taken a step, on so much: meet where it is time. Every rank calls it; whether it was heard that one of them asks to stop."""
+    def end(self, steps: int, facts: Facts, apply: Callable[[], Applied]) -> Ended:
+        """Step alone, and meet where it is time."""
+        ended = super().end(steps, facts, apply)
+        assert ended.outcome is not None
+        return replace(ended, stop=self._after_step(facts.weight if ended.outcome.applied else 0.0, stop=ended.stop))
+
+    def _after_step(self, weight: float, *, stop: bool) -> bool:
+        """This rank has taken a step, on so much. Whether it was heard that one of them asks to stop."""
         self.taken += 1
         self._since = [since + weight for since in self._since]
         self._buffers.learned(weight)

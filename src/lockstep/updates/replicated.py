@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import Piece
 from lockstep.gradients.reducer import Reducer
+from lockstep.updates.applied import Applied
 from lockstep.updates.held import SplitNorm
 from lockstep.updates.norm import gradient_norm
 from lockstep.updates.stepping import Stepping
-from lockstep.updates.update import Applied, check_belongs
+from lockstep.updates.update import Update, check_belongs
 
 
-class Replicated:
+class Replicated(Update):
     """The gradients are equal on all ranks, so norm, finite check and step need no further message."""
 
     name = "replicated"

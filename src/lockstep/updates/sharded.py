@@ -15,16 +15,17 @@ from torch.optim import Optimizer
 from lockstep.checkpoints.pieces import Piece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
+from lockstep.updates.applied import Applied
 from lockstep.updates.held import SplitNorm
 from lockstep.updates.norm import block_sums, norm_of
 from lockstep.updates.replicated import sums_of, whole_pieces
 from lockstep.updates.shards import Shards, check_elementwise
 from lockstep.updates.state_dict import State, pack, unpack
 from lockstep.updates.stepping import Stepping
-from lockstep.updates.update import Applied, check_belongs
+from lockstep.updates.update import Update, check_belongs
 
 
-class Sharded:
+class Sharded(Update):
     """Holds pieces of the parameters in the user's own optimizer, whose groups keep everything else.
 
     After a step only this rank's slices of the gradients are sums over all ranks, where the reduction can leave the others out.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.updates.update import Applied
+from lockstep.updates.applied import Applied
 
 
 class Stepping:

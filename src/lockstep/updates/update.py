@@ -1,76 +1,58 @@
-"""What an update is: who applies the summed gradients to the parameters, and how."""
+"""What an update is: who applies the summed gradients to the parameters, and how; and which steps the ranks make in common."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep import status
 from lockstep.checkpoints.pieces import Piece
+from lockstep.collectives.group import Group
+from lockstep.data.draws import Draws
 from lockstep.errors import UsageError
-from lockstep.gradients.reading import Reading
+from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
+from lockstep.updates.applied import Applied
+from lockstep.updates.server.applied_window import AppliedWindow
+from lockstep.world import World
 
 
-class Applied:
-    """What an update did. On a GPU the device knows it first: it is read, and waited for, where somebody looks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a window ended."""
 
-    `norm` is the gradient's before clipping (None where nobody asked for it), `applied` whether the optimizer stepped, `reason` why not.
-    `scale` is the loss scale before the update, and after it.
-    """
-
-    def __init__(
-        self,
-        norm: Tensor | None = None,
-        *,
-        skipped: Tensor | None = None,
-        scale: tuple[Tensor, Tensor] | None = None,
-        reason: str | None = None,
-    ) -> None:
-        self._known_reason = reason
-        self._names = [name for name, value in (("norm", norm), ("skipped", skipped), ("scale", scale)) if value is not None]
-        values = [value.reshape(1).double() for value in (norm, skipped, *(scale or ())) if value is not None]
-        self._reading = Reading(torch.cat(values)) if values else None
-        self._found: dict[str, float] | None = None
-
-    def _read(self) -> dict[str, float]:
-        if self._found is None:
-            names = [*self._names, "scale after"] if "scale" in self._names else self._names
-            self._found = dict(zip(names, self._reading.list() if self._reading else [], strict=True))
-        return self._found
-
-    @property
-    def norm(self) -> float | None:
-        return self._read().get("norm")
-
-    @property
-    def applied(self) -> bool:
-        return self.reason is None
-
-    @property
-    def reason(self) -> str | None:
-        if self._known_reason is not None:
-            return self._known_reason
-        found = self._read()
-        if found.get("scale after", math.inf) < found.get("scale", -math.inf):
-            return f"gradients overflowed at loss scale {found['scale']:g}; it is {found['scale after']:g} now"
-        if found.get("skipped"):
-            return f"the gradient's norm is {found['norm']}"
-        return None
-
-    def explain(self, reason: str) -> None:
-        """Say more about why the optimizer did not step."""
-        self._known_reason = reason
+    steps: int
+    """That the training has taken since it began, as far as this rank knows."""
+    window: int
+    """The number of this rank's window, counted on from the step at which it began."""
+    loss: float
+    """The sum of the losses."""
+    weight: float
+    stop: bool
+    """Whether it was heard that some rank asks to stop."""
+    outcome: Applied | None = None
+    """None where others apply the gradients, in their time."""
+    everyone: Group | None = None
+    """The ranks of the training, where some have died that can be done without."""
+    gradient_age: float | None = None
+    windows: tuple[AppliedWindow, ...] = ()
 
 
 class Update(Protocol):
-    """One per reducer and optimizer."""
+    """One per reducer and optimizer.
+
+    What is written out here is so where all ranks make every step in common; an update whose ranks part between meetings says otherwise.
+    """
 
     name: str
+
+    # -- the optimizer ---------------------------------------------------------------------------------------------------------------
 
     def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
         """Take charge of them. Refuses, by name, what it cannot run."""
@@ -99,6 +81,44 @@ class Update(Protocol):
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU the host waits for nothing that it need not know."""
         ...
+
+    # -- the steps -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks hold the same model. The same on all ranks."""
+        return True
+
+    @property
+    def dealer(self) -> Draws | None:
+        """Who deals out the slots of a step, where they are no fixed share of each rank."""
+        return None
+
+    def open(self, world: World, scheduler: LRScheduler | None, clip: float | None, wants_stop: Callable[[], bool]) -> None:
+        """The Stepper is complete. Every rank calls it."""
+        return
+
+    def begin(self, window: object, steps: int) -> None:
+        """Before the first forward of a window, `steps` after the training's begin."""
+        return
+
+    def end(self, steps: int, facts: Facts, apply: Callable[[], Applied]) -> Ended:
+        """The sums are complete, `steps` after the training's begin: step, by `apply` where this rank's optimizer does it."""
+        status.enter("optimizer")
+        outcome = apply()
+        return Ended(steps=steps + 1, window=steps + 1, loss=facts.loss, weight=facts.weight, stop=facts.stop > 0, outcome=outcome)
+
+    def meet(self, *, stop: bool = False) -> bool:
+        """Have replicas that have parted meet now. Every rank calls it; whether it was heard that one of them asks to stop."""
+        return False
+
+    def meet_before(self, step: int) -> None:
+        """Have ranks of which each goes its own way meet when `step` steps were taken. Every rank calls it alike."""
+        return
+
+    def model(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of this rank's `weights`: the model that all ranks agree on."""
+        return weights
 
 
 def check_belongs(reducer: Reducer, optimizer: Optimizer) -> None:

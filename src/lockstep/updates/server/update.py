@@ -1,9 +1,9 @@
 """This rank as a worker of a parameter server: it draws slots, pulls parameters, pushes gradients, and waits for nobody but by the bound.
 
-draw()      what is next; a window that is complete is applied on the way, by whoever asks
-begin()     the newest parameters of every shard, before the first forward
-push()      sums, not means, to every shard: what a window is divided by is known when its last draw is there
-meet()      the same parameters and buffers on all ranks
+draw        what is next; a window that is complete is applied on the way, by whoever asks
+pull        the newest parameters of every shard, before the first forward
+push        sums, not means, to every shard: what a window is divided by is known when its last draw is there
+meet        the same parameters and buffers on all ranks
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,10 +27,13 @@ from lockstep.data.draws import Drawn
 from lockstep.data.windows import Plan, Window
 from lockstep.errors import LockstepError, PeerFailed, UsageError
 from lockstep.gradients.bucket import view_of
+from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
 from lockstep.launcher import asked
 from lockstep.method import Method
+from lockstep.updates.applied import Applied as Outcome
 from lockstep.updates.meeting_buffers import MeetingBuffers
+from lockstep.updates.server.applied_window import AppliedWindow
 from lockstep.updates.server.counter import Answer, Applied, Apply, Counter, Course, Draw, Meet, Pushed
 from lockstep.updates.server.desk import Desk
 from lockstep.updates.server.masters import Masters
@@ -39,8 +42,7 @@ from lockstep.updates.server.serving import Serving, answer_of, question_header
 from lockstep.updates.server.shard import Shard
 from lockstep.updates.sharded import Sharded
 from lockstep.updates.shards import Shards, check_elementwise
-from lockstep.updates.update import Applied as Outcome
-from lockstep.updates.update import check_belongs
+from lockstep.updates.update import Ended, check_belongs
 from lockstep.world import World
 
 WHY = {
@@ -48,25 +50,6 @@ WHY = {
     "loss": "the loss is not finite: this update would make every weight nan",
     "norm": "the gradient's norm is not finite",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedWindow:
-    """One window that the server has applied: what rank 0 records of it."""
-
-    step: int
-    """Its number, counted from 0 over all epochs."""
-    epoch: int
-    loss: float
-    weight: float
-    samples_by_rank: tuple[int, ...]
-    age: float
-    """Updates that came between the pull and the application of its gradients, on average."""
-    lr: float
-    at: float
-    """When (perf_counter)."""
-    reason: str
-    """Why the optimizer did not step; "" where it did."""
 
 
 class Server(Sharded):
@@ -83,10 +66,9 @@ class Server(Sharded):
         self._rank, self._size = everyone.rank, everyone.size  # for as long as this lives, whoever dies
         self._buffers = MeetingBuffers(model, everyone)
         self._checks = checks
-        self.together = True
-        """Whether all ranks hold the same model: between a meeting and the next draw."""
-        self.steps: int | None = None
-        """Windows that were applied before the last meeting, over all epochs; None before the first."""
+        self._together = True
+        self._steps: int | None = None  # windows that were applied before the last meeting, over all epochs; None before the first
+        self._windows: int | None = None  # this rank's own, counted on from the step at which it began
         self._current: Draw | Meet | None = None
         self._course: Course | None = None
         self._said: Pushed | str | None = None
@@ -116,9 +98,9 @@ class Server(Sharded):
             raise UsageError("parameters were added, frozen or unfrozen: a server's shards are cut once; begin a new Stepper for that")
         super().follow()
 
-    def open(self, world: World, scheduler: LRScheduler | None, clip: float | None, stop: Callable[[], bool]) -> None:
+    def open(self, world: World, scheduler: LRScheduler | None, clip: float | None, wants_stop: Callable[[], bool]) -> None:
         """Start to serve. Every rank calls it."""
-        self._world, self._scheduler, self._clip, self._wants_stop = world, scheduler, clip, stop
+        self._world, self._scheduler, self._clip, self._wants_stop = world, scheduler, clip, wants_stop
         if self._rank < self._owners:
             self._shard = Shard(self._masters, self._optimizer, by_age=self._by_age, stepped=self._step_scheduler)
         pids = self._everyone.host.all_gather(torch.tensor(os.getpid()), place="for the processes of a server").tolist()
@@ -160,8 +142,8 @@ class Server(Sharded):
             raise UsageError("the next window was asked for before stepper.step() had ended the last one: call it once after each window")
         last = plan.at(plan.steps_per_epoch - 1, epoch, 0)
         self._course = course = Course(epoch, first, begin, plan.steps_per_epoch, plan.slots, len(last.filled(0, 1)))
-        status.step(first + begin + 1 if self.steps is None else self.steps + 1)
-        if self.together:
+        status.step(first + begin + 1 if self._steps is None else self._steps + 1)
+        if self._together:
             self._may_be_missed(True)
         while isinstance(answer := self._ask(course), Apply):
             self._apply_window(answer)
@@ -169,7 +151,7 @@ class Server(Sharded):
         if isinstance(answer, Meet):
             self._may_be_missed(False)
             return Drawn(answer.place, range(0), answer.over)
-        self.together = False
+        self._together = False
         return Drawn(answer.place, range(answer.first, answer.last))
 
     def _ask(self, course: Course) -> Answer:
@@ -227,8 +209,16 @@ class Server(Sharded):
 
     # -- a draw --------------------------------------------------------------------------------------------------------------------
 
-    def begin(self, window: object) -> None:
-        """Before the first forward of a window: pull."""
+    @property
+    def dealer(self) -> Server:
+        return self
+
+    @property
+    def together(self) -> bool:
+        """Between a meeting and the next draw."""
+        return self._together
+
+    def begin(self, window: object, steps: int) -> None:
         if not isinstance(window, Window) or not window.drawn or self._current is None:
             raise UsageError(
                 "with update='server' ranks draw what they compute: call stepper.draws(loader) once, and walk the windows of that Loader's epochs, each once"
@@ -237,6 +227,20 @@ class Server(Sharded):
             status.step(window.step + 1)
             with status.inside("reduce"):
                 self._pull()
+        self._windows = steps if self._windows is None else self._windows
+
+    def end(self, steps: int, facts: Facts, apply: Callable[[], Outcome]) -> Ended:
+        """Push what was drawn; or, where nothing was, meet the others. Shards apply it, when all of a window is there."""
+        assert self._windows is not None
+        self._windows += 1
+        if isinstance(self._current, Meet):
+            met, self._current = self._current, None
+            steps = self._meet(met)
+            told = Ended(steps=steps, window=self._windows, loss=met.loss, weight=met.weight, stop=met.stop, everyone=self._everyone)
+        else:
+            age = self._push(facts.weight, facts.loss, facts.samples_by_rank[0])
+            told = Ended(steps=steps, window=self._windows, loss=facts.loss, weight=facts.weight, stop=False, gradient_age=age)
+        return replace(told, windows=tuple(self._applied()))
 
     @torch.no_grad()
     def _pull(self) -> None:
@@ -258,7 +262,7 @@ class Server(Sharded):
                 parameters.append(parameter)
         torch._foreach_copy_(parameters, places)
 
-    def push(self, weight: float, loss: float, samples: int) -> int:
+    def _push(self, weight: float, loss: float, samples: int) -> int:
         """The gradients of what was drawn. The updates that have come since they were pulled, so far."""
         draw, self._current = self._current, None
         assert isinstance(draw, Draw)
@@ -295,7 +299,7 @@ class Server(Sharded):
                 self._shard.apply(window.place, divisor, skip=bool(reason))
             self._said = reason
 
-    def applied(self) -> list[AppliedWindow]:
+    def _applied(self) -> list[AppliedWindow]:
         """On rank 0: the windows that were applied since this was asked last."""
         self._note_applied()
         found, self._records = self._records, []
@@ -320,16 +324,9 @@ class Server(Sharded):
 
     # -- a meeting -----------------------------------------------------------------------------------------------------------------
 
-    @property
-    def meets(self) -> bool:
-        """Whether the window that was drawn is a meeting."""
-        return isinstance(self._current, Meet)
-
     @torch.no_grad()
-    def meet(self) -> Meet:
-        """All ranks are here, and everything is applied. Those that have died since are missed from now on."""
-        met, self._current = self._current, None
-        assert isinstance(met, Meet)
+    def _meet(self, met: Meet) -> int:
+        """All ranks are here, and everything is applied. Those that have died since are missed from now on. The steps that were taken."""
         assert self._course is not None
         with status.inside("reduce"):
             if len(met.living) < self._everyone.size:
@@ -351,14 +348,9 @@ class Server(Sharded):
         self._note_applied()
         if self._shard is not None:
             self._shard.forget_rates()
-        self.steps = self._course.first + met.place
-        self.together = True
-        return met
-
-    @property
-    def everyone(self) -> Group:
-        """The living."""
-        return self._everyone
+        self._steps = self._course.first + met.place
+        self._together = True
+        return self._steps
 
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Outcome:
         raise AssertionError("a worker pushes; shards apply")
