@@ -63,6 +63,14 @@ def test_the_first_missing_is_the_smallest_number_and_one() -> None:
     assert "ranks 0 and 1 wait in #7 (op 7), step 5. Rank 3 never issued it: in forward" in said(*sights)
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_has_its_words(phase: str) -> None:
+    words = r"(starting|in |between steps)"
+    assert re.search(rf"Rank 1 is in the middle of it: {words}", said(sight(waits=True, number=8), sight(phase=phase)))
+    _, text = slowness((6, 0.1, 5), {"data": 1, "forward": 1, phase: 7})
+    assert re.search(rf"spends \d+ % of its own {words}", text or "")
+
+
 def test_a_stopped_rank_is_said_to_be_stopped_wherever_it_stands() -> None:
     text = said(sight(waits=True, number=8, texts={8: "y"}), sight(state="T", phase="reduce", waits=True, number=7))
     assert text.endswith("Rank 1 never issued it: stopped (SIGSTOP or a debugger), in reduce, for 31 s.")

@@ -35,6 +35,7 @@ DOING = {
     "checkpoint": "in a checkpoint",
     "evaluate": "in evaluation",
     "loop": "between steps",
+    "checks": "in a check that the ranks agree",
 }
 _LINES = 12  # of a stack
 _SLOW, _QUICK = 0.3, 0.1  # shares of the time that the others wait, and the slow one
