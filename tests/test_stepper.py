@@ -204,8 +204,9 @@ def test_a_window_of_weight_0_is_skipped_and_says_so(world: lockstep.World) -> N
     stepper = stepper_for(model)
     for x, y in stepper.micro_batches(window()):
         stepper.backward(zoo.loss_sum(model(x), y) * 0, weight=0)
-    with pytest.warns(LockstepWarning, match="step 1 was skipped: every rank's weight is 0"):
+    with pytest.warns(LockstepWarning, match="step 1 was skipped: every rank's weight is 0") as said:
         result = stepper.step()
+    assert said[0].filename == __file__
     assert (result.applied, result.weight) == (False, 0.0)
     assert result.reason == "every rank's weight is 0: the window holds nothing to learn from"
     assert math.isnan(result.loss)

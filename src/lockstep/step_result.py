@@ -15,7 +15,7 @@ class StepResult:
 
     `loss` is the sum of losses over the sum of weights, of the whole global batch, before the update (nan where all weights are 0);
     `stop` that some rank asked to stop; `samples_by_rank` what each rank really walked (zeros for plain lists of batches); `together`
-    that all ranks hold the same model now. Where ranks step alone, `loss` and `weight` are this rank's own, and `stop` is heard at meetings;
+    that all ranks hold the same model now. Where ranks step alone, `loss`, `weight` and the seconds are this rank's own, and `stop` is heard at meetings;
     at a server a meeting tells those of the window that was applied last.
     On a GPU, `norm`, `applied` and `reason` wait for the gradient: look at them when you need them.
     """

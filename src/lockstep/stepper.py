@@ -143,7 +143,7 @@ class Stepper:
             compare_start(*set_up_of(model, alike, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
         self.optimizer = optimizer
         self._bucket_mb, self._unused_policy, self._trace_nonfinite, self._checks = bucket_mb, unused, trace_nonfinite, checks
-        self.steps = 0
+        self.steps, self._stop = 0, False
         self._clip, self.scaler, self.scheduler, self._seed = clip, scaler, scheduler, seed
         self._outcomes = Outcomes(self.world, scheduler, scaler)
         self._work_with(model)
@@ -154,9 +154,7 @@ class Stepper:
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self.clock = StepperClock(self.world.device)
         self._compares_data = checks != "off"
-        self._stop = False
         self._window: OpenWindow | None = None
-        self._loss_scale = 1.0
 
     def _work_with(self, model: nn.Module) -> None:
         """Take charge of the model's gradients, as the method has it now."""
@@ -173,7 +171,6 @@ class Stepper:
         self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full", norm=norm)
         left_out = self._left_out()
         self.update.bind(self.reducer, self.optimizer)
-        self.update.open(self.world, self.scheduler, self._clip, self._wants_stop)
         if left_out and self.world.rank == 0 and self.steps == 0:
             warnings.warn(
                 f"the optimizer does not hold {shortly(left_out)}: their gradients are summed, and never applied. Give them to the optimizer, "
@@ -185,7 +182,8 @@ class Stepper:
         self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
         self._unused = UnusedCheck(self.reducer, self._unused_policy)
         self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._trace_nonfinite)
-        self._replicas = ReplicaCheck(self.group) if self._checks == "full" else None
+        self._replicas = ReplicaCheck(self.group) if self._checks == "full" and self.group.size > 1 else None
+        self.update.open(self.world, self.scheduler, self._clip, self._wants_stop)
 
     def _is_alone(self) -> bool:
         """Whether the next step is this rank's own."""
@@ -250,7 +248,7 @@ class Stepper:
         def count(place: int, loss: Tensor, weight: float | Tensor) -> Tensor:
             loss = summed(loss, weight, "sum")
             opened.count(place)
-            opened.learn(weight, loss)
+            opened.note(weight, loss)
             return loss
 
         opened.backwards, self.reducer.expecting = len(batches), True
@@ -292,8 +290,15 @@ class Stepper:
         self.reducer.stray = False
         facts = FactsMessage(self._told, self.world.device, slots)
         self.clock.tell(facts)
-        self._loss_scale = loss_scale_for(window, self.scaler)
-        self._window = OpenWindow(ours, self.steps, facts, self.world, reports=self._reports, samples=self._samples_told_by(ours))
+        self._window = OpenWindow(
+            ours,
+            self.steps,
+            facts,
+            rank=self.world.rank,
+            reports=self._reports,
+            samples=self._samples_told_by(ours),
+            loss_scale=loss_scale_for(window, self.scaler),
+        )
         status.enter("data")
         return self._window
 
@@ -332,12 +337,12 @@ class Stepper:
         loss = summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
         opened.backwards += 1
-        opened.learn(weight, loss, micro.row)
+        opened.note(weight, loss, micro.row)
         if micro.last:
             self._send(opened.facts)
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
             return
-        scaled = loss * self._loss_scale if self._loss_scale != 1 else loss
+        scaled = loss * opened.loss_scale if opened.loss_scale != 1 else loss
         status.enter("backward")
         self.reducer.expecting = True
         try:
@@ -390,7 +395,7 @@ class Stepper:
         if not opened.facts.sent:
             self._send(opened.facts)
         self._window = None
-        facts, divisor = self._finish(opened.facts)
+        facts, divisor = self._finish(opened)
         if opened.ours is not None and opened.ours.balancer is not None:
             opened.ours.balancer.note(facts.each_by_rank)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
@@ -402,24 +407,23 @@ class Stepper:
             self._outcomes.note(self.steps, ended.outcome, facts, alone=self._told is not self.everyone)
             if self._outcomes.known_at_once:
                 self._outcomes.settle()
-        for each in ended.windows:
-            if each.reason:
-                self._outcomes.say(each.reason, each.step + 1, each.reason)
+        self._outcomes.skipped(ended.windows)
         if self._replicas is not None:
             with status.inside("checks"):
                 self._replicas(self._replicated)
+        stop = self.update.meet_if_due(ended)
         status.enter("loop")
         return StepResult(
             loss=ended.loss / ended.weight if ended.weight else math.nan,
             weight=ended.weight,
-            stop=ended.stop,
+            stop=stop,
             samples_by_rank=opened.samples or facts.samples_by_rank,
             bytes_sent=self.bytes_sent,
             outcome=ended.outcome or Applied(),
             together=self.together,
             gradient_age=ended.gradient_age,
             windows=ended.windows,
-            times=self._end_clock(ended.window, opened.backwards),
+            times=self._end_clock(ended.number, opened.backwards),
             busy_by_rank=facts.busy_by_rank,
             waited_by_rank=facts.waited_by_rank,
         )
@@ -455,7 +459,7 @@ class Stepper:
     @property
     def between_meetings(self) -> bool:
         """Whether this rank's model is no state of the training that could be kept: at a server, but where all ranks meet."""
-        return self.method.server is not None and not self.together
+        return self.update.between_meetings
 
     @property
     def together(self) -> bool:
@@ -465,7 +469,7 @@ class Stepper:
     def meet(self) -> bool:
         """Have replicas that step alone meet now, for an evaluation or an end. Every rank calls it; whether one of them asks to stop.
 
-        Does nothing where they have not parted since the last meeting, or never do.
+        Where they have not parted since the last meeting, or never do, it only sees how the last step ended.
         """
         if self.between_meetings:
             raise UsageError(
@@ -474,7 +478,7 @@ class Stepper:
         self._outcomes.settle()
         return self.update.meet(stop=self._wants_stop())
 
-    def _finish(self, message: FactsMessage) -> tuple[Facts, float]:
+    def _finish(self, opened: OpenWindow) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""
         if self.held is not None:
             self.held.collect()
@@ -483,10 +487,10 @@ class Stepper:
         reduction = self.reducer.reduction
         if reduction.divisor is None:
             self.reducer.finish()
-            facts = message.wait()
-            return facts, facts.weight * self._loss_scale
-        facts = message.wait()
-        reduction.divisor = facts.weight * self._loss_scale or 1.0
+            facts = opened.facts.wait()
+            return facts, facts.weight * opened.loss_scale
+        facts = opened.facts.wait()
+        reduction.divisor = facts.weight * opened.loss_scale or 1.0
         try:
             self.reducer.finish()
         finally:

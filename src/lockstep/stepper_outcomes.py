@@ -7,6 +7,7 @@ unless a scheduler has to know. A server's windows are applied by others: of the
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,6 +16,7 @@ from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.errors import LockstepWarning
 from lockstep.gradients.facts import Facts
 from lockstep.updates.applied import Applied
+from lockstep.updates.server.applied_window import AppliedWindow
 from lockstep.world import World
 
 
@@ -53,6 +55,12 @@ class Outcomes:
             self.trace.watch()
         if self._world.rank == 0:
             self.say(kind, step, outcome.reason or reason)
+
+    def skipped(self, windows: Sequence[AppliedWindow]) -> None:
+        """Say which of these windows, that a server has come through, were not applied."""
+        for each in windows:
+            if each.reason:
+                self.say(each.reason, each.step + 1, each.reason)
 
     def say(self, kind: str, step: int, reason: str) -> None:
         """That a step was skipped: once for each kind of reason. A warning of the step that is just over names the line that called the Stepper."""

@@ -12,7 +12,6 @@ from torch.amp import GradScaler
 
 from lockstep.data.windows import Window
 from lockstep.gradients.facts import FactsMessage
-from lockstep.world import World
 
 Batch = TypeVar("Batch")
 
@@ -32,30 +31,38 @@ class MicroBatch:
 class OpenWindow:
     """One that was begun, and that `step()` has not ended. `ours` is None for a plain list of batches, whose slots have no numbers.
 
-    `reports`: whether this rank counts micro-batches for its replica. `samples`: of each rank, where no message tells.
+    `reports`: whether this rank counts micro-batches for its replica. `samples`: of each rank, where no message tells; () where the facts tell.
     """
 
     def __init__(
-        self, ours: Window | None, steps: int, facts: FactsMessage, world: World, *, reports: bool, samples: tuple[int, ...]
+        self,
+        ours: Window | None,
+        steps: int,
+        facts: FactsMessage,
+        *,
+        rank: int,
+        reports: bool,
+        samples: tuple[int, ...],
+        loss_scale: float,
     ) -> None:
-        self.ours, self.facts, self.samples = ours, facts, samples
+        self.ours, self.facts, self.samples, self.loss_scale = ours, facts, samples, loss_scale
         self.step = steps if ours is None else ours.step
         """The one that its randomness belongs to."""
         self.micro: MicroBatch | None = None
         self.backwards = 0
-        self._first_slot, self._reports = world.rank * 2**32, reports  # of a plain list: slots that no other rank has
+        self._first_slot, self._reports = rank * 2**32, reports  # of a plain list: slots that no other rank has
 
     def slot(self, place: int) -> int:
         """The number of this rank's micro-batch at `place`."""
         return self._first_slot + place if self.ours is None else self.ours.slots[place]
 
     def count(self, place: int) -> None:
-        """Its samples, where they are known."""
+        """The samples of the micro-batch at `place`, where they are known."""
         if self.ours is not None and self._reports:
             self.facts.add_samples(self.ours.counts[place])
 
-    def learn(self, weight: float | Tensor, loss: Tensor, row: int = 0) -> None:
-        """From a micro-batch: its weight, and the sum of its losses."""
+    def note(self, weight: float | Tensor, loss: Tensor, row: int = 0) -> None:
+        """Of a micro-batch: its weight, and the sum of its losses."""
         if self._reports:
             self.facts.add(weight, loss.detach(), row)
 

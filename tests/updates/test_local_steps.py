@@ -344,6 +344,7 @@ def damaged(world: World) -> None:
         stepper.update._step.starts[0][0] += 1
     with pytest.raises(ReplicaDivergence, match="differs between rank 0 and rank 1"):
         one_step(stepper, world, 1)
+    assert (stepper.steps, stepper.update.taken) == (2, 2)  # the step before the meeting was taken, and is counted
 
 
 def test_replicas_that_differ_after_a_meeting_are_named() -> None:

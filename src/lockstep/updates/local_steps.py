@@ -13,7 +13,7 @@ sum travels while the next steps are computed; when it is there the replica goes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from lockstep.collectives.group import Group, Work
 from lockstep.errors import UsageError
 from lockstep.gradients.alone import Alone
 from lockstep.gradients.bucket import Bucket, view_of
-from lockstep.gradients.facts import Facts
 from lockstep.gradients.reducer import Reducer
 from lockstep.method import Outer
 from lockstep.updates.applied import Applied
@@ -140,14 +139,9 @@ class LocalSteps(Update):
         """Whether all ranks hold the same model: nobody has taken a step since the last meeting of all fragments. The same on all ranks."""
         return not self._flights and self._parted_at == self.taken
 
-    def end(self, steps: int, facts: Facts, apply: Callable[[], Applied]) -> Ended:
-        """Step alone, and meet where it is time."""
-        ended = super().end(steps, facts, apply)
+    def meet_if_due(self, ended: Ended) -> bool:
         assert ended.outcome is not None
-        return replace(ended, stop=self._after_step(facts.weight if ended.outcome.applied else 0.0, stop=ended.stop))
-
-    def _after_step(self, weight: float, *, stop: bool) -> bool:
-        """This rank has taken a step, on so much. Whether it was heard that one of them asks to stop."""
+        weight = ended.weight if ended.outcome.applied else 0.0
         self.taken += 1
         self._since = [since + weight for since in self._since]
         self._buffers.learned(weight)
@@ -156,7 +150,7 @@ class LocalSteps(Update):
         due = [part for part in range(count) if since % self._every == (part + 1) * self._every // count % self._every]
         heard = False
         for fragment in due:
-            heard = self._send(fragment, self.taken + self._outer.overlap, stop=stop)
+            heard = self._send(fragment, self.taken + self._outer.overlap, stop=ended.stop)
             if not self._outer.overlap:
                 self._land(lambda flight: True)
         if due and count == 1 and not self._outer.overlap:

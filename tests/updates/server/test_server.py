@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,26 +240,31 @@ def test_what_cannot_work_is_refused(what: str, said: str) -> None:
     assert said in found
 
 
-def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool]:
+def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool, list[str]]:
     """The losses of window 1 are not numbers."""
     model = net()
     stepper = lockstep.Stepper(model, momentum(model), update="server", staleness=0)
     loader = lockstep.Loader(data(), global_batch=10, micro_batch=2)
     stepper.draws(loader)
     windows: list[Any] = []
+    lines: list[str] = []
     for window in (window for epoch in loader.epochs(1) for window in epoch):
         for x, y, _ in stepper.micro_batches(window):
             stepper.backward(F.cross_entropy(model(x), y, reduction="sum") * (math.nan if window.step == 1 else 1), weight=len(y))
-        windows += stepper.step().windows
-    return [(each.step, each.reason) for each in windows if each.reason], all(bool(each.isfinite().all()) for each in model.parameters())
+        with warnings.catch_warnings(record=True, action="always") as said:
+            windows += stepper.step().windows
+        lines += [linecache.getline(each.filename, each.lineno).strip() for each in said if "step 2 was skipped" in str(each.message)]
+    whole = all(bool(each.isfinite().all()) for each in model.parameters())
+    return [(each.step, each.reason) for each in windows if each.reason], whole, lines
 
 
-@pytest.mark.filterwarnings("ignore:step 2 was skipped")
 def test_a_window_whose_loss_is_nan_is_left_out() -> None:
     everyone = run_ranks(skipped, 2)
     assert everyone[0][0] == [(1, "the loss is not finite: this update would make every weight nan")]
     assert everyone[0][1]
     assert everyone[1][1]
+    assert everyone[0][2] == ["windows += stepper.step().windows"]  # a warning shows the user's own line
+    assert not everyone[1][2]
 
 
 def threads_of(world: lockstep.World) -> tuple[int, int]:

@@ -218,6 +218,10 @@ class Server(Sharded):
         """Between a meeting and the next draw."""
         return self._together
 
+    @property
+    def between_meetings(self) -> bool:
+        return not self._together
+
     def begin(self, window: object, steps: int) -> None:
         if not isinstance(window, Window) or not window.drawn or self._current is None:
             raise UsageError(
@@ -229,17 +233,17 @@ class Server(Sharded):
                 self._pull()
         self._windows = steps if self._windows is None else self._windows
 
-    def end(self, steps: int, facts: Facts, apply: Callable[[], Outcome]) -> Ended:
+    def end(self, steps: int, facts: Facts, own_step: Callable[[], Outcome]) -> Ended:
         """Push what was drawn; or, where nothing was, meet the others. Shards apply it, when all of a window is there."""
         assert self._windows is not None
         self._windows += 1
         if isinstance(self._current, Meet):
             met, self._current = self._current, None
             steps = self._meet(met)
-            told = Ended(steps=steps, window=self._windows, loss=met.loss, weight=met.weight, stop=met.stop, everyone=self._everyone)
+            told = Ended(steps=steps, number=self._windows, loss=met.loss, weight=met.weight, stop=met.stop, everyone=self._everyone)
         else:
             age = self._push(facts.weight, facts.loss, facts.samples_by_rank[0])
-            told = Ended(steps=steps, window=self._windows, loss=facts.loss, weight=facts.weight, stop=False, gradient_age=age)
+            told = Ended(steps=steps, number=self._windows, loss=facts.loss, weight=facts.weight, stop=False, gradient_age=age)
         return replace(told, windows=tuple(self._applied()))
 
     @torch.no_grad()
