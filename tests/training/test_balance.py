@@ -15,6 +15,7 @@ import lockstep
 from lockstep import testing
 from lockstep.errors import UsageError
 from lockstep.stepper import Stepper
+from lockstep.stepper_clock import StepperClock
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
 from tests.data.scripted import Scripted, scripted
@@ -61,14 +62,14 @@ def test_all_ranks_know_what_a_micro_batch_takes_each_without_the_waiting_for_ot
 
 def slowly(world: lockstep.World, run: str | None, balance: str | None) -> str:
     """As if a micro-batch took rank 0 three times what it takes rank 1."""
-    end = Stepper._end_clock
+    end = StepperClock.end
 
-    def ended(stepper: Stepper) -> Any:
-        found = end(stepper)
-        stepper.clock.per_micro_batch = 0.1 if world.rank else 0.3
+    def ended(clock: StepperClock, *told: Any) -> Any:
+        found = end(clock, *told)
+        clock.per_micro_batch = 0.1 if world.rank else 0.3
         return found
 
-    Stepper._end_clock = ended  # type: ignore[method-assign]  # in this process, which ends with the test
+    StepperClock.end = ended  # type: ignore[method-assign]  # in this process, which ends with the test
     return train(toy.task(epochs=3), exact=True, run=run, balance=balance).sha256
 
 
