@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import signal
 from pathlib import Path
 
@@ -62,6 +63,23 @@ def test_an_error_raised_from_a_lost_connection_is_a_consequence() -> None:
     error = ValueError("the ranks could not agree")
     error.__cause__ = RuntimeError(LOST)
     assert failures.of_exception(error, 0).standing == "consequence"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("def f(:\n", SyntaxError), ("def f():\nx = 1\n", IndentationError), ("if 1:\n\ta\n        b\n", TabError)]
+)
+def test_a_file_that_cannot_be_parsed_is_shown_with_its_line_and_no_frames_of_ours(
+    tmp_path: Path, text: str, kind: type[Exception]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    with pytest.raises(kind) as caught:
+        runpy.run_path(str(script))
+    assert caught.tb is not None
+    shown = failures.of_exception(caught.value.with_traceback(caught.tb.tb_next), 0).traceback  # from runpy on, as under the launcher
+    first, *_, last = shown.splitlines()
+    assert first.strip().startswith(f'File "{script}", line ')
+    assert last.startswith(f"{kind.__name__}: ")
 
 
 def test_the_time_is_that_of_the_first_note() -> None:

@@ -217,7 +217,7 @@ def _strip(shown: TracebackException, seen: set[int]) -> None:
     seen.add(id(shown))
     files = [frame.filename for frame in shown.stack]
     theirs = next((number for number, file in enumerate(files) if is_users(file)), None)
-    if theirs is None and shown.exc_type is SyntaxError:
+    if theirs is None and hasattr(shown, "offset"):  # a SyntaxError, or one of its kinds
         theirs = len(files)  # the file that cannot be parsed is named by the error itself
     if theirs is None:
         theirs = next((number for number, file in enumerate(files) if not _is_ours(file)), 0)
