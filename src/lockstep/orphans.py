@@ -47,6 +47,18 @@ def die_with_parent(parent: int, pipe: str | None = None) -> None:
         threading.Thread(target=_poll_parent, args=(parent,), name="lockstep-parent", daemon=True).start()
 
 
+def die_with(process: int) -> None:
+    """End this process as soon as `process` has, which need not have started it: the kernel's parent of a fork server's children is that server.
+
+    A thread sees to it, so native code that never lets the interpreter go is not ended.
+    """
+    try:
+        handle = os.pidfd_open(process) if sys.platform == "linux" else None
+    except ProcessLookupError:
+        os._exit(_EXIT)
+    threading.Thread(target=_wait_for_death, args=(process, handle), name="lockstep-parent", daemon=True).start()
+
+
 def die_with_launcher() -> None:
     """`die_with_parent` for a rank, from what its launcher left in the environment; nothing where no launcher did."""
     parent = os.environ.get(PARENT)
@@ -88,6 +100,18 @@ def _wait_for_end(end: int) -> None:
         select.select([end], [], [])
         if not os.read(end, 1):
             os._exit(_EXIT)
+
+
+def _wait_for_death(process: int, handle: int | None) -> None:
+    if handle is not None:
+        select.select([handle], [], [])
+        os._exit(_EXIT)
+    while True:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            os._exit(_EXIT)
+        time.sleep(_POLL_SECONDS)
 
 
 def _poll_parent(parent: int) -> None:

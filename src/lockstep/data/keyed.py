@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get
 from lockstep import randomness
 from lockstep.data.generators import Enter, Streams
 from lockstep.launcher import failures, processes, stalls
-from lockstep.orphans import die_with_parent, heed_parent_only
+from lockstep.orphans import die_with, die_with_parent, heed_parent_only
 
 IDLE = -1
 Note = Callable[[int], None]
@@ -161,5 +161,8 @@ def _bind(parent: int, worker: int) -> None:
     records = os.environ.get(failures.DIRECTORY)
     if records is not None:
         processes.stacks_into(stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid()))
-    # With "forkserver" the kernel's parent is that server, which ends with the process it serves.
-    die_with_parent(os.getppid() if multiprocessing.get_start_method() == "forkserver" else parent)
+    if multiprocessing.get_start_method() == "forkserver":  # whose children keep the server alive, and it them
+        die_with_parent(os.getppid())
+        die_with(parent)
+    else:
+        die_with_parent(parent)

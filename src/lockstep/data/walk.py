@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import signal
 import threading
 from collections.abc import Iterator
@@ -143,6 +144,11 @@ class Walk:
                 samples = self._under_way(number, len(workers))
                 what = f" while it fetched {samples} of {self._dataset} in epoch {self._span.epoch}" if samples else ""
                 end_workers(self._loader)
+                if worker.exitcode == 1 and not self._sampler.received and _start_method() != "fork":
+                    return LockstepError(
+                        f"rank {self._span.rank}'s loader worker {number} ended as it started: {_start_method()} has it import the script first "
+                        '(what it said of that stands above). Put what the script does under `if __name__ == "__main__":`'
+                    )
                 return _dead(worker, number, self._span.rank, what)
         return None
 
@@ -205,6 +211,7 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         raise _dead(dead[0][1], dead[0][0], rank, " between two epochs")
     if not loader.num_workers:
         return _here(loader, sampler)
+    multiprocessing.util.get_temp_dir()  # this process's, for the sockets of its workers too: one that is killed with it removes none
     try:
         with _watched(loader._iterator):
             iterator: Any = iter(loader)
