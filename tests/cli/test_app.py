@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,16 @@ def test_help_names_every_command() -> None:
 
 def test_the_version() -> None:
     assert _python("-m", "lockstep", "--version").stdout == f"lockstep {package.__version__}\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_nothing(tmp_path: Path, closed: str) -> None:
+    command = f'"{sys.executable}" -m lockstep train digits --steps 2 --workers 2 --run run {closed}'
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 2
+    assert ("digits: " in done.stdout) == (closed == "2>&-")
+    assert ("global batch" in done.stderr) == (closed == ">&-")
 
 
 def test_a_usage_error_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

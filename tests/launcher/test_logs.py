@@ -81,4 +81,5 @@ def test_the_terminal_is_still_one() -> None:
         assert tee.isatty()
         assert tee.fileno() == terminal
         assert tee.encoding == stream.encoding
+    del tee  # its stream is closed: it has no business there any more
     os.close(controller)

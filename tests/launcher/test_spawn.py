@@ -292,9 +292,12 @@ def test_loader_workers_that_die_with_a_failed_rank_leave_no_directory(tmp_path:
 
 
 def test_a_function_of_a_notebook_is_refused_with_a_sentence() -> None:
-    code = "import lockstep\ndef train(): pass\ntry: lockstep.launch(train)\nexcept lockstep.errors.UsageError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("fn=train is defined in a notebook or an interactive session")
+    code = "import lockstep\ndef train(): pass\ntry: lockstep.launch(train)\nexcept lockstep.errors.UsageError as error: print(error)\n\n"
+    for args, read in (["-c", code], ""), (["-"], code):
+        done = subprocess.run([sys.executable, *args], input=read, capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("fn=train is defined in a notebook, an interactive session, `python -c` or `python -`, which new"), (
+            done
+        )
 
 
 @pytest.mark.parametrize("how", ["launch", "run_ranks"])

@@ -5,6 +5,7 @@ A command's module imports nothing heavy at its top; what it needs of torch it i
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -52,8 +53,22 @@ def _options(
     """Options of `lockstep` itself."""
 
 
+def _open_closed_streams() -> None:
+    """Where the caller has closed stdin, stdout or stderr: what is opened next would take its number, and be written to by whoever prints."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        handle = os.open(os.devnull, os.O_RDWR)
+        if handle != number:
+            os.dup2(handle, number)
+            os.close(handle)
+        os.set_inheritable(number, True)  # by ranks
+        setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - as long as the process
+
+
 def main() -> None:
     """The entry point. A user's mistake is one sentence on stderr and exit code 2; never a traceback."""
+    _open_closed_streams()
     try:
         app()
     except UsageError as error:

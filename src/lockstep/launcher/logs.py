@@ -67,6 +67,9 @@ class Tee(io.TextIOBase):
         self._stream.flush()
         self._copy.flush()
 
+    def __del__(self) -> None:
+        """It owns nothing: a stream would be flushed here, which others may have closed."""
+
     def isatty(self) -> bool:
         return self._stream.isatty()
 

@@ -21,8 +21,12 @@ def stacks_into(file: Path) -> None:
     """Have this process write the stacks of its threads to `file` whenever it gets STACK_SIGNAL, also while native code holds the interpreter."""
     import faulthandler
 
-    handle = open(file, "w")  # noqa: SIM115 - stays open: written to from a signal handler
-    faulthandler.register(STACK_SIGNAL, handle, all_threads=True, chain=False)
+    faulthandler.register(STACK_SIGNAL, written_to(file), all_threads=True, chain=False)
+
+
+def written_to(file: Path) -> int:
+    """Its descriptor, for a signal handler. It is open for as long as the process lives, and belongs to nobody who could close it."""
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
 
 def ask_for_stack(pid: int, file: Path) -> str:

@@ -89,9 +89,10 @@ def check_importable(fn: Callable[..., Any]) -> None:
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     if "<" in name:
         raise UsageError(f"fn={name}: ranks import the function by its name; give one that is defined with `def` at the top of a module")
-    if getattr(fn, "__module__", None) == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    if getattr(fn, "__module__", None) == "__main__" and not os.path.exists(getattr(sys.modules["__main__"], "__file__", "")):
         raise UsageError(
-            f"fn={name} is defined in a notebook or an interactive session, which new processes cannot import; move it to a file and import it"
+            f"fn={name} is defined in a notebook, an interactive session, `python -c` or `python -`, which new processes cannot import; "
+            "move it to a file and import it"
         )
 
 

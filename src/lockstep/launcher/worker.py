@@ -1,19 +1,24 @@
 """`python -m lockstep.launcher.worker`: one rank of `lockstep run` or `lockstep train`, around the user's script or module.
 
-It runs the target as `__main__`, with the sys.argv and sys.path that plain Python would give it. When the target fails, the
-reason goes into a record that the launcher reads, and the process ends at once: threads of a communication library must not keep
-it, and nothing may be printed that the launcher prints better. Started by hand, without a launcher, it fails as Python does.
+It runs the target as `__main__`, with the sys.argv and sys.path that plain Python would give it, and ends as Python does; with Lockstep's
+own commands nearly so (`_end`). When the target fails, the reason goes into a record that the launcher reads, and the process ends at
+once: threads of a communication library must not keep it, and nothing may be printed that the launcher prints better. Started by hand,
+without a launcher, it fails as Python does.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
+import gc
 import importlib.util
+import io
 import os
 import pkgutil
 import runpy
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -44,8 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     sockets_into(Path(records))
     status.open_page(Path(records), rank)
     processes.stacks_into(stalls.stack_of(Path(records), rank))
-    stack = open(Path(records) / f"rank-{rank}.stack", "w")  # noqa: SIM115 - stays open: written to as the process dies
-    faulthandler.enable(stack)
+    faulthandler.enable(processes.written_to(Path(records) / f"rank-{rank}.stack"))
     try:
         _run(options)
     except BaseException as error:
@@ -54,6 +58,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         failures.write(failure, Path(records))
         _leave(failure.code)
+    if options.module is not None and options.module.startswith("lockstep."):
+        _end()
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -110,6 +116,17 @@ def _exists(module: str) -> bool:
     if spec is not None and spec.submodule_search_locations is not None:
         return importlib.util.find_spec(f"{module}.__main__") is not None
     return spec is not None
+
+
+def _end() -> NoReturn:
+    """As Python ends, but for taking modules apart: threads of a communication library that are still alive would abort that."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the target's threads, as multiprocessing does for its processes'
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):  # files that were left open: what was written to them is kept
+            with suppress(Exception):
+                each.flush()
+    _leave(ExitCode.OK)
 
 
 def _leave(code: int) -> NoReturn:
