@@ -37,6 +37,7 @@ def test_defaults() -> None:
         ({"clip": 0.0}, "clip=0.0: the largest norm"),
         ({"clip": float("nan")}, "clip=nan"),
         ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
+        ({"unused": "maybe"}, "unused='maybe' is unknown: choose one of error, zeros, skip"),
         ({"callbacks_on": "none"}, "callbacks_on='none' is unknown"),
         ({"scheduler_per": "epoch"}, "scheduler_per='epoch' without a scheduler"),
         ({"train_data": TensorDataset(toy.data(4, 0).tensors[0][:0])}, "train_data is empty"),

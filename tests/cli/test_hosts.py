@@ -172,7 +172,7 @@ def test_one_agent_that_is_asked_stops_all_hosts_saved_and_the_same_command_goes
     (code, _, err), (other_code, _, other_err) = anna.end(), bert.end()
     assert (code, other_code) == (75, 75), err + other_err
     assert last(err) == last(other_err) == "stopped as asked; all ranks of all hosts have ended"
-    assert re.search(r"^stopped as asked after step \d+ of 16, saved: the same command goes on$", err, re.MULTILINE)
+    assert re.search(r"^stopped as asked after step \d+ of 16, saved: the same command with --run \S+ goes on$", err, re.MULTILINE)
     anna, bert = (host.lockstep(*command, "--node-rank", str(rank), cwd=folder) for rank, host in enumerate(pair))
     (code, out, err), (other_code, _, _) = anna.end(), bert.end()
     assert (code, other_code) == (0, 0), err

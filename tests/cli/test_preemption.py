@@ -99,7 +99,7 @@ def test_in_a_step(training: Training, undisturbed: object, who: str, number: si
     assert len(stopped) == 1, err
     step = int(stopped[0].split()[5])
     assert before <= step <= before + 3
-    assert stopped[0].endswith(f"step {step} of 24, saved: the same command goes on")
+    assert stopped[0].endswith(f"step {step} of 24, saved: the same command with --run run goes on")
     assert "Traceback" not in err
     assert [path.name for path in sorted((training.folder / "run" / "checkpoints").iterdir())][-1] == f"step-{step:07d}"
     (training.folder / "slowly").unlink()

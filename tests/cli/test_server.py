@@ -145,4 +145,4 @@ def test_who_held_what_is_said_of_a_shard_that_has_gone(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert ended.returncode == 1
     assert "PeerFailed: rank 1, which held 100 % of the parameters, has gone" in ended.stderr, ended.stderr
-    assert "the same command goes on" in ended.stderr
+    assert "From its last checkpoint, with the same --run, the training goes on" in ended.stderr

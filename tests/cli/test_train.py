@@ -116,6 +116,73 @@ def test_an_exception_in_the_model_on_one_rank(folder: Path) -> None:
     assert "lockstep/launcher" not in done.stderr
 
 
+ENDS = """
+import atexit, concurrent.futures, os, threading
+from tests.training import toy
+
+class Aborts:
+    def __del__(self):
+        os.abort()
+
+aborts = Aborts()  # as a library's threads do when modules are taken apart under them
+pool = concurrent.futures.ThreadPoolExecutor(1)
+done = threading.Event()
+
+def late():
+    done.wait()
+    kept.write("thread ")
+
+def task():
+    global kept
+    kept = open("kept" + os.environ.get("RANK", ""), "w")
+    kept.write("left open ")
+    threading.Thread(target=late).start()
+    pool.submit(lambda: (done.set(), kept.write("pool ")))
+    atexit.register(lambda: kept.write("exit handler"))
+    return toy.task(name=None, epochs=1)
+"""
+
+
+def test_a_task_s_own_threads_files_and_exit_handlers_have_their_end(folder: Path) -> None:
+    (folder / "my_task.py").write_text(ENDS)
+    done = lockstep("my_task.py", "--workers", "2", "--run", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        text = (folder / f"kept{rank}").read_text()
+        assert text.startswith("left open ")
+        assert text.endswith("exit handler")
+        assert {"thread", "pool"} <= set(text.split())
+
+
+def test_nothing_is_left_open_that_python_would_warn_of(folder: Path) -> None:
+    command = [sys.executable, "-X", "dev", "-m", "lockstep", "train", "my_task.py", "--workers", "1", "--run", "run", "--steps", "2"]
+    done = subprocess.run(command, cwd=folder, env=environment() | {"PYTHONDEVMODE": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning" not in done.stderr
+
+
+UNUSED = """
+import torch
+from tests.training import toy
+
+class Net(toy.Net):
+    def __init__(self):
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+def task(unused: str = "error"):
+    return toy.task(name=None, model=Net, unused=unused)
+"""
+
+
+@pytest.mark.parametrize("unused", ["error", "zeros", "skip"])
+def test_parameters_that_nothing_uses_may_be_meant(folder: Path, unused: str) -> None:
+    (folder / "my_task.py").write_text(UNUSED)
+    done = lockstep("my_task.py", "--workers", "2", "--run", "run", "--steps", "2", "--set", f"unused={unused}", cwd=folder)
+    assert (done.returncode == 0) == (unused != "error"), done.stderr
+    assert ("'spare.weight', 'spare.bias' got no gradient on any rank" in done.stderr) == (unused == "error")
+
+
 def test_ctrl_c(folder: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "train", "my_task.py", "--workers", "2", "--set", "fail=hang"]
     with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:

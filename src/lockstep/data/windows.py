@@ -143,7 +143,7 @@ class Plan:
             line += f", the last {rest}"
         line += f"; {shares(self.slots, size, owner, by_rank)}"
         if idle := self.idle(size, by_rank):
-            line += f"; the dataset's {counted(self.samples, 'sample')} leave {idle} of them without any"
+            line += f"; the dataset's {counted(self.samples, 'sample')} leave{'s' * (self.samples == 1)} {idle} of them without any"
         if self.dropped:
             line += f"; {counted(self.dropped, 'sample')} of an epoch dropped"
         return line

@@ -216,6 +216,7 @@ class Stepped(Way):
             scaler=self.scaler,
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
+            unused=task.unused,
             reduce=reduce,
             update=update,
             world=setting.world,

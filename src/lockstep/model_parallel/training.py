@@ -57,9 +57,10 @@ def say_mesh(settings: Settings, part: Part | None, world: World, directory: Run
         said = {"mesh": str(grid), "schedule": settings.schedule if grid.pipeline > 1 else None, "ranks": everyone}
         file.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
     held = [each["parameters"] for each in everyone if "parameters" in each]
-    whole = (
-        f"a rank holds {min(held):,} to {max(held):,} of {everyone[0]['of']:,} parameters" if held else "every rank holds the whole model"
-    )
+    whole = "every rank holds the whole model"
+    if held:
+        least, most = min(held), max(held)
+        whole = f"a rank holds {least:,}{'' if least == most else f' to {most:,}'} of {everyone[0]['of']:,} parameters"
     journal.event("mesh", f"mesh {grid}: {whole}")
 
 

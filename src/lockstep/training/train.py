@@ -6,6 +6,8 @@ The loop is the one that a user would write with Loader and Stepper (README); ar
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import time
 import warnings
 from collections.abc import Iterator
@@ -191,6 +193,7 @@ class Training:
             scaler=grad_scaler(self.precision, world.device),
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
+            unused=task.unused,
             **{name: getattr(settings, name) for name in METHOD},
             bucket_mb=settings.bucket_mb,
             held=self.part,
@@ -400,7 +403,9 @@ class Training:
             self.checkpoints.save(self._state())
             self.checkpoints.close()
         of = "" if self.length.steps is None else f" of {self.length.steps}"
-        then = "saved: the same command goes on" if saved else "nothing is saved: there is no run directory"
+        then = "nothing is saved: there is no run directory"
+        if saved and self.directory is not None:
+            then = f"saved: the same command with --run {shlex.quote(_from_here(self.directory.path))} goes on"
         journal.event("preempted", f"stopped as asked after step {steps}{of}, {then}", step=steps)
         raise Preempted(steps, saved)
 
@@ -482,3 +487,9 @@ class Training:
             new.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
             new.replace(self.directory.result)  # whether it is there says whether the run has ended
         return result
+
+
+def _from_here(path: Path) -> str:
+    """As short as it can be said here."""
+    relative = os.path.relpath(path)
+    return str(path.absolute()) if relative.startswith("..") else relative

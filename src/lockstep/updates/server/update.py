@@ -182,7 +182,9 @@ class Server(Sharded):
             return PeerFailed("the server took this rank for dead")
         held = f"{100 * self._masters.share(rank):.0f} % of the parameters"
         what = f"rank {rank}, which held {held}{' and counted the windows' if rank == 0 else ''}, has gone"
-        return PeerFailed(f"{what}: the others cannot go on without it. From the last checkpoint the same command goes on")
+        return PeerFailed(
+            f"{what}: the others cannot go on without it. From its last checkpoint, with the same --run, the training goes on"
+        )
 
     def _asked(
         self, peers: list[int], header: list[float], leaving: list[list[Tensor]] | None = None, arriving: list[list[Tensor]] | None = None
