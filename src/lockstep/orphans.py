@@ -7,6 +7,7 @@ elsewhere a thread waits for the end of a pipe that only the launcher holds open
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import select
 import signal
@@ -47,16 +48,12 @@ def die_with_parent(parent: int, pipe: str | None = None) -> None:
         threading.Thread(target=_poll_parent, args=(parent,), name="lockstep-parent", daemon=True).start()
 
 
-def die_with(process: int) -> None:
-    """End this process as soon as `process` has, which need not have started it: the kernel's parent of a fork server's children is that server.
+def die_with_maker() -> None:
+    """End this process as soon as the one that had it made has ended: the parent that the kernel knows is a fork server where that made it.
 
-    A thread sees to it, so native code that never lets the interpreter go is not ended.
+    For processes of multiprocessing. A thread sees to it, so native code that never lets the interpreter go is not ended.
     """
-    try:
-        handle = os.pidfd_open(process) if sys.platform == "linux" else None
-    except ProcessLookupError:
-        os._exit(_EXIT)
-    threading.Thread(target=_wait_for_death, args=(process, handle), name="lockstep-parent", daemon=True).start()
+    threading.Thread(target=_wait_for_maker, name="lockstep-parent", daemon=True).start()
 
 
 def die_with_launcher() -> None:
@@ -102,16 +99,11 @@ def _wait_for_end(end: int) -> None:
             os._exit(_EXIT)
 
 
-def _wait_for_death(process: int, handle: int | None) -> None:
-    if handle is not None:
-        select.select([handle], [], [])
+def _wait_for_maker() -> None:
+    maker = multiprocessing.parent_process()
+    if maker is not None:
+        maker.join()
         os._exit(_EXIT)
-    while True:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            os._exit(_EXIT)
-        time.sleep(_POLL_SECONDS)
 
 
 def _poll_parent(parent: int) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get
 from lockstep import randomness
 from lockstep.data.generators import Enter, Streams
 from lockstep.launcher import failures, processes, stalls
-from lockstep.orphans import die_with, die_with_parent, heed_parent_only
+from lockstep.orphans import die_with_maker, die_with_parent, heed_parent_only
 
 IDLE = -1
 Note = Callable[[int], None]
@@ -163,6 +163,6 @@ def _bind(parent: int, worker: int) -> None:
         processes.stacks_into(stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid()))
     if multiprocessing.get_start_method() == "forkserver":  # whose children keep the server alive, and it them
         die_with_parent(os.getppid())
-        die_with(parent)
+        die_with_maker()
     else:
         die_with_parent(parent)

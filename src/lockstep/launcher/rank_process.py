@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.launcher import failures
-from lockstep.orphans import die_with_parent
+from lockstep.orphans import die_with_maker, die_with_parent
 
 UNGUARDED = 78
 """Exit code of a rank whose script launches ranks again as it is imported."""
@@ -77,7 +76,7 @@ class Seat:
     def take(self) -> None:
         """Take the caller's environment and the place among the ranks. A session of its own: Ctrl-C goes to the launcher alone."""
         if self.by_server or sys.platform != "linux":
-            threading.Thread(target=_leave_with_parent, name="lockstep-parent", daemon=True).start()
+            die_with_maker()
         else:
             die_with_parent(self.parent)
         with suppress(PermissionError):
@@ -134,10 +133,3 @@ def _close_world() -> None:
     worlds = sys.modules.get("lockstep.world")
     if worlds is not None:
         worlds.World.close_open()
-
-
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
