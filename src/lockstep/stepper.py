@@ -28,7 +28,7 @@ from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
-from lockstep.checks.unused import POLICIES, Unused, UnusedCheck, shortly
+from lockstep.checks.unused import UnusedCheck, shortly
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, check_checks
@@ -46,6 +46,7 @@ from lockstep.stepper_clock import StepperClock
 from lockstep.stepper_outcomes import Outcomes
 from lockstep.stepper_reducer import reducer_of, set_up_of
 from lockstep.stepper_window import MicroBatch, OpenWindow, loss_scale_for, with_last
+from lockstep.task import UNUSED, Unused
 from lockstep.updates.applied import Applied
 from lockstep.updates.choice import choose_update
 from lockstep.updates.held import Held, SplitNorm
@@ -111,8 +112,8 @@ class Stepper:
         check_kinds(model, optimizer)
         if clip is not None and not clip > 0:
             raise UsageError(f"clip={clip}: the largest norm that a gradient may have is above 0; leave it out for no clipping")
-        if unused not in POLICIES:
-            raise UsageError(f"unused={unused!r}: choose one of {', '.join(POLICIES)}")
+        if unused not in UNUSED:
+            raise UsageError(f"unused={unused!r}: choose one of {', '.join(UNUSED)}")
         check_checks(checks)
         self.method = Method(
             reduce=reduce,

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16", "tf32"]
 Mode = Literal["max", "min"]
+Unused = Literal["error", "zeros", "skip"]
 Record = Mapping[str, Any]
+UNUSED: tuple[Unused, ...] = ("error", "zeros", "skip")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
 
 
@@ -79,7 +81,7 @@ class Task:
     scheduler_per: Literal["step", "epoch"] = "step"
     clip: float | None = None
     """The largest norm of the gradient."""
-    unused: Literal["error", "zeros", "skip"] = "error"
+    unused: Unused = "error"
     """What a parameter is that gets no gradient on any rank: a mistake, one with a gradient of zeros, or one that is left alone."""
     precision: Precision = "fp32"
     """bf16 and fp16 run the forward under autocast (fp16 with a loss scale); tf32 allows it in float32 matrix products."""
@@ -114,7 +116,7 @@ class Task:
             raise TaskError(f"Task: parts is a {type(self.parts).__name__}; give a lockstep.mesh.parts.Parts")
         _known("Task: precision", self.precision, PRECISIONS)
         _known("Task: callbacks_on", self.callbacks_on, ("first", "all"))
-        _known("Task: unused", self.unused, ("error", "zeros", "skip"))
+        _known("Task: unused", self.unused, UNUSED)
         _known("Task: scheduler_per", self.scheduler_per, ("step", "epoch"))
         if self.scheduler is None and self.scheduler_per != "step":
             raise TaskError(f"Task: scheduler_per={self.scheduler_per!r} without a scheduler: give scheduler= too, or leave it out")

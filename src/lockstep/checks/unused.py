@@ -8,16 +8,14 @@ none of them used is usually a mistake.
 from __future__ import annotations
 
 import warnings
-from typing import Literal
 
 import torch
 
 from lockstep.collectives.tags import listed
 from lockstep.errors import LockstepWarning, UnusedParameters
 from lockstep.gradients.reducer import Reducer
+from lockstep.task import Unused
 
-Unused = Literal["error", "zeros", "skip"]
-POLICIES: tuple[Unused, ...] = ("error", "zeros", "skip")
 _NAMED = 5  # names before "and N more"
 
 
