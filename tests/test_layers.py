@@ -17,6 +17,7 @@ LAYERS = [
         "balance",
         "cores",
         "errors",
+        "host_generators",
         "place",
         "slurm",
         "status",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep import randomness
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 from lockstep.updates.applied import Applied
@@ -344,6 +349,73 @@ def test_buffers_move_once_a_step_by_the_weighted_mean_of_all_ranks() -> None:
     per_step = first[0][2]
     assert first[3][2] == pytest.approx(4 * per_step, rel=1e-5)
     assert first[3][3:] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to the weights, as Langevin dynamics does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data += 0.1 * torch.randn_like(parameter) + np.random.rand() + random.random()
+
+
+def drawn() -> list[float]:
+    """A script's own draws, an odd number of normal ones among them."""
+    return [*torch.randperm(12).tolist(), *torch.randn(3).tolist(), float(np.random.rand()), float(np.random.randn()), random.gauss(0, 1)]
+
+
+def walk(stepper: lockstep.Stepper, batches: Iterable[Any], after_first: str = "") -> list[Tensor]:
+    walked = []
+    for x, y in stepper.micro_batches(batches):
+        drawn()  # from the micro-batch's stream
+        stepper.backward(zoo.loss_sum(stepper.model(x), y), weight=len(y))
+        walked.append(x)
+        if after_first == "break":
+            break
+        if after_first == "raise":
+            raise ZeroDivisionError
+    return walked
+
+
+def draws_between_windows(world: lockstep.World) -> tuple[list[list[float]], list[Tensor]]:
+    lockstep.seed(3)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    stepper = lockstep.Stepper(model, Noisy(model.parameters(), lr=0.1), seed=5, checks="off")
+    mine = window(6)[world.rank : 1 + 3 * world.rank]  # another number of micro-batches on each rank
+    found = [drawn()]
+    for after_first in ("", "break", "raise"):
+        with suppress(ZeroDivisionError):
+            walk(stepper, mine, after_first)
+        found.append(drawn())
+        stepper.step()
+        found.append(drawn())
+    return found, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_what_a_script_draws_between_windows_is_its_own_and_equal_on_all_ranks() -> None:
+    (ones, first), (others, second) = run_ranks(draws_between_windows, 2)
+    with randomness.preserved():
+        lockstep.seed(3)
+        nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
+        expected = [drawn() for _ in ones]
+    assert ones == expected
+    assert others == expected
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # the optimizer drew alike
+
+
+def test_batches_that_are_drawn_as_the_window_is_walked_go_on_in_the_scripts_stream(world: lockstep.World) -> None:
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        return ((torch.randn(4, 6), torch.randint(0, 3, (4,))) for _ in range(3))
+
+    stepper = stepper_for(zoo.build("mlp"))
+    with randomness.preserved():
+        torch.manual_seed(11)
+        expected = [x for _ in range(2) for x, _ in batches()]
+        torch.manual_seed(11)
+        for part in (expected[:3], expected[3:]):
+            assert all(torch.equal(a, b) for a, b in zip(walk(stepper, batches()), part, strict=True))
+            stepper.step()
 
 
 def dropout(world: lockstep.World) -> list[Tensor]:

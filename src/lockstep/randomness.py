@@ -2,6 +2,7 @@
 
     shared stream       (seed)                  initialisation: equal on all ranks
     step stream         (seed, step, slot)      dropout: belongs to the micro-batch
+    update stream       (seed, step)            an optimizer that draws: equal on all ranks
     sample stream       (seed, epoch, index)    augmentation: belongs to the sample
     collate stream      (seed, epoch, index)    masking, mixing: belongs to the micro-batch that begins with this sample
 
@@ -13,18 +14,22 @@ What cannot be keyed: generators that seed themselves from the operating system,
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
+
+    from lockstep.host_generators import Generator
 
 _MASK = 2**64 - 1
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)  # part of every recorded run: add to them, never renumber
 _RANK = 16
+_UPDATE = 2**62  # in the place of a slot
 
 
 def derive(seed: int, *key: int) -> int:
@@ -80,6 +85,21 @@ def step(seed: int, step: int, slot: int) -> None:
     seed_all(derive(seed, _STEP, step, slot))
 
 
+@contextmanager
+def micro_batch(seed: int, number: int, slot: int) -> Iterator[None]:
+    """The block draws from the stream of one micro-batch's forward; what the process draws after it does not depend on it."""
+    with preserved(devices=True):
+        step(seed, number, slot)
+        yield
+
+
+@contextmanager
+def update(seed: int, number: int) -> Iterator[None]:
+    """The block, a step's update, draws from a stream of its own: equal on all ranks, of any number of them."""
+    with micro_batch(seed, number, _UPDATE):
+        yield
+
+
 def sample(seed: int, epoch: int, index: int) -> None:
     """Enter the stream of one sample in one epoch. On the CPU only: a fetch must not disturb what the GPU draws for the model."""
     _seed_host(sample_key(seed, epoch, index))
@@ -112,7 +132,7 @@ def order(seed: int, epoch: int) -> int:
 
 @contextmanager
 def preserved(*, devices: bool = False) -> Iterator[None]:
-    """Put the CPU states of torch, numpy's global generator and `random` back after the block, also when it raises; with `devices` the GPU's too."""
+    """Put the CPU states of torch, numpy's global generator and `random` back after the block, also when it raises; with `devices` the GPUs' too."""
     back = kept(devices=devices)
     try:
         yield
@@ -122,20 +142,30 @@ def preserved(*, devices: bool = False) -> Iterator[None]:
 
 def kept(*, devices: bool = False) -> Callable[[], None]:
     """What puts them back as they are now."""
-    import numpy as np
-    import torch
-
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    gpu = torch.cuda.get_rng_state() if devices and torch.cuda.is_available() else None
+    looks = [(generator, generator.look()) for generator in _host_generators()]
+    gpus = [(generator, generator.get_state()) for generator in _gpu_generators()] if devices else []
 
     def back() -> None:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu)
+        for generator, look in looks:
+            generator.put_back(look)
+        for gpu, state in gpus:
+            gpu.set_state(state)
 
     return back
+
+
+@cache
+def _host_generators() -> Sequence[Generator]:
+    from lockstep.host_generators import Numpy, Random, Torch
+
+    return Torch(), Numpy(), Random()
+
+
+def _gpu_generators() -> Sequence[torch.Generator]:
+    """Of all GPUs of the process; none before it has used one."""
+    import torch
+
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def sampler(seed: int, epoch: int) -> int:

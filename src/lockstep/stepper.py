@@ -223,9 +223,9 @@ class Stepper:
             opened.micro = MicroBatch(last, slot if self.exact else 0)
             self._buffers.open()
             self._outcomes.trace.open(place)
-            randomness.step(self._seed, opened.step, slot)
+            keyed = randomness.micro_batch(self._seed, opened.step, slot)
             try:
-                with self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
+                with keyed, self.reducer.window(last=last), cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1):
                     status.enter("forward")
                     yield batch
             finally:  # also when the user's loop breaks off: step() then sums what was there
@@ -254,7 +254,7 @@ class Stepper:
 
         opened.backwards, self.reducer.expecting = len(batches), True
         try:
-            with self.reducer.window(last=False):
+            with randomness.preserved(devices=True), self.reducer.window(last=False):
                 run(batches, begin, count)
         finally:
             self.reducer.expecting = False
@@ -402,7 +402,8 @@ class Stepper:
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
         if facts.weight:
             self._unused()
-        ended = self.update.end(self.steps, facts, lambda: self._apply(facts, divisor))
+        with randomness.update(self._seed, opened.step):
+            ended = self.update.end(self.steps, facts, lambda: self._apply(facts, divisor))
         self.steps, self.everyone = ended.steps, ended.everyone or self.everyone
         if ended.outcome is not None:
             self._outcomes.note(self.steps, ended.outcome, facts, alone=self._told is not self.everyone)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import randomness
-from lockstep.data import generators
-from lockstep.data.generators import Numpy, Random, Streams, Torch
+from lockstep import host_generators, randomness
+from lockstep.data.generators import Streams
 from lockstep.data.keyed import KeyedDataset
 from lockstep.errors import UsageError
 from tests.data.datasets import Moody, as_list, draw_from
@@ -95,26 +94,12 @@ def test_an_error_after_a_draw_is_the_seeded_samples_own() -> None:
 
 
 def test_the_word_of_a_python_that_cannot_be_read_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert generators._readable()
-    monkeypatch.setattr(generators, "_readable", lambda: False)
+    assert host_generators._readable()
+    monkeypatch.setattr(host_generators, "_readable", lambda: False)
     before = everything()
     dataset = KeyedDataset(Moody(4, {1: "random", 2: "gauss"}), 7, as_list)
     assert dataset.__getitems__((3, [0, 1, 2])) == [(0, 0.0), (1, expected(1, "random")), (2, expected(2, "gauss"))]
     assert everything() == before
-
-
-@pytest.mark.parametrize(("kind", "draw"), [(Torch, "torch"), (Numpy, "numpy"), (Numpy, "normal"), (Random, "random"), (Random, "gauss")])
-def test_a_look_shows_a_draw_and_puts_the_state_back(kind: Any, draw: str) -> None:
-    generator = kind()
-    generator.seed(5)
-    for count in (1, 623, 1, 624, 1248):
-        look, before = generator.look(), everything()
-        assert not generator.drawn(look)
-        for _ in range(count):
-            draw_from(draw)
-        assert generator.drawn(look)
-        generator.put_back(look)
-        assert everything() == before
 
 
 def test_another_generator_in_numpys_place_is_refused() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lockstep import randomness
-from lockstep.data.generators import Numpy, Random, Torch
 from lockstep.data.keyed import fetches_at_once, listed
+from lockstep.host_generators import Numpy, Random, Torch
 
 Found = tuple[Any, str, str]  # standing, about, text of a verdict
 
