@@ -9,14 +9,17 @@ import pytest
 
 from lockstep.settings import Settings
 from lockstep.verify.verdict import Verdict, verify
-from tests.verify import planted
+from tests.verify import amplifying, planted
 
 SOURCE = Path(planted.__file__)
+AMPLIFYING = Path(amplifying.__file__)
 
 
-def look(folder: Path, fault: str, *, exact: bool = True, counts: tuple[int, ...] = (1, 2), steps: int = 1) -> Verdict:
+def look(
+    folder: Path, fault: str, *, exact: bool = True, counts: tuple[int, ...] = (1, 2), steps: int = 1, source: Path = SOURCE
+) -> Verdict:
     file = folder / "my_task.py"
-    shutil.copy(SOURCE, file)
+    shutil.copy(source, file)
     settings = Settings(task=str(file), overrides={"fault": fault}, steps=steps, device="cpu", exact=exact)
     return verify(settings, counts, say=lambda line: None)
 
@@ -153,3 +156,44 @@ def test_weights_that_differ_before_the_first_step(tmp_path: Path) -> None:
         f"building the model twice in one process, from the same random streams, gives two results, and it reads the clock: time.time_ns() {line('start')}"
         in found.why
     )
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_rounding_that_the_optimizer_amplifies_is_no_alarm(tmp_path: Path) -> None:
+    found = look(tmp_path, "", exact=False, counts=(1, 2, 3), steps=5, source=AMPLIFYING)
+    assert (found.difference, found.where, found.why) == (None, None, None)
+    assert [row.same for row in found.rows] == [True, True, True]
+    assert len({row.sha256 for row in found.rows}) == 3
+    assert [each.workers for each in found.amplified] == [(1, 2), (1, 3)]
+    assert found.as_json()["same"] is True
+    assert [each["name"] for each in found.as_json()["amplified_rounding"]] == [each.name for each in found.amplified]
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_a_cause_beside_amplified_rounding_is_found(tmp_path: Path) -> None:
+    """In size it is like rounding: values alone would not tell. Trained with exact, it shows where it begins."""
+    found = look(tmp_path, "loss by rank", exact=False, steps=5, source=AMPLIFYING)
+    assert found.difference is not None
+    assert found.why is not None
+    assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 4)
+    assert 'the result depends on the rank: as another rank this process gets another one: os.environ["RANK"]' in found.why
+    assert found.amplified == ()
+    assert [row.same for row in found.rows] == [True, False]
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_an_optimizer_that_asks_for_the_number_of_workers(tmp_path: Path) -> None:
+    found = look(tmp_path, "optimizer by size", exact=False, source=AMPLIFYING)
+    assert found.difference is not None
+    assert found.why is not None
+    assert (found.difference.kind, found.difference.step, found.difference.name) == ("weights", 1, "0.weight")
+    assert found.why.startswith("the optimizer, or a buffer")
+
+
+@pytest.mark.usefixtures("quick_ranks")
+def test_randomness_seeded_by_the_rank_is_found_without_exact_too(tmp_path: Path) -> None:
+    found = look(tmp_path, "dropout by rank", exact=False)
+    assert found.difference is not None
+    assert found.why is not None
+    assert (found.difference.kind, found.difference.step, found.difference.slot) == ("loss", 1, 2)
+    assert "seeded by the rank" in found.why

@@ -151,5 +151,13 @@ def _last_line(name: str, verdict: Verdict, counts: list[int], steps: int) -> st
     if verdict.difference is not None:
         return f"verify: {name} differs. First difference: {verdict.where}\nlikely cause: {verdict.why}"
     what = "gives the same bits" if verdict.exact else "gives the same values within rounding"
-    among = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
-    return f"verify: {name} {what} on {among} workers ({steps} step{'s' * (steps != 1)})"
+    among = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} workers ({steps} step{'s' * (steps != 1)})"
+    if not verdict.amplified:
+        return f"verify: {name} {what} on {among}"
+    found = verdict.amplified[0]
+    one, other = found.workers
+    return (
+        f"rounding, amplified: from step {found.step} on, {found.name or 'the loss'} differs by more than rounding usually does between {one} and "
+        f"{other} workers. Trained with exact, they give the same bits, so the order of addition is the only cause\n"
+        f"verify: {name} {what} on {among}"
+    )

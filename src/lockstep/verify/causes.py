@@ -43,12 +43,20 @@ def where(found: Difference, *, exact: bool) -> str:
     return f"{place}: its loss is the same, but the gradient of {found.name} differs{shown} between {_workers(one)} and {_workers(other)}"
 
 
-def why(found: Difference, evidence: Evidence | None, *, exact: bool, by_hash: bool) -> str:
+def undecided(error: str) -> str:
+    """Where neither a cause was found, nor could the same training be run without rounding."""
+    return (
+        "not found: no cause showed when it was repeated, and the order of addition could not be ruled out, since the training does not run "
+        f"with exact: {error.strip().splitlines()[-1]}"
+    )
+
+
+def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
     """The likely cause. `evidence`: None where there was nothing to repeat; `by_hash`: all is equal once text is hashed alike everywhere."""
     if by_hash:
         return _by_hash(found)
     if evidence is None:
-        return _without(found, exact=exact)
+        return _without(found)
     if evidence.after_forward:
         return (
             "a sample is edited in place: read again after the model and the loss have had it, it is another. The batch is the dataset's own "
@@ -133,12 +141,14 @@ def _unexplained(found: Difference, evidence: Evidence) -> str:
     )
 
 
-def _without(found: Difference, *, exact: bool) -> str:
+def _without(found: Difference) -> str:
     if found.kind == "order":
         return "the data order: order= gives another one in every process. It must follow from its own seed and the epoch alone"
     if found.kind == "weights":
-        adds = "With --exact the sum has one order, so if neither asks, this is a bug of Lockstep" if exact else "It is more than rounding"
-        return f"the optimizer, or a buffer: does it draw random numbers, or ask for its rank? {adds}"
+        return (
+            "the optimizer, or a buffer: does it draw random numbers, or ask for its rank? With --exact the sum has one order, so if neither "
+            "asks, this is a bug of Lockstep"
+        )
     return "the data order: a stream must yield the same samples in every process, whatever its rank; Lockstep deals them out"
 
 
