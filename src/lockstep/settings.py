@@ -83,6 +83,8 @@ class Settings:
     """Intra-op threads of each rank. None: the cores of the host shared among its ranks, or OMP_NUM_THREADS."""
     loader_workers: int = 0
     """Processes of each rank that load data; 0: the rank itself."""
+    allow_changes: bool = False
+    """Resume an exact run although the task's code or samples have changed since its checkpoint."""
     settings_file: str | None = None
     """The file of `lockstep tune` that some of these were taken from; they are as good as given by hand."""
 

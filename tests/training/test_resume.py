@@ -14,7 +14,7 @@ from lockstep.errors import UsageError, WorkerFailed
 from lockstep.settings import Settings
 from lockstep.task import EarlyStopping
 from lockstep.testing import run_ranks
-from lockstep.training.resume import forget_after
+from lockstep.training.resume import changed_since, forget_after
 from lockstep.training.train import train
 from tests.training import toy
 
@@ -133,3 +133,36 @@ def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="already holds a finished run") as caught:
         trained(1, tmp_path)
     assert "UsageError" in str(caught.value) or UsageError.__name__ in str(caught.value)
+
+
+def halved(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    loss, weight = toy.loss(output, batch)
+    return loss * 0.5, weight
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"loss": halved}, "halved"), ({"train_data": toy.data(toy.SAMPLES, 7)}, "samples of train_data that were compared")],
+    ids=["loss", "data"],
+)
+def test_a_task_that_changed_since_is_named_and_refused_in_exact_mode(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(WorkerFailed, match="Cut"):
+        trained(2, tmp_path, 7)
+    with pytest.raises(WorkerFailed, match="--allow-changes") as caught:
+        trained(1, tmp_path, changes=changes)
+    assert named in str(caught.value)
+    assert trained(2, tmp_path, changes=changes, allow_changes=True)["steps"] == 20
+    (event,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"changed"' in line]
+    assert named in event["changes"]
+
+
+def test_a_task_that_changed_since_is_warned_of_where_it_is_not_exact(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Cut):
+        train(task(7), run=tmp_path, checkpoint_every=3)
+    train(task(None, loss=halved), run=tmp_path, checkpoint_every=3)
+    assert "halved" in capfd.readouterr().err
+
+
+def test_checkpoints_of_earlier_versions_say_nothing_of_changes(tmp_path: Path) -> None:
+    with lockstep.init() as world:
+        assert changed_since({}, {"loss": "a"}, tmp_path, world, refuse=True) == ""

@@ -42,6 +42,12 @@ def train(
         bool, typer.Option("--resume", help="Insist on going on with the run in --run DIR; without, it is gone on with if it can be.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train anew in --run DIR; what is there is moved into before-1.")] = False,
+    allow_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changes", help="Resume an --exact run although the task's code or samples have changed since its checkpoint."
+        ),
+    ] = False,
     checkpoint_every: Annotated[
         int | None, typer.Option(metavar="STEPS", show_default=False, help="Default: as often as costs less than 2 % of the time.")
     ] = None,
@@ -233,6 +239,7 @@ def train(
         split=split,
         checkpoint_every=checkpoint_every,
         checkpoints=checkpoints,
+        allow_changes=allow_changes,
         settings_file=None if settings_file is None else str(settings_file),
         **{**(tuned.settings if tuned is not None else {}), **given},
     )

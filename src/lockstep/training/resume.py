@@ -15,11 +15,14 @@ from lockstep.checkpoints.folders import written
 from lockstep.checkpoints.manifest import check
 from lockstep.checkpoints.plain import encoded
 from lockstep.checkpoints.remote import Remote
+from lockstep.collectives.texts import said_by
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.settings import Settings
 from lockstep.task import Task
 from lockstep.training.metrics import finite
 from lockstep.training.run_directory import RunDirectory
+from lockstep.training.task_digest import changes
+from lockstep.world import World
 
 
 def why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
@@ -60,6 +63,20 @@ def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path)
     if differing:
         said = "; ".join(f"{name} was {theirs.get(name)} and is {ours[name]}" for name in differing)
         raise UsageError(f"{folder} belongs to another training: {said}. Train on as it was, or begin anew with --fresh or another --run")
+
+
+def changed_since(saved: Mapping[str, Any], now: Mapping[str, str], folder: Path, world: World, *, refuse: bool) -> str:
+    """What rank 0 finds changed in the task's code and samples since a checkpoint with this state was saved; "" for nothing. A collective.
+
+    Raises UsageError for it, on all ranks, where changes are to be `refuse`d. Older checkpoints say nothing of them.
+    """
+    found = "; ".join(said_by(0, changes(saved.get("digests", {}), now), world.control, "for the comparison with a checkpoint"))
+    if found and refuse:
+        raise UsageError(
+            f"since {folder} was saved the task has changed, and exact=True promises the weights of one task: {found}. "
+            "Restore it, start again with --fresh, or accept the changes with --allow-changes (allow_changes=True)"
+        )
+    return found
 
 
 def machine() -> dict[str, str]:

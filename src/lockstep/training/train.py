@@ -44,9 +44,10 @@ from lockstep.training.memory_use import Activations
 from lockstep.training.metrics import finite
 from lockstep.training.opening import computing, run_directory_for, world_for
 from lockstep.training.result import Result
-from lockstep.training.resume import check_same, forget_after, machine, moved, recipe_of
+from lockstep.training.resume import changed_since, check_same, forget_after, machine, moved, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.state import TrainingState
+from lockstep.training.task_digest import task_digests
 from lockstep.world import World
 
 _WITHOUT_END = 2**62  # epochs
@@ -77,6 +78,7 @@ def train(
     checkpoint_every: int | None = None,
     checkpoints: str | None = None,
     loader_workers: int = 0,
+    allow_changes: bool = False,
     world: World | None = None,
 ) -> Result:
     """Train a task: all ranks of the open world call this, or it opens a world of its own and closes it again.
@@ -97,6 +99,7 @@ def train(
         checkpoint_every: steps from one checkpoint to the next; None: as often as costs less than 2 % of the time.
         checkpoints: a URL that fsspec knows (s3://bucket/run): every checkpoint is copied there, and a run directory without one goes on from it.
         loader_workers: processes of each rank that load data. `lockstep tune` finds out which of these are fastest here.
+        allow_changes: resume an exact run although the task's code or samples have changed since its checkpoint. Without `exact` that is a warning.
 
     A run directory with a run that did not come to its end is gone on with, from its newest whole checkpoint.
     It evaluates on eval_data after every epoch and where the training ends. Rank 0 shows progress on stderr.
@@ -136,6 +139,7 @@ def train(
             checkpoint_every=checkpoint_every,
             checkpoints=checkpoints,
             loader_workers=loader_workers,
+            allow_changes=allow_changes,
         )
         with run_directory_for(run, settings, found) as directory, computing(settings, found):
             return Training(task, settings, found, directory).run()
@@ -206,6 +210,8 @@ class Training:
         if task.eval_data is not None:
             self.evaluation = Evaluation(task, self.forward, world, loader_workers=settings.loader_workers, split=self.part)
         self.recipe, self.machine = recipe, machine()
+        self.digests = task_digests(task) if run is not None else {}
+        self.changed = ""
         self.checkpoints: Checkpoints | None = None
         if run is not None:
             every, remote = settings.checkpoint_every, settings.checkpoints
@@ -310,18 +316,24 @@ class Training:
         """Go on from the newest whole checkpoint of the run directory, if it has one."""
         if self.checkpoints is None or self.directory is None:
             return None
-        found = self.checkpoints.resume(
-            check=lambda checkpoint: check_same(self.recipe, checkpoint.state.get("recipe", {}), checkpoint.folder)
-        )
+        found = self.checkpoints.resume(check=self._check)
         if found is not None:
             self.reached.load(found.state)
         if self.world.rank == 0:
             forget_after(self.directory.metrics, self.stepper.steps, self.reached.evaluated)
         return found
 
+    def _check(self, found: Checkpoint) -> None:
+        check_same(self.recipe, found.state.get("recipe", {}), found.folder)
+        refuse = self.settings.exact and not self.settings.allow_changes
+        self.changed = changed_since(found.state, self.digests, found.folder, self.world, refuse=refuse)
+
     def _say_resumed(self, journal: Journal, found: Checkpoint) -> None:
         of = "" if self.length.steps is None else f" of {self.length.steps}"
         journal.event("resumed", f"resumed from step {found.step}{of}", step=found.step, workers=self.world.size)
+        if self.changed:
+            line = f"warning: the task has changed since step {found.step} was saved: {self.changed}"
+            journal.event("changed", line, step=found.step, changes=self.changed)
         if self.settings.exact and (difference := moved(found.state["machine"], self.machine)):
             journal.event("moved", f"the bits may differ from those of a run that stayed where it was: {difference}", step=found.step)
 
@@ -451,6 +463,7 @@ class Training:
             **self.reached.as_json(),
             "recipe": self.recipe,
             "machine": self.machine,
+            "digests": self.digests,
         }
         found: dict[str, Any] = finite(state)
         return found
