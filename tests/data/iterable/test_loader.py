@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.iterable.loader import StreamLoader
 from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError, WorkerFailed
+from lockstep.gradients.exact.choice import check_window
 from lockstep.stepper import Stepper
 from lockstep.testing import run_ranks
 from lockstep.world import World
@@ -108,6 +110,16 @@ class Stateful(Numbers):
         while self.at < self.samples:
             self.at, self.read = self.at + 1, self.read + 1
             yield self.at - 1 + 100 * self.epoch, torch.rand(()).item()
+
+
+class CountsForItsOwnLoader(Numbers):
+    """As mosaicml's StreamingDataset: its methods of these names are called by its own loader, with what that has counted."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        return {"sample": num_samples, "from_beginning": from_beginning}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
 
 
 class Raises(Numbers):
@@ -201,9 +213,9 @@ def on_rank_quietly(world: World, dataset: Any, options: dict[str, Any]) -> tupl
 
 
 def told(world: World, options: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Rank 0 says that the order may depend on the number of ranks."""
+    """Rank 0 says that the order depends on the number of ranks."""
     says = options.get("sharding") == "dataset" and world.rank == 0
-    return pytest.warns(LockstepWarning, match="may depend on the number of ranks") if says else nullcontext()
+    return pytest.warns(LockstepWarning, match="depends on the number of ranks") if says else nullcontext()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -225,7 +237,7 @@ def test_drop_last_of_own_streams_stops_at_the_first_that_is_not_full() -> None:
 def test_world_size_is_said_once() -> None:
     said = run_ranks(warnings_of, 2, args=(Own([4, 4]), {"batch_per_rank": 2, "sharding": "dataset"}))
     assert [len(each) for each in said] == [1, 0]
-    assert "order of Own may depend on the number of ranks" in said[0][0]
+    assert "order of Own depends on the number of ranks" in said[0][0]
 
 
 def warnings_of(world: World, dataset: Any, options: dict[str, Any]) -> list[str]:
@@ -260,6 +272,14 @@ def test_without_a_state_of_its_own_it_skips_and_says_so(after: int, workers: in
     with pytest.warns(LockstepWarning, match=rf"the first {8 * ((after - 1) % 3 + 1)} items .* skipped"):
         rest = walked(ours, 2)
     assert rest == {key: batch for key, batch in whole.items() if key[1] >= after}
+
+
+def test_a_state_that_needs_arguments_is_none_that_could_be_resumed_by() -> None:
+    whole = walked(loader(CountsForItsOwnLoader(21)), 2)
+    ours = loader(CountsForItsOwnLoader(21))
+    ours.load_state_dict(stopped(CountsForItsOwnLoader(21), 2))
+    with pytest.warns(LockstepWarning, match="the first 16 items"):
+        assert walked(ours, 2) == {key: batch for key, batch in whole.items() if key[1] >= 2}
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])
@@ -511,7 +531,7 @@ def shards_of_numbers(shards: list[int]) -> Iterator[dict[str, int]]:
 
 def foreign(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: str, workers: int, after: int) -> Any:
     """Every sample of two epochs by epoch, and what is left after a resume."""
-    options: dict[str, Any] = {"batch_per_rank": 2, "num_workers": workers, "collate_fn": list}
+    options: dict[str, Any] = {"batch_per_rank": 2, "num_workers": workers, "collate_fn": list, "sharding": "dataset"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = loader(make(*args), **options)
@@ -541,13 +561,80 @@ def web_dataset(folder: str) -> Any:
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (2, 2), (3, 2)])
 def test_webdatasets_shard_themselves(tmp_path: Any, size: int, workers: int) -> None:
-    wds = pytest.importorskip("webdataset")
-    for shard in range(5):
-        with wds.TarWriter(str(tmp_path / f"{shard}.tar")) as tar:
-            for number in range(shard + 1):
-                tar.write({"__key__": f"{shard}-{number}", "cls": 10 * shard + number})
+    expected = write_shards(tmp_path)
     ranks = run_ranks(foreign, size, args=(web_dataset, (str(tmp_path),), "cls", workers, 1))
-    expected = sorted(10 * shard + number for shard in range(5) for number in range(shard + 1))
     for epoch in (0, 1):
         assert sorted(number for (epochs, _) in ranks for number in epochs[epoch]) == expected
     assert all(resumed for _, resumed in ranks)
+
+
+def write_shards(folder: Any) -> list[int]:
+    """The samples in five files for WebDataset."""
+    wds = pytest.importorskip("webdataset")
+    for shard in range(5):
+        with wds.TarWriter(str(folder / f"{shard}.tar")) as tar:
+            for number in range(shard + 1):
+                tar.write({"__key__": f"{shard}-{number}", "cls": 10 * shard + number})
+    return sorted(10 * shard + number for shard in range(5) for number in range(shard + 1))
+
+
+def parted(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: str, state: Any, stop: int | None) -> Any:
+    """This rank's samples by (epoch, step, slot), up to step `stop`; and the state there."""
+    ours = loader(make(*args), global_batch=6, micro_batch=1, collate_fn=list, num_workers=world.rank % 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if state is not None:
+            ours.load_state_dict(state)
+        found = {}
+        for window in (window for epoch in ours.epochs(2) for window in epoch):
+            check_window(window)  # exact mode takes it
+            found |= {(window.epoch, window.step, slot): batch[0][key] for slot, batch in zip(window.slots, window, strict=True)}
+            state = ours.state_dict()
+            if window.step + 1 == stop:
+                break
+        ours.close()
+    return found, state
+
+
+def in_two_parts(sizes: tuple[int, int], make: Callable[..., Any], args: tuple[Any, ...], key: str) -> dict[tuple[int, int, int], int]:
+    before = run_ranks(parted, sizes[0], args=(make, args, key, None, 2))
+    after = run_ranks(parted, sizes[1], args=(make, args, key, before[0][1], None))
+    everything = [item for found, _ in [*before, *after] for item in found.items()]
+    assert len(dict(everything)) == len(everything), "a slot came twice"
+    return dict(everything)
+
+
+def test_a_foreign_stream_that_resumes_with_other_ranks_loses_and_repeats_nothing(tmp_path: Any) -> None:
+    expected = write_shards(tmp_path)
+    found = in_two_parts((2, 3), web_dataset, (str(tmp_path),), "cls")
+    assert [sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)] == [expected, expected]
+    pytest.importorskip("datasets")
+    expected = sorted(10 * shard + number for shard in range(6) for number in range(shard + 1))
+    found = in_two_parts((3, 2), hugging_face, (), "x")
+    assert [sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)] == [expected, expected]
+    assert found == in_two_parts((1, 1), hugging_face, (), "x")
+
+
+def test_who_shards_a_foreign_stream(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")  # what Hugging Face's imports is set here too, and would be left behind
+    pytest.importorskip("datasets")
+    wds = pytest.importorskip("webdataset")
+    split = importlib.import_module("datasets.distributed").split_dataset_by_node(hugging_face(), rank=0, world_size=2)
+    assert loader(hugging_face()).sharding == loader(hugging_face().shuffle(seed=3)).sharding == "items"
+    assert loader(split).sharding == "dataset"
+    files = [f"{tmp_path}/{number}.tar" for number in range(5)]
+    assert loader(web_dataset(str(tmp_path)).map(str)).sharding == "items"
+    for shuffled in (
+        wds.WebDataset(files, shardshuffle=False).shuffle(4),
+        wds.WebDataset(files, shardshuffle=5),
+        wds.WebDataset(files, shardshuffle=5, detshuffle=True),
+        wds.WebDataset(files, resampled=True, shardshuffle=False),
+    ):
+        assert loader(shuffled).sharding == "dataset"
+        assert loader(shuffled, sharding="items").sharding == "items"
+
+
+def test_exact_mode_refuses_a_stream_that_shards_itself() -> None:
+    window = next(iter(next(loader(Own([9]), rank=0, size=1, sharding="dataset").epochs(1))))
+    with pytest.raises(UsageError, match="sharding='items'"):
+        check_window(window)

@@ -18,7 +18,7 @@ from lockstep.collectives.group import Group
 from lockstep.data.ahead import Copies, copies_to
 from lockstep.data.choice import default_device, place_of, sizes_of
 from lockstep.data.iterable.shards import Sharding, choose_sharding, own_shard
-from lockstep.data.iterable.source import Saved, StreamSource
+from lockstep.data.iterable.source import Saved, StreamSource, resumes
 from lockstep.data.iterable.steps import RequestSampler, Steps, StreamCut, StreamWindow
 from lockstep.data.keyed import made
 from lockstep.data.position import Position, read_state
@@ -35,9 +35,11 @@ class StreamLoader:
         "items"     the loader. Every process reads the whole stream, told that it is alone, and keeps what is its own. Nothing is
                     read twice into a step or lost, and with `micro_batch` a step is the same at any number of ranks and workers. It
                     costs reading everything everywhere, so workers speed up only what `collate_fn` does. The default
-        "dataset"   the dataset: Hugging Face's and WebDataset's (their default), or one that looks at `get_worker_info()`, RANK and
-                    WORLD_SIZE, or has a `shard(rank=..., size=...)`. What a step holds then depends on the number of ranks, and of workers,
-                    whose micro-batches take turns. Every rank must have a micro-batch in each step
+        "dataset"   the dataset: Hugging Face's, WebDataset's, or one that looks at `get_worker_info()`, RANK and WORLD_SIZE, or has a
+                    `shard(rank=..., size=...)`. Each process reads its part only. What a step holds then depends on the number of ranks, and
+                    of workers, whose micro-batches take turns; a run that resumes with another number loses samples and repeats others.
+                    Every rank must have a micro-batch in each step. The default for a WebDataset that shuffles, and for a Hugging Face
+                    dataset that was split by node
 
     `set_epoch(epoch)` is called where the dataset has it. torch, numpy's global generator and `random` are seeded by (seed, epoch) when a
     walk begins, alike in all processes, and the caller's states are left alone; randomness of each sample's own takes a map-style dataset.
@@ -80,7 +82,7 @@ class StreamLoader:
         self.device = torch.device(device) if device is not None else default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._name = type(dataset).__name__
-        self._resumes = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+        self._resumes = resumes(dataset)
         self.recipe: dict[str, Any] = {
             BY_RANKS: self.depends_on_world_size,
             "kind": "iterable",
@@ -114,7 +116,10 @@ class StreamLoader:
         )
         self._copies: Copies | None = None
         if self.sharding == "dataset" and self.size > 1:
-            self._say(f"the order of {self._name} may depend on the number of ranks: an iterable dataset shards itself as it likes")
+            self._say(
+                f"the order of {self._name} depends on the number of ranks, because the dataset shards itself. Give sharding='items' if it "
+                "yields the same items in the same order in every process (a shuffle with a fixed seed does)"
+            )
 
     def describe(self, owner: str = "rank") -> str:
         """One line: how the global batch is cut and shared among `owner`s, and whether that depends on the world size."""

@@ -1,9 +1,11 @@
 """Who reads what of an iterable dataset: which of the many kinds it is, and what it is told about ranks and loader workers.
 
 items       every process reads the same stream, as if it were the only one, and keeps what is its own: right for any dataset whose
-            stream is the same everywhere, at the price that every process reads everything
+            stream is the same everywhere, at the price that every process reads everything. Nothing is lost or read twice when a run
+            resumes with another number of ranks
 dataset     the dataset shards itself over ranks and workers: Hugging Face's and WebDataset's by their own means, any other by
-            torch's `get_worker_info()` and RANK and WORLD_SIZE, or by a method `shard(rank=..., size=...)` if it has one
+            torch's `get_worker_info()` and RANK and WORLD_SIZE, or by a method `shard(rank=..., size=...)` if it has one. With another
+            number of ranks a resumed run loses some samples and repeats others, so exact mode refuses it
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ Sharding = Literal["items", "dataset"]
 
 
 def choose_sharding(dataset: object, wanted: Sharding | None) -> Sharding:
-    """`wanted`, or what suits the dataset: those that are known to shard themselves do it. Raises UsageError for another word."""
+    """`wanted`, or "items" wherever all processes can read one stream. Raises UsageError for another word.
+
+    They cannot where the user has split the stream by rank already, or where WebDataset shuffles: by time and process, unless it has a seed,
+    and a pipeline does not say whether its seed was given.
+    """
     if wanted is None:
-        return "dataset" if _is_hugging_face(dataset) or _is_webdataset(dataset) else "items"
+        return "dataset" if _is_split(dataset) or _shuffles_webdataset(dataset) else "items"
     if wanted not in get_args(Sharding):
         raise UsageError(f"sharding={wanted!r}: choose one of {', '.join(get_args(Sharding))}")
     return wanted
@@ -73,9 +79,24 @@ def _is_hugging_face(dataset: object) -> bool:
     return kind is not None and isinstance(dataset, kind)
 
 
+def _is_split(dataset: Any) -> bool:
+    split = getattr(dataset, "_distributed", None) if _is_hugging_face(dataset) else None
+    return getattr(split, "world_size", 1) > 1
+
+
 def _is_webdataset(dataset: object) -> bool:
     kind = getattr(sys.modules.get("webdataset"), "DataPipeline", None)
     return kind is not None and isinstance(dataset, kind)
+
+
+def _shuffles_webdataset(dataset: Any) -> bool:
+    return any(_shuffles(stage) for stage in dataset.pipeline) if _is_webdataset(dataset) else False
+
+
+def _shuffles(stage: Any) -> bool:
+    name = f"{type(stage).__name__} {getattr(getattr(stage, 'f', None), '__name__', '')}".lower()
+    through_nothing = getattr(stage, "args", None) in ((0,), (None,))  # shardshuffle=False: a buffer of no items
+    return ("shuffle" in name and not through_nothing) or "resample" in name or getattr(stage, "seed", None) is not None
 
 
 def _split_webdataset(dataset: Any) -> Any:

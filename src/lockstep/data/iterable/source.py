@@ -7,6 +7,7 @@ come to its end in an order that could be relied on, and cannot be told which ep
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -78,6 +79,7 @@ class StreamSource(Dataset[Any]):
         self._collate = collate or default_collate
         self._sharding, self._rank, self._size = sharding, rank, size
         self._whole_only = whole_only
+        self._resumes = resumes(dataset)
         self._walk: _Walked | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,7 +98,7 @@ class StreamSource(Dataset[Any]):
             items = walk.take(request.positions)
             if self._whole_only and len(items) < len(request.positions):
                 items = []
-            saved = walk.saved() if callable(getattr(self._dataset, "state_dict", None)) else None
+            saved = walk.saved() if self._resumes else None
             randomness.collate(self._seed, request.epoch, self._number(request.positions.start))
             batch = self._collate(items) if items else None
         return Reply(batch, len(items), walk.total, walk.digest, saved)
@@ -117,6 +119,27 @@ class StreamSource(Dataset[Any]):
             read = 0 if self._walk is None else self._walk.position
             error.add_note(f"This was {type(self._dataset).__name__}, in epoch {epoch}, {where}, after {read} of its items.")
             raise
+
+
+def resumes(dataset: Any) -> bool:
+    """Whether it can say where it is: `state_dict()` and `load_state_dict(state)`, as torch's stateful datasets have them.
+
+    Methods of these names that need other arguments (mosaicml's StreamingDataset: how many samples its own loader has yielded) are not those.
+    """
+    return _callable_with(dataset, "state_dict") and _callable_with(dataset, "load_state_dict", {})
+
+
+def _callable_with(dataset: Any, name: str, *arguments: Any) -> bool:
+    method = getattr(dataset, name, None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not tell its parameters
+        pass
+    return True
 
 
 class _Walked:
