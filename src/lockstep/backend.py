@@ -26,6 +26,7 @@ from lockstep.collectives.shared_memory.operations import SharedMemory, possible
 from lockstep.collectives.shared_memory.segment import this_host
 from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
+from lockstep.launcher.local_peers import no_strangers
 
 NAME = "lockstep"
 
@@ -35,7 +36,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        with no_strangers("gloo"):
+            self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         self._group = Group(self, ranks=tuple(range(size)), rank=rank)
         self._group.timeout = timeout
         self._memory: SharedMemory | None = None

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 
@@ -23,7 +22,9 @@ from lockstep import meeting, slurm_store
 from lockstep.cores import cores
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.launcher import siblings
+from lockstep.launcher.host_store import HostStore
 from lockstep.launcher.job_step import step_of
+from lockstep.launcher.local_peers import no_strangers
 from lockstep.launcher.watch import TIMEOUT
 from lockstep.place import Placement
 
@@ -47,8 +48,8 @@ def choose_backend(asked: str | None, place: Placement) -> str:
     return backend
 
 
-def find_store(place: Placement, init_method: str | None, timeout: timedelta | None) -> dist.Store:
-    """The key-value store that the ranks find each other through."""
+def find_store(place: Placement, init_method: str | None, timeout: timedelta | None, at_end: ExitStack) -> dist.Store:
+    """The key-value store that the ranks find each other through. What has to end after the last use of it is given to `at_end`."""
     if init_method is None and place.size == 1:
         return dist.HashStore()
     step = step_of(place, os.environ) if init_method is None else None
@@ -65,26 +66,22 @@ def find_store(place: Placement, init_method: str | None, timeout: timedelta | N
             f"{place.size} ranks on several hosts need MASTER_ADDR and MASTER_PORT (the host and a free port of rank 0); {place.source} has set neither"
         )
     key = siblings.key(os.environ) if step is None else f"slurm-{step.name}"
-    return _store_among_siblings(place, key, timeout or timedelta(minutes=5))
+    return _store_among_siblings(place, key, timeout or timedelta(minutes=5), at_end)
 
 
-def _store_among_siblings(place: Placement, key: str, timeout: timedelta) -> dist.Store:
+def _store_among_siblings(place: Placement, key: str, timeout: timedelta, at_end: ExitStack) -> dist.Store:
     if place.rank > 0:
         store = dist.TCPStore("127.0.0.1", siblings.find(key, timeout), place.size, is_master=False, timeout=timeout)
         store.add("found", 1)
         return store
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    # The store takes over the descriptor; bound here, it listens on loopback only.
-    store = dist.TCPStore(
-        "127.0.0.1", port, place.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    siblings.publish(key, port)
+    host = HostStore(place.size, timeout)
+    at_end.callback(host.close)
+    siblings.publish(key, host.port)
     try:
-        meeting.wait_for_count(store, "found", place.size - 1, timeout)
+        meeting.wait_for_count(host.store, "found", place.size - 1, timeout)
     finally:
         siblings.withdraw(key)
-    return store
+    return host.store
 
 
 def timeout_of_launcher() -> timedelta | None:
@@ -136,11 +133,9 @@ def spare_forks() -> None:
 
 @contextmanager
 def loopback(one_host: bool) -> Iterator[None]:
-    """On one host have gloo listen on loopback: no host name is looked up and nothing is open to the network."""
-    if one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        with _environment(GLOO_SOCKET_IFNAME="lo"):
-            yield
-    else:
+    """On one host have gloo listen on loopback: no host name is looked up and nothing is open to the network, or to other users of the host."""
+    closed = one_host and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ
+    with _environment(**{"GLOO_SOCKET_IFNAME": "lo"} if closed else {}), no_strangers("gloo"):
         yield
 
 

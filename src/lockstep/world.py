@@ -58,6 +58,7 @@ class World:
         adopted: bool,
         tags: Tagging = "host",
         tuning: Path | str | None = None,
+        at_end: ExitStack | None = None,
     ) -> None:
         spare_forks()
         self.rank, self.size = place.rank, place.size
@@ -66,6 +67,7 @@ class World:
         self.timeout = timeout
         self.adopted = adopted
         self._store = store
+        self._at_end = at_end or ExitStack()  # of the last use of the store
         self._meetings = 0
         self._depth = 0
         self._owned: list[Closable] = []
@@ -245,6 +247,7 @@ class World:
                 self._store.add("left", 1)
                 if self.rank == 0:
                     meeting.wait_for_count(self._store, "left", self.size, timedelta(seconds=10))
+        self._at_end.close()
 
     def _at_exit(self) -> None:
         self.close(failed=getattr(sys, "last_value", None) is not None)
@@ -299,18 +302,20 @@ def init(
     if backend == "nccl":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-    # A launcher's store outlives a world: a second world of the same processes must not find the keys of the first.
-    store = dist.PrefixStore(f"lockstep/{next(_generations)}", find_store(place, init_method, timeout))
-    with loopback(place.local_size == place.size):
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=place.rank,
-            world_size=place.size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
-    world = World(place, device, store=store, timeout=timeout or _DEFAULT_TIMEOUT, adopted=False, tags=tags, tuning=tuning)
+    with ExitStack() as at_end:
+        # A launcher's store outlives a world: a second world of the same processes must not find the keys of the first.
+        store = dist.PrefixStore(f"lockstep/{next(_generations)}", find_store(place, init_method, timeout, at_end))
+        with loopback(place.local_size == place.size):
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store),
+                rank=place.rank,
+                world_size=place.size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            )
+        patience = timeout or _DEFAULT_TIMEOUT
+        world = World(place, device, store=store, timeout=patience, adopted=False, tags=tags, tuning=tuning, at_end=at_end.pop_all())
     world.own(SharedCores(place.local_size))
     return world
 

@@ -1,6 +1,6 @@
 """One generation of ranks on this host, alone or among others, run by torch's elastic agent.
 
-What is ours: a rendezvous whose store listens on loopback only, ranks' processes that are looked at without being reaped (so that
+What is ours: a rendezvous whose store other users cannot reach, ranks' processes that are looked at without being reaped (so that
 a whole process group can be ended safely), a short moment for the true cause to show before the others are stopped, and silence.
 """
 
@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from lockstep.errors import ExitCode
 from lockstep.launcher import processes
 from lockstep.launcher.agent_environment import SIGNALS
+from lockstep.launcher.host_store import HostStore
 from lockstep.launcher.hosts.interfaces import family_of
 from lockstep.launcher.hosts.messages import Roll, Share
 
@@ -85,7 +86,10 @@ def run_generation(
     )
     with _silence():
         agent = _Agent(spec, _Streams(environment), explained, stopping, share, spared)
-        agent.run()
+        try:
+            agent.run()
+        finally:
+            rendezvous.shutdown()
     return agent.ended()
 
 
@@ -95,7 +99,7 @@ def gpus() -> int:
 
 
 def serve_store(address: str) -> tuple[TCPStore, int]:
-    """The store that ranks meet through, and its port. The socket is bound here because torch's listens everywhere."""
+    """The store of ranks on several hosts, and its port. The socket is bound here because torch's listens everywhere."""
     listener = socket.create_server((address, 0), family=family_of(address))
     port: int = listener.getsockname()[1]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
@@ -131,10 +135,15 @@ class _Alone(_Known):
     """This host alone. Its store is the one the ranks meet through."""
 
     def __init__(self) -> None:
-        self._store, self._port = serve_store(_LOOPBACK)
+        self._host = HostStore()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, rank=0, world_size=1, bootstrap_store_info=RendezvousStoreInfo(_LOOPBACK, self._port))
+        where = RendezvousStoreInfo(_LOOPBACK, self._host.port)
+        return RendezvousInfo(self._host.store, rank=0, world_size=1, bootstrap_store_info=where)
+
+    def shutdown(self) -> bool:
+        self._host.close()
+        return True
 
 
 class _Among(_Known):

@@ -1,6 +1,6 @@
 """`lockstep.launch`: run a function on N ranks of this host and hand back what each returned.
 
-The parent hosts the store that the ranks meet through, on a loopback port that the system picks, and holds one pipe a rank.
+The parent hosts the store that the ranks find each other through (host_store.py), and holds one pipe a rank.
 Ranks that fail say why through their pipe; the first cause is raised in the parent and the others are killed. What travels
 through the pipes is copied: a tensor among the arguments is every rank's own, never shared memory.
 """
@@ -13,7 +13,6 @@ import multiprocessing.util
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +22,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.errors import LaunchTimeout, UsageError, WorkerFailed
 from lockstep.launcher import failures, rank_process
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.host_store import HostStore
 from lockstep.launcher.rank_process import UNGUARDED, Payload, Seat
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 R = TypeVar("R")
 Context = SpawnContext | ForkServerContext
@@ -72,14 +69,14 @@ def start_ranks(
         raise SystemExit(UNGUARDED)  # this is a rank that imports the caller's script; its parent says so
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise UsageError(f"workers={workers!r}: give a whole number of ranks, at least 1")
-    store, port = host_store()
+    store = HostStore()
     ranks = _Ranks(workers, timeout)
     try:
-        ranks.start(context, Payload(fn, tuple(args), dict(kwargs)), port)
+        ranks.start(context, Payload(fn, tuple(args), dict(kwargs)), store.port)
         return ranks.collect()
     finally:
         ranks.kill()
-        del store
+        store.close()
 
 
 def check_importable(fn: Callable[..., Any]) -> None:
@@ -94,16 +91,6 @@ def check_importable(fn: Callable[..., Any]) -> None:
             f"fn={name} is defined in a notebook, an interactive session, `python -c` or `python -`, which new processes cannot import; "
             "move it to a file and import it"
         )
-
-
-def host_store() -> tuple[dist.TCPStore, int]:
-    """A key-value store in this process. The socket is bound here: left to itself the store would listen on all interfaces."""
-    import torch.distributed as dist
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    return store, port
 
 
 class _Ranks:

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lockstep.errors import WorkerFailed
-from lockstep.launcher.spawn import check_importable, host_store, start_ranks
+from lockstep.launcher.host_store import HostStore
+from lockstep.launcher.spawn import check_importable, start_ranks
 
 R = TypeVar("R")
 
@@ -65,13 +66,16 @@ def run_teams(fn: Callable[..., R], sizes: Sequence[int], args: Sequence[Any]) -
     check_importable(fn)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOADED])
-    stores = [host_store() for _ in sizes]
+    stores = [HostStore() for _ in sizes]
     try:
-        found = start_ranks(context, _seated, sum(sizes), (fn, tuple(sizes), [port for _, port in stores], *args), {}, timeout=None)
+        found = start_ranks(context, _seated, sum(sizes), (fn, tuple(sizes), [store.port for store in stores], *args), {}, timeout=None)
     except WorkerFailed as error:
         team, rank = seat(sizes, error.rank)
         said = str(error).removeprefix(f"rank {error.rank}")
         raise WorkerFailed(f"rank {rank} of {sizes[team]}{said}", rank, error.traceback) from None
+    finally:
+        for store in stores:
+            store.close()
     return [found[sum(sizes[:team])] for team in range(len(sizes))]
 
 
