@@ -52,7 +52,7 @@ def test_closed_streams_change_nothing(tmp_path: Path, closed: str) -> None:
 
 
 def test_a_usage_error_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse() -> None:
+    def refuse(**options: object) -> None:
         raise UsageError("workers=0: give at least 1")
 
     monkeypatch.setattr(app, "app", refuse)

@@ -87,4 +87,4 @@ def test_what_sbatch_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(Exception, match="1"):
         slurm("digits", submit=True)
-    assert capsys.readouterr() == ("", "lockstep: sbatch has refused the job: no such partition\n")
+    assert capsys.readouterr() == ("", "error: sbatch has refused the job: no such partition\n")

@@ -307,7 +307,7 @@ def test_the_default_is_a_worker_for_each_gpu(
 def test_resume_where_nothing_can_be_gone_on_from(folder: Path) -> None:
     missing = lockstep("my_task.py", "--run", "run", "--resume", cwd=folder)
     assert (missing.returncode, missing.stdout) == (77, "")
-    assert missing.stderr == "lockstep: --resume: no checkpoint in run can be gone on from: it has none\n"
+    assert missing.stderr == "error: --resume: no checkpoint in run can be gone on from: it has none\n"
     for options, message in ((("--resume",), "give --run DIR"), (("--run", "run", "--resume", "--fresh"), "no --fresh")):
         refused = lockstep("my_task.py", *options, cwd=folder)
         assert refused.returncode == 2

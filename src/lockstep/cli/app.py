@@ -7,12 +7,29 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 import lockstep
-from lockstep.cli import audit, bench, checkpoints, doctor, evaluate, lint, look, plan, predict, report, run, slurm, train, tune, verify
+from lockstep.cli import (
+    audit,
+    bench,
+    checkpoints,
+    doctor,
+    evaluate,
+    lint,
+    look,
+    plan,
+    predict,
+    refusals,
+    report,
+    run,
+    slurm,
+    train,
+    tune,
+    verify,
+)
 from lockstep.errors import ExitCode, UsageError
 
 app = typer.Typer(
@@ -66,13 +83,22 @@ def _open_closed_streams() -> None:
         setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115 - as long as the process
 
 
+def _refuse(sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(ExitCode.USAGE)
+
+
 def main() -> None:
     """The entry point. A user's mistake is one sentence on stderr and exit code 2; never a traceback."""
     _open_closed_streams()
     try:
-        app()
+        sys.exit(app(prog_name="lockstep", standalone_mode=False))
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(ExitCode.USAGE)
+        _refuse(refusals.as_typed(str(error), sys.argv[1:]))
+    except refusals.REFUSED as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            sys.exit(ExitCode.USAGE)
+        _refuse(refusals.of_parser(error, sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -143,6 +143,6 @@ def _sbatch(text: str) -> str:
             "--submit: there is no sbatch here; use --print > job.sh, and submit that where SLURM's commands are installed"
         ) from None
     if done.returncode:
-        print(f"lockstep: sbatch has refused the job: {done.stderr.strip()}", file=sys.stderr)
+        print(f"error: sbatch has refused the job: {done.stderr.strip()}", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED)
     return done.stdout.strip().partition(";")[0]

@@ -36,7 +36,7 @@ def why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
             return ""
         except DamagedCheckpoint as error:
             why = str(error)
-    return f"lockstep: --resume: no checkpoint in {directory.path} can be gone on from: {why}"
+    return f"error: --resume: no checkpoint in {directory.path} can be gone on from: {why}"
 
 
 def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str, Any]:
