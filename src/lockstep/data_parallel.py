@@ -106,7 +106,8 @@ class DistributedDataParallel(nn.Module):
         reducer.end_of_backward = self._finish
         self._reducer: Reducer | None = reducer
         self._unused = UnusedCheck(reducer, "skip" if find_unused_parameters or static_graph else "error")
-        self._replicas = ReplicaCheck(self.group) if checks == "full" else None
+        self._replicas = ReplicaCheck() if checks == "full" else None
+        self._forwards = 0  # that were compared, or might have been
         self._unchecked = 0  # backwards since the last forward
         self._uneven: Uneven | None = None  # inside `join`
 
@@ -140,7 +141,9 @@ class DistributedDataParallel(nn.Module):
         """What all ranks do together before a forward that will be reduced; `active` of them still have inputs."""
         assert self._reducer is not None
         if self._unchecked and self._replicas is not None and active == self.group.size:
-            self._replicas(self._trained)
+            self._forwards += 1
+            if self._replicas.due(self._forwards):
+                self._replicas.compare(self.group, self._trained(), self._forwards, f"after step {self._forwards}")
         self._unchecked = 0
         self._reducer.renew()
 

@@ -102,7 +102,7 @@ class LoaderWorkerKilled(LockstepError):
 
 
 class ReplicaDivergence(LockstepError):
-    """Replicas that must be equal are not: `parameter` (or buffer, or setting) differs between rank 0 and `ranks`. Raised on every rank."""
+    """Replicas that must be equal are not: `parameter` (or buffer, optimizer state, setting) of `ranks` differs from the others'. Raised on every rank."""
 
     def __init__(self, message: str, parameter: str, ranks: Sequence[int]) -> None:
         super().__init__(message)

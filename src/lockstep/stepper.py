@@ -26,6 +26,7 @@ from lockstep.balance import Balance
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.given import check_kinds, summed
 from lockstep.checks.nonfinite import NonFiniteTrace
+from lockstep.checks.overwritten import OverwrittenCheck
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.unused import UnusedCheck, shortly
@@ -74,7 +75,8 @@ class Stepper:
     The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
     `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
     `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
-    "full" compares the replicas after steps 1, 2 and every 100th, and the set-up at the start; "start" only that; "off" nothing.
+    "full" compares the replicas (`check_replicas`) after steps 1 and 2 and at least every 100 steps, and the set-up at the start; "start" only that;
+    "off" nothing.
     `compress` has gradients travel in fewer bytes: bf16, fp16, int8, powersgd:RANK, topk:SHARE; what is left out comes in later steps.
     `bucket_mb`: the MiB of gradients that travel together (25), for a bare module.
     `held`: of a model that is split over a mesh, this rank's part (`lockstep train --mesh`); `model` is then its `module`.
@@ -143,7 +145,9 @@ class Stepper:
             alike = self.world.group if held is None else held.data
             compare_start(*set_up_of(model, alike, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}))
         self.optimizer = optimizer
-        self._bucket_mb, self._unused_policy, self._trace_nonfinite, self._checks = bucket_mb, unused, trace_nonfinite, checks
+        self._bucket_mb, self._unused_policy, self._trace_nonfinite = bucket_mb, unused, trace_nonfinite
+        self.replicas = ReplicaCheck() if checks == "full" else None
+        self._overwritten = OverwrittenCheck() if checks == "full" else None
         self.steps, self._stop = 0, False
         self._clip, self.scaler, self.scheduler, self._seed = clip, scaler, scheduler, seed
         self._outcomes = Outcomes(self.world, scheduler, scaler)
@@ -154,7 +158,7 @@ class Stepper:
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
         self.clock = StepperClock(self.world.device)
-        self._compares_data = checks != "off"
+        self._compares_start = self._compares_data = checks != "off"
         self._window: OpenWindow | None = None
 
     def _work_with(self, model: nn.Module) -> None:
@@ -169,7 +173,7 @@ class Stepper:
         self._reports = self.held is None or self.held.reports
         self.reducer.guarded, self.reducer.expecting = True, False
         norm = None if self.held is None else SplitNorm(self.held)
-        self.update = choose_update(self.method, self.model, self.everyone, alone=alone, checks=self._checks == "full", norm=norm)
+        self.update = choose_update(self.method, self.model, self.everyone, alone=alone, norm=norm)
         left_out = self._left_out()
         self.update.bind(self.reducer, self.optimizer)
         if left_out and self.world.rank == 0 and self.steps == 0:
@@ -183,7 +187,6 @@ class Stepper:
         self._generation, self._layouts = self.reducer.generation, self.reducer.layouts
         self._unused = UnusedCheck(self.reducer, self._unused_policy)
         self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._trace_nonfinite)
-        self._replicas = ReplicaCheck(self.group) if self._checks == "full" and self.group.size > 1 else None
         self.update.open(self.world, self.scheduler, self._clip, self._wants_stop)
 
     def _is_alone(self) -> bool:
@@ -353,6 +356,8 @@ class Stepper:
         status.enter("forward")
 
     def _send(self, facts: FactsMessage) -> None:
+        if self._overwritten is not None and self.group.size > 1:
+            self._overwritten.tell(facts, self.steps, self.update.overwritten())
         facts.send(stop=self._wants_stop(), newly_moving=self._buffers.newly_moving)
 
     def _wants_stop(self) -> bool:
@@ -402,6 +407,8 @@ class Stepper:
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
         if facts.weight:
             self._unused()
+        if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
+            self.check_replicas(f"in step {self.steps + 1}")
         with randomness.update(self._seed, opened.step):
             ended = self.update.end(self.steps, facts, lambda: self._apply(facts, divisor))
         self.steps, self.everyone = ended.steps, ended.everyone or self.everyone
@@ -410,10 +417,9 @@ class Stepper:
             if self._outcomes.known_at_once:
                 self._outcomes.settle()
         self._outcomes.skipped(ended.windows)
-        if self._replicas is not None:
-            with status.inside("checks"):
-                self._replicas(self._replicated)
         stop = self.update.meet_if_due(ended)
+        if self.replicas is not None and self.replicas.due(self.steps):
+            self.check_replicas()
         status.enter("loop")
         return StepResult(
             loss=ended.loss / ended.weight if ended.weight else math.nan,
@@ -450,7 +456,7 @@ class Stepper:
             )
         if loader.balance is not None:
             loader.balance.check(self.method, self.everyone.size)
-        if self._checks != "off":
+        if self._compares_start:
             compare_start(self.everyone, loader.recipe)
         loader.draws = dealer
 
@@ -499,9 +505,22 @@ class Stepper:
             reduction.divisor = 1.0
         return facts, 1.0
 
+    def check_replicas(self, when: str | None = None) -> None:
+        """Compare the replicas now, every bit of weights, buffers and optimizer state. Every rank calls it, between steps.
+
+        It does nothing without checks="full", and where each rank has a model of its own (`together`). State that is divided among the
+        ranks is compared with nothing. Raises ReplicaDivergence on all ranks, naming the tensor and the ranks.
+
+        Args:
+            when: What the error begins with; default: after which step.
+        """
+        if self.replicas is not None and self.together:
+            with status.inside("checks"):
+                self.replicas.compare(self.everyone, self._replicated(), self.steps, when or f"after step {self.steps}")
+
     def _replicated(self) -> list[tuple[str, Tensor]]:
-        parameters = [(name, parameter) for name, parameter in self.model.named_parameters() if name not in self.reducer.ignored]
-        return [*parameters, *self._buffers.named()]
+        tensors = [*self.model.named_parameters(), *self._buffers.named()]
+        return [*((name, each) for name, each in tensors if name not in self.reducer.ignored), *self.update.replicated()]
 
     def _apply(self, facts: Facts, divisor: float) -> Applied:
         if facts.weight == 0:

@@ -1,79 +1,93 @@
-"""Replicas that must be equal: looked at after steps 1, 2 and every K, by one number a parameter.
+"""Replicas that must be equal: compared after a process's first two steps, at least every 100 steps, and where a result depends on it.
 
-The number is the sum of the bits, read as integers: any change of one element changes it, and equal replicas have equal numbers on
-every machine. All numbers travel in one small all-gather; where two ranks differ, all ranks raise the same error.
+Each rank digests all its replicated tensors into one number, and the numbers travel in one small all-gather. Only where they differ does
+every tensor get a number of its own, so that the error names the tensor and the ranks. All ranks raise the same error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from lockstep.checks.digest import digest, octets_of
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import listed
 from lockstep.errors import ReplicaDivergence
 
-_WORD = 8  # bytes
-CAUSES = "Usual causes: weights changed by hand on one rank; an own no_sync() or modulo around the step; a parameter that the other ranks do not train"
+_PLACE = "for the replica check"
+_SHOWN = 4  # names of tensors in a message
+CAUSES = (
+    "Usual causes: weights changed by hand on one rank; an own no_sync() or modulo around the step; a parameter that the other ranks do "
+    "not train; a memory or processor error on one rank"
+)
+
+Named = Sequence[tuple[str, Tensor]]
 
 
 class ReplicaCheck:
-    """Compares named tensors among the ranks of a group when it is due: after calls 1, 2 and every `every`."""
+    """When replicas were compared last, and when to compare them again. Every rank makes it and calls it alike."""
 
-    def __init__(self, group: Group, every: int = 100) -> None:
-        self._group = group
+    def __init__(self, every: int = 100) -> None:
         self._every = every
-        self.steps = 0
+        self._times = 0
+        self.compared: int | None = None
+        """The step after which the replicas were equal last; None: not compared in this process."""
+        self.on_divergence: list[Callable[[int | None], str]] = []
+        """Called with `compared` on all ranks before the error is raised; what they return is added to its message."""
 
-    def __call__(self, named: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        """Count a step, and compare if it is time. All ranks call it. Raises ReplicaDivergence on all of them."""
-        self.steps += 1
-        if self.steps <= 2 or self.steps % self._every == 0:
-            self.compare(list(named()), f"after step {self.steps}")
+    def due(self, step: int) -> bool:
+        """Whether to compare after `step`: after the first two of this process, and when the last comparison is `every` steps old."""
+        return self._times < 2 or step - (self.compared or 0) >= self._every
 
     @torch.no_grad()
-    def compare(self, named: Sequence[tuple[str, Tensor]], when: str) -> None:
-        if self._group.size == 1 or not named:
-            return
-        mine = torch.stack([checksum(tensor) for _, tensor in named])
-        everyone = self._group.all_gather(mine, place="for the replica check").view(self._group.size, -1)
-        differ = everyone != everyone[0]
-        if not bool(differ.any()):
-            return
-        number = int(differ.any(0).nonzero()[0])
-        name, tensor = named[number]
-        ranks = differ[:, number].nonzero().flatten().tolist()
-        gap = self._largest_gap(tensor)
-        count = int(differ.any(0).sum())
-        raise ReplicaDivergence(
-            f"{when} {name!r} differs between rank 0 and {listed(ranks)} (max |difference| {gap:.2g}). "
-            f"{count} of {len(named)} tensors differ. {CAUSES}.",
+    def compare(self, group: Group, named: Named, step: int, when: str) -> None:
+        """Compare `named` among the ranks of `group`, after `step` steps. Raises ReplicaDivergence on all of them, which says `when`."""
+        self._times += 1
+        if group.size > 1 and named:
+            mine = torch.tensor(digest(tensor for _, tensor in named), device=named[0][1].device)
+            everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
+            if len(set(everyone)) > 1:
+                raise self._divergence(group, named, when)
+        self.compared = step
+
+    def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
+        """What differs, and where. A collective."""
+        mine = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
+        table = group.all_gather(mine, place=_PLACE).view(group.size, -1)
+        differing = (table != table[0]).any(0).nonzero().flatten().tolist()
+        if not differing:
+            return ReplicaDivergence(f"{when} the replicas differ, and changed while they were compared. {CAUSES}.", named[0][0], ())
+        name, tensor = named[differing[0]]
+        digests = table[:, differing[0]].tolist()
+        right, votes = Counter(digests).most_common(1)[0]
+        majority = votes > group.size / 2
+        right = right if majority else digests[0]
+        ranks = [rank for rank, each in enumerate(digests) if each != right]
+        root = digests.index(right)
+        elements, gap = _distance(group, tensor, root)
+        where = f"on {listed(ranks)} from the other {votes} ranks" if majority else f"between rank {root} and {listed(ranks)}"
+        others = [f"{named[number][0]!r}" for number in differing[1:_SHOWN]]
+        rest = f": also {', '.join(others)}" + (" ..." if len(differing) > _SHOWN else "") if others else ""
+        told = "".join(f" {said}" for each in self.on_divergence if (said := each(self.compared)))
+        return ReplicaDivergence(
+            f"{when} {name!r} differs {where} ({elements} of {tensor.numel()} elements, max |difference| "
+            f"{gap:.2g}). {len(differing)} of {len(named)} tensors differ{rest}. {CAUSES}.{told}",
             name,
             ranks,
         )
 
-    def _largest_gap(self, tensor: Tensor) -> float:
-        first = tensor.detach().clone()
-        self._group.broadcast(first, place="for the replica check").wait()
-        gap = (first.double() - tensor.double()).abs().max() if tensor.numel() else torch.zeros((), dtype=torch.float64)
-        self._group.all_reduce(gap, "max", place="for the replica check").wait()
-        return float(gap)
 
-
-def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, read as 64-bit integers, modulo 2^64; int64, 0-d, on its device. Nothing is copied that is contiguous and aligned."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    octets = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if octets.storage_offset() % _WORD:
-        octets = octets.clone()
-    whole = octets.numel() - octets.numel() % _WORD
-    found = octets[:whole].view(torch.int64).sum()
-    if whole < octets.numel():  # the rest as one number too: the sum of its octets would be the same for many
-        rest = torch.zeros(_WORD, dtype=torch.uint8, device=octets.device)
-        rest[: octets.numel() - whole] = octets[whole:]
-        found = found + rest.view(torch.int64)[0]
-    return found
+def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
+    """How many elements differ from those of rank `root`, and by how much at most, on the rank that is farthest. A collective."""
+    ours = octets_of(tensor)
+    theirs = ours.clone()  # bytes: every dtype can be sent
+    group.broadcast(theirs, root, place=_PLACE).wait()
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    count = (theirs != ours).view(max(1, tensor.numel()), -1).any(1).sum()
+    gaps = (theirs.view(dtype).double() - ours.view(dtype).double()).abs().nan_to_num(torch.inf, torch.inf)
+    found = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
+    group.all_reduce(found, "max", place=_PLACE).wait()
+    return int(found[0]), float(found[1])

@@ -43,7 +43,14 @@ class MovingBuffers:
         self._group = group
         self._device = device
         # By owner and name: a forward may also assign a new tensor to a buffer.
-        self._owners = [(module, name) for module in model.modules() for name, buffer in module._buffers.items() if buffer is not None]
+        named: list[tuple[str, nn.Module, str]] = [
+            (f"{prefix}.{name}".lstrip("."), module, name)
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._names = [name for name, _, _ in named]
+        self._owners = [(module, name) for _, module, name in named]
         # Batch norm kernels write their statistics without touching the version counter, so these are never waited for to show up.
         self._always = {number for number, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
         self._agreed = False
@@ -70,12 +77,8 @@ class MovingBuffers:
         return self._buffer(number).shape != self._shapes[number]
 
     def named(self) -> Sequence[tuple[str, Tensor]]:
-        """The buffers that move, equal on all ranks between steps."""
-        return [
-            (f"buffer {name} of {type(module).__name__}", self._buffer(n))
-            for n, (module, name) in enumerate(self._owners)
-            if n in self._moving
-        ]
+        """All buffers, which are equal on all ranks between steps; but for caches, which change their shape."""
+        return [(name, self._buffer(number)) for number, name in enumerate(self._names) if not self._resized(number)]
 
     @torch.no_grad()
     def begin(self, slots: int = 0) -> None:

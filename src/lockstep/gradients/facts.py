@@ -17,7 +17,7 @@ from lockstep.collectives.tree import ABSENT, add_rows
 from lockstep.gradients.reading import Reading
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
-_ROWS = ("samples", "losses", "busy", "waited", "each")  # one number of each rank
+_ROWS = ("samples", "losses", "busy", "waited", "each", "weights", "digesting")  # one number of each rank
 
 
 def numbers(ranks: int) -> int:
@@ -30,7 +30,7 @@ class Facts:
     """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses.
 
     And how the step before went, by rank, in seconds: what it computed, what it waited for others, and what one of its micro-batches took it,
-    loading included (0: it had none).
+    loading included (0: it had none). `weights_by_rank` are digests of the weights (0: not taken), each taken in `digesting_by_rank` seconds.
     """
 
     weight: float
@@ -42,6 +42,8 @@ class Facts:
     busy_by_rank: tuple[float, ...] = ()
     waited_by_rank: tuple[float, ...] = ()
     each_by_rank: tuple[float, ...] = ()
+    weights_by_rank: tuple[float, ...] = ()
+    digesting_by_rank: tuple[float, ...] = ()
 
 
 class FactsMessage:
@@ -80,6 +82,11 @@ class FactsMessage:
         self._values[self._mine("waited")] = waited
         self._values[self._mine("each")] = each
 
+    def add_weights(self, digest: int, seconds: float) -> None:
+        """A digest of this rank's weights (52 bits, so that float64 has it exactly), and what it took."""
+        self._values[self._mine("weights")] = digest
+        self._values[self._mine("digesting")] = seconds
+
     def _mine(self, row: str) -> int:
         return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
 
@@ -94,11 +101,11 @@ class FactsMessage:
         assert self._sum is not None, "the facts leave before they are waited for"
         weight, stop, newly_moving, *rest = self._sum.list()
         size = self._group.size
-        samples, losses, busy, waited, each = (tuple(rest[place * size : (place + 1) * size]) for place in range(len(_ROWS)))
+        samples, losses, *others = (tuple(rest[place * size : (place + 1) * size]) for place in range(len(_ROWS)))
         loss = sum(losses)
         if self._slots:
             weight, loss = (add_rows(torch.tensor(each, dtype=torch.float64)).item() for each in _halves(rest[len(_ROWS) * size :]))
-        return Facts(weight, loss, stop, newly_moving, tuple(map(int, samples)), losses, busy, waited, each)
+        return Facts(weight, loss, stop, newly_moving, tuple(map(int, samples)), losses, *others)
 
 
 def _halves(values: list[float]) -> tuple[list[float], list[float]]:

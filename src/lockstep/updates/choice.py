@@ -14,14 +14,14 @@ from lockstep.updates.sharded import Sharded
 from lockstep.updates.update import Update
 
 
-def choose_update(method: Method, model: nn.Module, everyone: Group, *, alone: bool, checks: bool, norm: SplitNorm | None = None) -> Update:
-    """A new one. `alone`: this rank steps without the others now, which it need not from the beginning; `checks`: replicas are compared.
+def choose_update(method: Method, model: nn.Module, everyone: Group, *, alone: bool, norm: SplitNorm | None = None) -> Update:
+    """A new one. `alone`: this rank steps without the others now, which it need not from the beginning.
 
     `norm`: the gradient's, where this rank holds a part of the model only.
     """
     if alone and method.local is not None:
         assert method.sync_every is not None
-        return LocalSteps(everyone, model, method.sync_every, method.local, checks=checks)
+        return LocalSteps(everyone, model, method.sync_every, method.local)
     if method.server is not None:
-        return Server(everyone, model, method, checks=checks)
+        return Server(everyone, model, method)
     return Sharded(norm) if method.update == "sharded" else Replicated(norm)

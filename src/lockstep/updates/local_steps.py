@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lockstep import status
 from lockstep.checkpoints.pieces import Piece
-from lockstep.checks.replicas import ReplicaCheck
 from lockstep.collectives.group import Group, Work
 from lockstep.errors import UsageError
 from lockstep.gradients.alone import Alone
@@ -57,11 +56,10 @@ class LocalSteps(Update):
 
     name = "local steps"
 
-    def __init__(self, everyone: Group, model: nn.Module, every: int, outer: Outer, *, checks: bool) -> None:
+    def __init__(self, everyone: Group, model: nn.Module, every: int, outer: Outer) -> None:
         self._everyone, self._every, self._outer = everyone, every, outer
         self._inner = Replicated()
         self._buffers = MeetingBuffers(model, everyone)
-        self._check = ReplicaCheck(everyone) if checks else None
         self.taken = 0
         """Local steps so far."""
         self._parted_at = 0  # their number at the last meeting of all fragments, without overlap
@@ -132,6 +130,10 @@ class LocalSteps(Update):
         self._name_of = name_of
         return [], self._inner.pieces(name_of)[0] if self._everyone.rank == 0 else []
 
+    def replicated(self) -> Sequence[tuple[str, Tensor]]:
+        """The inner optimizers' states differ from meeting to meeting: they are no part of it."""
+        return [(f"outer/momentum/{name}", value) for name, value in self._named(self._step.momenta).items()]
+
     # -- meetings ------------------------------------------------------------------------------------------------------------------
 
     @property
@@ -154,7 +156,7 @@ class LocalSteps(Update):
             if not self._outer.overlap:
                 self._land(lambda flight: True)
         if due and count == 1 and not self._outer.overlap:
-            self._meeting_over()
+            self._parted_at = self.taken
         return heard
 
     def meet(self, *, stop: bool = False) -> bool:
@@ -166,13 +168,8 @@ class LocalSteps(Update):
         for fragment in range(len(self._fragments)):
             heard = self._send(fragment, self.taken, stop=stop)
             self._land(lambda flight: True, mixed=False)
-        self._meeting_over()
-        return heard
-
-    def _meeting_over(self) -> None:
         self._parted_at = self.taken
-        if self._check is not None:
-            self._check(lambda: self._parameters)
+        return heard
 
     @torch.no_grad()
     def _send(self, fragment: int, lands: int, *, stop: bool) -> bool:

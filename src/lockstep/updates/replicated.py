@@ -55,6 +55,11 @@ class Replicated(Update):
     def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
         return whole_pieces(self._optimizer, [each for members in self.wholes() for each in members], name_of), []
 
+    def replicated(self) -> Sequence[tuple[str, Tensor]]:
+        names = {id(each): name for name, each in zip(self._reducer.names, self._reducer.parameters, strict=True)}
+        pieces = whole_pieces(self._optimizer, self._reducer.parameters, lambda parameter: names[id(parameter)])
+        return [(piece.name, piece.data) for piece in pieces]
+
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         return self._stepping.apply(divisor, clip, scaler)
 

@@ -102,6 +102,9 @@ class Sharded(Update):
         wholes = [each for members in self._wholes for each in members]
         return whole_pieces(self._optimizer, wholes, name_of), list(self._shards.state_pieces(self._optimizer, name_of))
 
+    def overwritten(self) -> Sequence[Tensor]:
+        return self._shards.flats
+
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
         if scaler is not None and scaler.is_enabled() and self._shards.someone_has_none:
             raise UsageError(

@@ -81,10 +81,10 @@ class Shards:
         if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):
             sizes, dtypes = [plan.numel for plan in layout.buckets], [plan.dtype for plan in layout.buckets]
             self._shared = group.memory.allocate(sizes, dtypes, "for sharded parameters")
-            self._flats = [everybodys[group.rank] for everybodys in self._shared]
+            self.flats = [everybodys[group.rank] for everybodys in self._shared]
         else:
-            self._flats = [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets]
-        for plan, flat in zip(layout.buckets, self._flats, strict=True):
+            self.flats = [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets]
+        for plan, flat in zip(layout.buckets, self.flats, strict=True):
             for span in plan.spans:
                 parameter = parameters[span.parameter]
                 parameter.data = view_of(flat, span, parameter).copy_(parameter.data)
@@ -110,9 +110,6 @@ class Shards:
 
     def take_gradients(self) -> None:
         """Give the pieces their part of the parameters' `.grad`; None where that is None. Before the pieces are updated."""
-        if self._shared is not None:
-            assert self._group.memory is not None
-            self._group.memory.settle()
         for piece, view in zip(self.pieces, self.views, strict=True):
             gradient = self.parameters[piece.parameter].grad
             view.grad = None if gradient is None else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
@@ -132,7 +129,7 @@ class Shards:
             self._group.memory.gather_slices(self._shared, place="for updated parameters")
             return
         works = []
-        for index, flat in enumerate(self._flats):
+        for index, flat in enumerate(self.flats):
             for rank in range(self._group.size):
                 part = slice_of(flat.numel(), rank, self._group.size)
                 works.append(self._group.broadcast(flat[part.start : part.stop], rank, place=f"for updated parameters {index}"))

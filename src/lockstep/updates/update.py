@@ -102,6 +102,14 @@ class Update(ABC):
         """Whether this rank's model is no state of the training that could be kept."""
         return False
 
+    def replicated(self) -> Sequence[tuple[str, Tensor]]:
+        """What it keeps beside the model that is equal on all ranks where these are together, by name."""
+        return ()
+
+    def overwritten(self) -> Sequence[Tensor]:
+        """Flat memory of parameters that every step overwrites with other ranks' results: a change on one rank does not last."""
+        return ()
+
     def open(self, world: World, scheduler: LRScheduler | None, clip: float | None, wants_stop: Callable[[], bool]) -> None:
         """After `bind`, before the first window: what it needs of the Stepper. Every rank calls it."""
         return

@@ -64,7 +64,6 @@ def rounds(world: lockstep.World) -> list[float]:
     (tensors,) = memory.allocate([10 * BLOCK], [torch.float32])
     mine = slice_of(10 * BLOCK, world.rank, world.size)
     for number in range(50):
-        memory.settle()
         tensors[world.rank][mine.start : mine.stop] = 100.0 * number + world.rank
         memory.gather_slices([tensors])
         assert tensors[world.rank].unique().tolist() == [100.0 * number + rank for rank in range(world.size)]

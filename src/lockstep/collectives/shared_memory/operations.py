@@ -169,9 +169,9 @@ class SharedMemory:
         return work
 
     def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None:
-        """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's, and return.
+        """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's. Returns when all ranks have.
 
-        Others may still read this rank's slices: nobody writes to them before `settle`.
+        From then on nobody reads this rank's memory: whatever the caller writes there stays its own.
         """
         self.finish_all()
         rank, size = self._group.rank, self._group.size
@@ -186,11 +186,8 @@ class SharedMemory:
                     part = slice_of(theirs.numel(), other, size)
                     everybodys[rank].data[part.start : part.stop].copy_(theirs[part.start : part.stop])
         self._waits.post(self._mine + _COPIED, self._gathers)
-        self._group.ended(self._number)
-
-    def settle(self) -> None:
-        """Return when all have copied what they gathered last."""
         self._waits.until(self._copied, self._gathers, self._timeout)
+        self._group.ended(self._number)
 
     def nap(self) -> None:
         """Wait in naps from now on: what was started is finished on a thread beside one that computes."""

@@ -29,7 +29,6 @@ class Masters(Shards):
         self.slices_here = self.of(group.rank)
         """By bucket: which of its elements."""
         self.flats = [torch.zeros(len(mine), dtype=plan.dtype) for mine, plan in zip(self.slices_here, layout.buckets, strict=True)]
-        self._flats = self.flats
         self.places: list[tuple[int, int, int]] = []  # of each piece: bucket, and elements of its slice
         spans = {span.parameter: (plan.index, span.start) for plan in layout.buckets for span in plan.spans}
         self.views, self._mine = [], {}

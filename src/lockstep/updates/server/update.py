@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep import status
-from lockstep.checks.replicas import ReplicaCheck
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import alive
 from lockstep.data.draws import Drawn
@@ -57,7 +56,7 @@ class Server(Sharded):
 
     name = "server"
 
-    def __init__(self, everyone: Group, model: nn.Module, method: Method, *, checks: bool) -> None:
+    def __init__(self, everyone: Group, model: nn.Module, method: Method) -> None:
         assert method.server is not None
         self._everyone, self._bound, self._by_age = everyone, method.bound, method.server.lr == "by-age"
         self._owners = everyone.size if method.server.shards is None else method.server.shards
@@ -65,7 +64,6 @@ class Server(Sharded):
             raise UsageError(f"update={method.update!r}: {self._owners} shards need as many ranks, and there are {everyone.size}")
         self._rank, self._size = everyone.rank, everyone.size  # for as long as this lives, whoever dies
         self._buffers = MeetingBuffers(model, everyone)
-        self._checks = checks
         self._together = True
         self._steps: int | None = None  # windows that were applied before the last meeting, over all epochs; None before the first
         self._windows: int | None = None  # this rank's own, counted on from the step at which it began
@@ -349,14 +347,15 @@ class Server(Sharded):
             self._everyone.host.all_reduce_small(facts, place="for the facts of a meeting").wait()
             total, *moved = facts.tolist()
             self._buffers.meet(moved, total)
-            if self._checks:
-                ReplicaCheck(self._everyone).compare(list(zip(self._reducer.names, self._reducer.parameters, strict=True)), "at a meeting")
         self._note_applied()
         if self._shard is not None:
             self._shard.forget_rates()
         self._steps = self._course.first + met.place
         self._together = True
         return self._steps
+
+    def overwritten(self) -> Sequence[Tensor]:
+        return ()
 
     def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Outcome:
         raise AssertionError("a worker pushes; shards apply")
