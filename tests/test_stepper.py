@@ -284,6 +284,41 @@ def test_a_loss_scaler_changes_nothing_but_the_range(world: lockstep.World) -> N
         assert zoo.distance(a, b) < 1e-6
 
 
+class InHalf(nn.Module):
+    """Computes in fp16, where a sum over many samples overflows and their mean does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.half(), self.linear.weight.half(), self.linear.bias.half()).float()
+
+
+def in_half(world: lockstep.World, scale: float, share: list[list[int]]) -> tuple[list[float], list[Tensor]]:
+    """Three steps over plain lists of micro-batches; `share`: which of them each rank has."""
+    torch.manual_seed(7)
+    model = InHalf()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    stepper = stepper_for(model, scaler=scaler)
+    batches = window(4, size=64)
+    for _ in range(3):
+        mine = [batches[number] for number in share[world.rank]]
+        for x, y in stepper.micro_batches(mine if world.rank else iter(mine)):
+            stepper.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+        assert stepper.step().reason is None
+    return [scaler.get_scale()], [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_loss_scaler_bears_sums_over_plain_lists_of_batches_as_it_bears_means() -> None:
+    small = run_ranks(in_half, 1, args=(64.0, [[0, 1, 2, 3]]))[0]
+    for share in ([[0, 1, 2, 3]], [[0], [1, 2, 3]], [[], [0, 1, 2, 3]]):
+        for (scale,), weights in run_ranks(in_half, len(share), args=(2.0**16, share)):
+            assert scale == 2.0**16
+            for a, b in zip(weights, small[1], strict=True):
+                assert zoo.distance(a, b) < 1e-2
+
+
 def idle_and_busy(world: lockstep.World) -> tuple[list[Tensor], tuple[int, ...], float, bool]:
     """Two micro-batches on three ranks: the last rank has none, and yet nobody waits."""
     model = zoo.build("cnn")

@@ -46,7 +46,7 @@ from lockstep.step_result import StepResult
 from lockstep.stepper_clock import StepperClock
 from lockstep.stepper_outcomes import Outcomes
 from lockstep.stepper_reducer import reducer_of, set_up_of
-from lockstep.stepper_window import MicroBatch, OpenWindow, loss_scale_for, with_last
+from lockstep.stepper_window import LossScale, MicroBatch, OpenWindow, with_last
 from lockstep.task import UNUSED, Unused
 from lockstep.updates.applied import Applied
 from lockstep.updates.choice import choose_update
@@ -157,6 +157,7 @@ class Stepper:
             self.world.compute_deterministically()
         if scaler is not None and scaler.is_enabled():
             scaler.scale(torch.zeros((), device=self.world.device))  # it makes its state at the first loss, and a rank may have none
+        self._loss_scale = LossScale(scaler, self.world.device)
         self.clock = StepperClock(self.world.device)
         self._compares_start = self._compares_data = checks != "off"
         self._window: OpenWindow | None = None
@@ -301,7 +302,7 @@ class Stepper:
             rank=self.world.rank,
             reports=self._reports,
             samples=self._samples_told_by(ours),
-            loss_scale=loss_scale_for(window, self.scaler),
+            loss_scale=self._loss_scale.begin(window),
         )
         status.enter("data")
         return self._window
@@ -342,11 +343,12 @@ class Stepper:
         micro.done, micro.weight = True, weight
         opened.backwards += 1
         opened.note(weight, loss, micro.row)
+        scale = self._scale_of(opened, weight)
         if micro.last:
             self._send(opened.facts)
         if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
             return
-        scaled = loss * opened.loss_scale if opened.loss_scale != 1 else loss
+        scaled = loss * scale if scale != 1 else loss
         status.enter("backward")
         self.reducer.expecting = True
         try:
@@ -354,6 +356,12 @@ class Stepper:
         finally:
             self.reducer.expecting = False
         status.enter("forward")
+
+    def _scale_of(self, opened: OpenWindow, weight: float | Tensor = 0.0) -> float:
+        """What the losses of this step are multiplied by. `weight`: of the micro-batch that asks first."""
+        if opened.loss_scale is None:
+            opened.loss_scale = self._loss_scale.agree(self._told, weight)
+        return opened.loss_scale
 
     def _send(self, facts: FactsMessage) -> None:
         if self._overwritten is not None and self.group.size > 1:
@@ -398,10 +406,12 @@ class Stepper:
                 "gradients arrived, but stepper.backward() was never called: call stepper.backward(loss, weight=...) in place of loss.backward()"
             )
         status.enter("reduce")
+        scale = self._scale_of(opened)
         if not opened.facts.sent:
             self._send(opened.facts)
         self._window = None
-        facts, divisor = self._finish(opened)
+        facts, divisor = self._finish(opened, scale)
+        self._loss_scale.note(facts.weight)
         if opened.ours is not None and opened.ours.balancer is not None:
             opened.ours.balancer.note(facts.each_by_rank)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
@@ -486,7 +496,7 @@ class Stepper:
         self._outcomes.settle()
         return self.update.meet(stop=self._wants_stop())
 
-    def _finish(self, opened: OpenWindow) -> tuple[Facts, float]:
+    def _finish(self, opened: OpenWindow, scale: float) -> tuple[Facts, float]:
         """The sum complete, and what it is still to be divided by."""
         if self.held is not None:
             self.held.collect()
@@ -496,9 +506,9 @@ class Stepper:
         if reduction.divisor is None:
             self.reducer.finish()
             facts = opened.facts.wait()
-            return facts, facts.weight * opened.loss_scale
+            return facts, facts.weight * scale
         facts = opened.facts.wait()
-        reduction.divisor = facts.weight * opened.loss_scale or 1.0
+        reduction.divisor = facts.weight * scale or 1.0
         try:
             self.reducer.finish()
         finally:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lockstep.collectives.group import Group
 from lockstep.data.windows import Window
 from lockstep.gradients.facts import FactsMessage
 
@@ -43,9 +45,11 @@ class OpenWindow:
         rank: int,
         reports: bool,
         samples: tuple[int, ...],
-        loss_scale: float,
+        loss_scale: float | None,
     ) -> None:
-        self.ours, self.facts, self.samples, self.loss_scale = ours, facts, samples, loss_scale
+        self.ours, self.facts, self.samples = ours, facts, samples
+        self.loss_scale = loss_scale
+        """None until the ranks have agreed on it."""
         self.step = steps if ours is None else ours.step
         """The one that its randomness belongs to."""
         self.micro: MicroBatch | None = None
@@ -67,11 +71,38 @@ class OpenWindow:
             self.facts.add(weight, loss.detach(), row)
 
 
-def loss_scale_for(window: object, scaler: GradScaler | None) -> float:
-    """With fp16, sums over a large batch overflow where means did not: scale the loss by a power of two, which is exact."""
-    if scaler is None or not scaler.is_enabled() or not isinstance(window, Window):
-        return 1.0
-    return 2.0 ** -math.ceil(math.log2(window.cut.micro_batch * window.cut.slots))
+class LossScale:
+    """With fp16, sums over a large batch overflow where means did not: the loss is scaled by a power of two, near 1 / the step's weight.
+
+    That is exact, and the same on all ranks. A Loader's window says how many samples its step has. For any other window the weight of the
+    step before serves; the first time the ranks tell each other, at their first backward, what they expect.
+    """
+
+    def __init__(self, scaler: GradScaler | None, device: torch.device) -> None:
+        self._wanted, self._device = scaler is not None and scaler.is_enabled(), device
+        self._weight, self._micro_batches = 0.0, 1
+
+    def begin(self, window: object) -> float | None:
+        """The scale of a window's step; None where it has to be agreed on."""
+        if not self._wanted:
+            return 1.0
+        self._micro_batches = len(window) if isinstance(window, Sized) else 1
+        weight = window.cut.micro_batch * window.cut.slots if isinstance(window, Window) else self._weight
+        return _near_one_over(weight) if weight else None
+
+    def agree(self, group: Group, weight: float | Tensor) -> float:
+        """The scale of a step whose micro-batches have about this weight on this rank. Every rank of `group` calls it."""
+        total = torch.full((), float(weight) * self._micro_batches, dtype=torch.float64, device=self._device)
+        group.all_reduce_small(total, place="for the first loss scale").wait()
+        return _near_one_over(total.item() or 1.0)
+
+    def note(self, weight: float) -> None:
+        """A step's weight, over all ranks."""
+        self._weight = weight or self._weight
+
+
+def _near_one_over(weight: float) -> float:
+    return 2.0 ** -math.ceil(math.log2(weight))
 
 
 def with_last(items: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
