@@ -118,6 +118,17 @@ def test_an_optimizer_over_another_models_parameters_is_refused(world: lockstep.
         lockstep.Stepper(zoo.build("mlp"), torch.optim.SGD(zoo.build("mlp").parameters(), lr=0.1))
 
 
+def test_an_optimizer_that_needs_a_closure_and_a_model_without_shapes_are_refused_by_name(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):
+        lockstep.Stepper(model, torch.optim.LBFGS(model.parameters()))
+    lazy = nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(3))
+    with pytest.raises(UsageError, match=r"the model's 1\.weight has no shape yet"):
+        stepper_for(lazy)
+    lazy(torch.zeros(1, 6))
+    stepper_for(lazy)
+
+
 def test_a_second_stepper_takes_the_model_over_and_the_first_says_so(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     first, second = stepper_for(model), stepper_for(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.identity import weights
+from lockstep.checkpoints.identity import under_all_names, weights
 from lockstep.checkpoints.pieces import METHOD, Piece, method_kept, method_pieces, shared_out, sizes
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
@@ -70,7 +70,7 @@ class Whole:
 
     def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[Mapping[str, Tensor] | None, list[Piece]]:
         stepper, group = self._stepper, self._stepper.everyone
-        model = stepper.update.model(weights(stepper.model))
+        model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
         everywhere, mine = stepper.update.pieces(name_of)
         common, own = method_pieces(stepper.keepers(), group.rank)
         pieces = [*shared_out([*everywhere, *common], group.rank, group.size, sizes(model)), *mine, *own]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -21,8 +22,10 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoints import files, folders, manifest
 from lockstep.checkpoints.due import steps_until_next
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
+from tests import zoo
 
 
 def net() -> nn.Module:
@@ -104,6 +107,43 @@ def test_a_stopped_training_goes_on_to_the_same_bits_at_any_number_of_ranks(tmp_
             assert step == 8
             assert rest == losses[8:]
             assert all(map(torch.equal, found, weights))
+
+
+def tied(world: lockstep.World, folder: str, resume: bool) -> tuple[str, dict[str, Tensor]]:
+    model = zoo.build("awkward")
+    stepper = lockstep.Stepper(model, torch.optim.Adam(model.parameters(), lr=1e-2), unused="zeros", world=world)
+    checkpoints = lockstep.Checkpoints(folder, stepper)
+    if resume:
+        with torch.no_grad():
+            model.inner.weight.zero_()
+        checkpoints.resume()
+    else:
+        for x, y in stepper.micro_batches([zoo.samples(8)]):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+        stepper.step()
+        checkpoints.save()
+    checkpoints.close()
+    assert model.tied.weight is model.inner.weight
+    return sha256(weights(model)), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) -> None:
+    digest, state = run_ranks(tied, 2, args=(str(tmp_path), False))[0]
+    found, _ = files.newest_whole(tmp_path)
+    assert found is not None
+    other = zoo.Awkward()
+    other.load_state_dict(load_file(found.folder / files.MODEL))  # strict
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    assert sha256(found.tensors) == sha256(dict(found.model())) == digest
+    assert "tied.weight" not in found.tensors
+    assert run_ranks(tied, 2, args=(str(tmp_path), True))[1][0] == digest
+    older = files.write(tmp_path / "older", found.step, found.tensors, found.state)  # as it was written before
+    assert "tied.weight" not in load_file(older / files.MODEL)
+    for part in found.folder.glob("optimizer-*"):
+        shutil.copy(part, older)
+    entries = [manifest.measured(each) for each in sorted(older.iterdir()) if not each.name.startswith("manifest")]
+    manifest.seal(older, found.step, entries)
+    assert run_ranks(tied, 2, args=(str(tmp_path / "older"), True))[1][0] == digest
 
 
 def test_the_folder_is_plain(tmp_path: Path) -> None:

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.checkpoints.folders import BEST, folder_of, unfinished, written
 from lockstep.checkpoints.manifest import Entry, check, force, measured, seal, write_forced
-from lockstep.checkpoints.pieces import Piece, plain, read_whole, write_pieces
+from lockstep.checkpoints.pieces import Piece, plain, read_file, read_whole, write_pieces
 from lockstep.errors import DamagedCheckpoint, LockstepError
 
 MODEL = "model.safetensors"
@@ -52,7 +51,7 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The model's, on the CPU, all at once."""
-        return dict(self.model()) if self.in_parts else _loaded(self.folder / MODEL)
+        return dict(self.model()) if self.in_parts else read_file(self.folder / MODEL)
 
     @property
     def in_parts(self) -> bool:
@@ -72,12 +71,15 @@ class Checkpoint:
 def write_part(folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | None, pieces: Sequence[Piece], rank: int) -> list[Entry]:
     """Write this rank's files of a checkpoint, on disk when this returns. `folder` exists.
 
-    `model` is a whole model, which one rank writes; or what this rank writes of it, where all do; or None.
+    `model` is a whole model, which one rank writes; or what this rank writes of it, where all do; or None. A tensor that a whole model has
+    under several names is read back under the first.
     """
     entries = []
     if isinstance(model, Mapping):
         entries.append(MODEL)
-        write_pieces(folder / MODEL, [Piece(name, tensor) for name, tensor in model.items()])
+        first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
+        tied = {name: first[id(tensor)] for name, tensor in model.items() if first[id(tensor)] != name}
+        write_pieces(folder / MODEL, [Piece(name, model[name]) for name in first.values()], tied)
     elif model:
         entries.append(f"{_MODEL_PART}{rank:05d}.safetensors")
         write_pieces(folder / entries[-1], model)
@@ -141,13 +143,6 @@ def read(folder: Path) -> Checkpoint:
         return Checkpoint(folder, entries, {**state, "step": int(state["step"])})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"{folder.name}: {STATE} cannot be read: {error}", STATE) from None
-
-
-def _loaded(file: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
 
 
 def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:

@@ -14,8 +14,8 @@ from lockstep.errors import TaskError
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a model, by sorted name: what a checkpoint holds. The tensors are the model's own.
 
-    A tensor that has several names (tied weights) is there once, under the first of them; `safetensors.torch.load_model` fills in
-    the rest. Raises TaskError where a module keeps extra state that is not a tensor: it could not be stored without pickle.
+    A tensor that has several names (tied weights) is there once, under the first of them; `under_all_names` adds the others.
+    Raises TaskError where a module keeps extra state that is not a tensor: it could not be stored without pickle.
     """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -27,6 +27,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
         if id(value) not in seen:
             seen.add(id(value))
             found[name] = value.detach()
+    return found
+
+
+def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """`tensors`, as `weights(model)` names them, also under the further names of tied weights: the very same tensors."""
+    first: dict[int, str] = {}
+    found = dict(tensors)
+    for name, value in sorted(model.state_dict(keep_vars=True).items()):
+        found[name] = tensors[first.setdefault(id(value), name)]
     return found
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,7 @@ from lockstep.errors import DamagedCheckpoint
 
 METHOD = "method/"
 """Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for what only one rank has."""
+_TIED = "tied"  # in a file's header
 _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
@@ -76,10 +77,16 @@ def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[
     return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]
 
 
-def write_pieces(file: Path, pieces: Sequence[Piece]) -> None:
-    """As a safetensors file; the shapes of tensors of which only intervals are there stand in its header."""
+def write_pieces(file: Path, pieces: Sequence[Piece], tied: Mapping[str, str] | None = None) -> None:
+    """As a safetensors file; the shapes of tensors of which only intervals are there stand in its header.
+
+    `tied`: further names of tensors, each with the name that `pieces` has. They are written out too, so that the file loads strictly,
+    and noted in the header, so that `read_whole` leaves them out.
+    """
     shapes = {piece.name: [list(piece.shape), list(piece.strides)] for piece in pieces if piece.shape is not None}
-    save_file({piece.key: piece.data for piece in pieces}, file, metadata={"shapes": json.dumps(shapes)} if shapes else None)
+    metadata = {name: json.dumps(value) for name, value in (("shapes", shapes), (_TIED, tied)) if value}
+    tensors = {piece.key: piece.data for piece in pieces}
+    save_file({**tensors, **{name: tensors[first].clone() for name, first in (tied or {}).items()}}, file, metadata=metadata or None)
 
 
 def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -90,13 +97,31 @@ def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         with _opened(file) as found:
             for name, (shape, strides) in json.loads((found.metadata() or {}).get("shapes", "{}")).items():
                 shapes[name] = shape, strides
-            for key in found.keys():  # noqa: SIM118  # no mapping: it has keys() and nothing else
+            for key in _keys(found, file):
                 match = _INTERVAL.fullmatch(key)
                 name = match[1] if match and match[1] in shapes else key
                 interval = (int(match[2]), int(match[3])) if match and name in shapes else (0, 0)
                 places.setdefault(name, []).append((file, key, *interval))
     for name, parts in places.items():
         yield name, _whole(name, parts, shapes.get(name))
+
+
+def read_file(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file of whole tensors. Raises DamagedCheckpoint where it cannot be read."""
+    with _opened(file) as found:
+        try:
+            return {key: found.get_tensor(key) for key in _keys(found, file)}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
+
+
+def _keys(found: Any, file: Path) -> list[str]:
+    """The names in an open file, each tensor's first only."""
+    try:
+        tied = set(json.loads((found.metadata() or {}).get(_TIED, "{}")))
+    except (ValueError, TypeError) as error:
+        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
+    return [key for key in found.keys() if key not in tied]  # noqa: SIM118  # no mapping: it has keys() and nothing else
 
 
 def _whole(name: str, parts: Sequence[tuple[Path, str, int, int]], shape: tuple[list[int], list[int]] | None) -> Tensor:

@@ -68,7 +68,9 @@ class Saver:
         self.wait()
         part: Mapping[str, Tensor] | Sequence[Piece] | None = None
         if isinstance(model, Mapping):
-            part = {name: self._copied(f"model/{name}", tensor) for name, tensor in model.items()}
+            first = {id(tensor): name for name, tensor in reversed(list(model.items()))}  # one copy of a tensor that has several names
+            copies = {name: self._copied(f"model/{name}", model[name]) for name in first.values()}
+            part = {name: copies[first[id(tensor)]] for name, tensor in model.items()}
         elif model is not None:
             part = [replace(each, data=self._copied(f"model/{each.key}", each.data)) for each in model]
         parts = [replace(each, data=self._copied(each.key, each.data)) for each in pieces]

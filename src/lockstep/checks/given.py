@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
@@ -18,11 +20,33 @@ def check_kinds(model: object, optimizer: object) -> None:
             f"Stepper(model, optimizer) was given a {type(model).__name__} and a {type(optimizer).__name__}: it takes one nn.Module and one "
             "torch optimizer (several models and optimizers: a Stepper each, over the same window)"
         )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(
+                f"the model's {name} has no shape yet (a lazy layer gets it in its first forward): run the model on one batch, under "
+                "torch.no_grad(), and then make the optimizer and the Stepper"
+            )
+    if _needs_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() needs a closure, because it computes the loss several times in a step, and a Stepper's step() "
+            "has none: choose an optimizer that steps without one, or use lockstep.DistributedDataParallel and optimizer.step(closure)"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise UsageError(
                 f"{f'{name!r} of the model' if name else 'the model'} is torch's DistributedDataParallel, which reduces by itself: give .module"
             )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its `step` cannot be called without arguments."""
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a builtin that does not tell its parameters
+        pass
+    return False
 
 
 def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
