@@ -1,7 +1,7 @@
 """What this rank is doing, on a page of memory in a file: its launcher reads it without asking, also where the rank hangs or is dead.
 
     page    one block of fixed fields (step, phase, since when, latest collective, ...) and a ring of the last collectives in words
-    phase   start, data, forward, backward, reduce, optimizer, checks, checkpoint, evaluate; "loop" is the user's code between steps
+    phase   start, data, forward, backward, reduce, optimizer, checks, checkpoint, evaluate; "loop" is the user's code between steps; "end": the program is over
 
 Without a launcher of ours there is no page. The clock of a training's steps (step_clock.py) hears the same. Only the main thread notes: what threads of
 a library do beside it does not say where a rank is. Nothing here takes a lock or may raise.

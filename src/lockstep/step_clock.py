@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-PHASES = ("start", "data", "forward", "backward", "reduce", "optimizer", "checkpoint", "evaluate", "loop", "checks")
+PHASES = ("start", "data", "forward", "backward", "reduce", "optimizer", "checkpoint", "evaluate", "loop", "checks", "end")
 INDEX = {name: number for number, name in enumerate(PHASES)}
 PAUSES = ("checkpoint", "evaluate")
 _NONE = 0  # no wait is under way

@@ -65,7 +65,7 @@ def test_the_first_missing_is_the_smallest_number_and_one() -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_has_its_words(phase: str) -> None:
-    words = r"(starting|in |between steps)"
+    words = r"(starting|in |between steps|at the end of its program)"
     assert re.search(rf"Rank 1 is in the middle of it: {words}", said(sight(waits=True, number=8), sight(phase=phase)))
     _, text = slowness((6, 0.1, 5), {"data": 1, "forward": 1, phase: 7})
     assert re.search(rf"spends \d+ % of its own {words}", text or "")
@@ -90,6 +90,12 @@ def test_in_the_middle_of_a_collective_that_all_have_issued() -> None:
 def test_nobody_is_blamed_where_all_wait() -> None:
     text = said(*[sight(waits=True, number=8, texts={8: "y"})] * 2)
     assert text == "STALL 31 s: all ranks of this host wait in #8 (y), step 5: for other hosts, or the network."
+
+
+def test_a_rank_whose_program_is_over_is_blamed_only_where_somebody_waits() -> None:
+    over, computes = sight(phase="end", number=7), sight(phase="forward", number=7)
+    assert suspects({0: over, 1: computes}) == [1]
+    assert "Rank 0 never issued it: at the end of its program" in said(over, sight(waits=True, number=8, texts={8: "y"}))
 
 
 def test_one_rank_alone() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import failures
+from lockstep.launcher import ending, failures
 from lockstep.place import Placement, started_by_others
 
 
@@ -53,6 +53,7 @@ def work_as(place: Placement, work: Callable[[], object]) -> None:
     except BaseException as error:
         failure = failures.of_exception(error, place.rank)
         if failure.code == ExitCode.OK:
+            ending.announce_to_terminal(place.rank)
             raise
         with suppress(OSError):
             os.write(terminal, said(failure).encode())
@@ -60,6 +61,8 @@ def work_as(place: Placement, work: Callable[[], object]) -> None:
             with suppress(Exception):
                 stream.flush()
         os._exit(failure.code)  # threads of a communication library must not keep it
+    else:
+        ending.announce_to_terminal(place.rank)
     finally:
         os.close(terminal)
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launcher import failures
+from lockstep.launcher import ending, failures
 from lockstep.orphans import die_with_maker, die_with_parent
 
 UNGUARDED = 78
@@ -107,6 +108,8 @@ def main(seat: Seat, payload: Payload, pipe: Connection) -> None:
         answer = fn(*args, **kwargs)
         _close_world()
         pipe.send(("result", _portable(answer, seat.rank)))
+        ending.announce_to_terminal(seat.rank)
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemon threads, as Python does
         atexit._run_exitfuncs()
     except BaseException as error:
         failure = failures.of_exception(error, seat.rank)

@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -139,10 +139,16 @@ class _Ranks:
                 self._settle()
                 raise self._explained()
             if self._deadline is not None and time.monotonic() > self._deadline:
-                raise self._late()
-        for process in self._processes:
-            process.join(_JOIN_SECONDS)
+                raise self._late(self._pipes)
+        self._join()
         return [pickle.loads(self._answers[rank]) for rank in range(self._size)]
+
+    def _join(self) -> None:
+        """All have answered. A rank may have threads that it waits for, as Python does; it says so itself (ending.py)."""
+        for process in self._processes:
+            process.join(None if self._deadline is None else max(0.0, self._deadline - time.monotonic()))
+        if living := [rank for rank, process in enumerate(self._processes) if process.exitcode is None]:
+            raise self._late(living)
 
     def kill(self) -> None:
         """End every rank that is still there, with the processes of its session, and wait until it is gone."""
@@ -213,10 +219,11 @@ class _Ranks:
             text += f"\n\n{cause.traceback.rstrip()}"
         return WorkerFailed(text, cause.rank, cause.traceback)
 
-    def _late(self) -> LaunchTimeout:
+    def _late(self, ranks: Iterable[int]) -> LaunchTimeout:
         assert self._timeout is not None
-        verb = "was" if len(self._pipes) == 1 else "were"
+        late = sorted(ranks)
+        verb = "was" if len(late) == 1 else "were"
         return LaunchTimeout(
-            f"{failures.named(self._pipes)} of {self._size} {verb} still running after timeout={self._timeout.total_seconds():g} s and had to be killed",
-            sorted(self._pipes),
+            f"{failures.named(late)} of {self._size} {verb} still running after timeout={self._timeout.total_seconds():g} s and had to be killed",
+            late,
         )

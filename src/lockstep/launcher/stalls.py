@@ -24,7 +24,7 @@ from lockstep.status import View
 
 FLOOR = 30.0  # seconds
 _LEARNT, _LENIENT = 5, 10
-_USERS = ("start", "loop")
+_USERS = ("start", "loop", "end")
 DOING = {
     "start": "starting",
     "data": "in data",
@@ -36,6 +36,7 @@ DOING = {
     "evaluate": "in evaluation",
     "loop": "between steps",
     "checks": "in a check that the ranks agree",
+    "end": "at the end of its program",
 }
 _LINES = 12  # of a stack
 _SLOW, _QUICK = 0.3, 0.1  # shares of the time that the others wait, and the slow one
@@ -189,6 +190,8 @@ def stack_of(directory: Path, rank: int, worker: int | None = None) -> Path:
 def suspects(sights: Mapping[int, Sight]) -> list[int]:
     """The ranks that are waited for: of those that do not wait themselves, the ones that have issued the fewest collectives."""
     among = [rank for rank, sight in sights.items() if not sight.view.waits or sight.state in ("T", "Z")] or list(sights)
+    if not any(sight.view.waits for sight in sights.values()):  # then nobody misses one whose program is over
+        among = [rank for rank in among if sights[rank].view.phase != "end"] or among
     least = min((sights[rank].view.number for rank in among), default=0)
     return [rank for rank in sorted(among) if sights[rank].view.number == least]
 

@@ -2,6 +2,7 @@
 
 first signal    ranks that heed are told, all of them, also where only one of them was; they agree on a step, save, and leave
                 ranks that do not (a script of another kind, one that is still starting) are ended
+                ranks whose program is over, and of which it has been said what they wait for, are not asked and not waited for
 second signal   all are ended now
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from lockstep.errors import ExitCode
+from lockstep.launcher import ending
 from lockstep.launcher.asked import ASKED, HEEDS, mark
 from lockstep.launcher.failures import signal_name
 
@@ -44,6 +46,7 @@ class Stop:
             return False
         if self._again or self.number == signal.SIGQUIT:
             return True
+        pids = {rank: pid for rank, pid in pids.items() if not ending.waits(directory, rank)}
         if not pids or not all(mark(directory, rank, HEEDS).exists() for rank in pids):
             return asked or self._told  # a rank that was asked alone, before the others heed, waits for them
         if not self._told:

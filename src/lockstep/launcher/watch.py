@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from lockstep import status
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import stalls
+from lockstep.launcher.ending import Endings
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.memory import oom_kills
 from lockstep.launcher.stalls import Elsewhere, Stall, Watcher
@@ -55,6 +56,7 @@ class Watch:
         """`elsewhere`: the other hosts, whose ranks these might be waiting for."""
         self.directory, self.stop, self._stalls, self._elsewhere = directory, stop, stalls, elsewhere
         self._watcher = Watcher(directory, stalls.after, elsewhere=elsewhere)
+        self._endings = Endings(directory)
         self._oom_kills = oom_kills()
         self.failure: Failure | None = None
         """A rank that was waited for, once the ranks are to be ended because of it."""
@@ -63,6 +65,8 @@ class Watch:
         """Whether the ranks, of which `pids` live, are to be ended now."""
         if self.stop.now(self.directory, pids):
             return True
+        for text in self._endings.look(pids):
+            _say(text)
         stall = self._watcher.look(pids)
         if self._elsewhere is not None:
             stall = self._elsewhere.verdict()

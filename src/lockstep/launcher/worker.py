@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from lockstep import status
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import asked, debug, failures, logs, processes, stalls
+from lockstep.launcher import asked, debug, ending, failures, logs, processes, stalls
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.launcher.private import sockets_into
 from lockstep.orphans import die_with_launcher
@@ -55,9 +55,11 @@ def main(argv: list[str] | None = None) -> None:
     except BaseException as error:
         failure = failures.of_exception(error, rank)
         if failure.kind == "exit" and failure.code == ExitCode.OK:
+            _over(Path(records), rank)
             raise
         failures.write(failure, Path(records))
         _leave(failure.code)
+    _over(Path(records), rank)
     if options.module is not None and options.module.startswith("lockstep."):
         _end()
 
@@ -116,6 +118,12 @@ def _exists(module: str) -> bool:
     if spec is not None and spec.submodule_search_locations is not None:
         return importlib.util.find_spec(f"{module}.__main__") is not None
     return spec is not None
+
+
+def _over(records: Path, rank: int) -> None:
+    """The target has ended well. Python still waits for what it has left running."""
+    status.enter("end")
+    ending.announce_to_launcher(records, rank)
 
 
 def _end() -> NoReturn:

@@ -1,0 +1,189 @@
+"""A program that is over and a process that is not: who waits for which thread, started where, and what Ctrl-C then does."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep import status
+from lockstep.launcher import ending, processes
+from lockstep.launcher.ending import Endings, Held
+from lockstep.step_clock import INDEX
+from lockstep.testing import run_ranks
+from lockstep.world import World
+from tests.ending import end
+
+HERE, GO = threading.Event(), threading.Event()
+
+
+def upload(what: str) -> None:
+    HERE.set()
+    GO.wait()
+
+
+LINE = upload.__code__.co_firstlineno
+
+
+@pytest.fixture
+def run_thread() -> Iterator[Callable[[threading.Thread], None]]:
+    """Start it, and have it end with the test."""
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        thread.start()
+        assert HERE.wait(60)
+        HERE.clear()
+        started.append(thread)
+
+    yield start
+    GO.set()
+    for thread in started:
+        thread.join()
+    GO.clear()
+
+
+class Uploader(threading.Thread):
+    def run(self) -> None:
+        upload("x")
+
+
+@pytest.mark.parametrize(
+    ("thread", "runs"),
+    [
+        (lambda: threading.Thread(target=upload, args=("x",), name="uploader"), f"upload, test_ending.py:{LINE}"),
+        (lambda: threading.Thread(target=functools.partial(upload, "x"), name="uploader"), f"upload, test_ending.py:{LINE}"),
+        (lambda: Uploader(name="uploader"), f"Uploader.run, test_ending.py:{Uploader.run.__code__.co_firstlineno}"),
+    ],
+)
+def test_a_thread_is_named_with_what_it_runs_and_where_it_is(
+    run_thread: Callable[[threading.Thread], None], thread: Callable[[], threading.Thread], runs: str
+) -> None:
+    run_thread(thread())
+    run_thread(threading.Thread(target=upload, args=("x",), name="a daemon", daemon=True))
+    held = ending.waits_for()
+    assert held.what == f"the thread 'uploader' (runs {runs}; now at test_ending.py:{LINE + 2} upload)"
+    assert held.stack.startswith("Stack of 'uploader':\n")
+    assert f'  File "{__file__}", line {LINE + 2}, in upload\n    GO.wait()' in held.stack
+
+
+def test_without_a_thread_it_is_an_exit_handler() -> None:
+    held = ending.waits_for()
+    assert "exit handler" in held.what
+    assert "test_without_a_thread_it_is_an_exit_handler" in held.stack
+
+
+# -- the launcher's side ---------------------------------------------------------------------------------------------------------------
+
+
+class Launcher:
+    """One that looks at three ranks in `folder`, whose pages say that their programs are over."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, 0.0
+        self.endings = Endings(folder, lambda: self.now)
+
+    def over(self, rank: int) -> None:
+        status.Page(status.file_of(self.folder, rank)).enter(INDEX["end"], time.monotonic_ns())
+
+    def look(self) -> list[str]:
+        self.now += 10
+        return self.endings.look({rank: os.getpid() for rank in range(3)})
+
+
+def test_ranks_that_wait_for_the_same_are_named_together_and_once(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path)
+    assert launcher.look() == []
+    for rank, what in ((0, "the thread 'a'"), (1, "the thread 'b'"), (2, "the thread 'a'")):
+        ending.leave(tmp_path, rank, Held(what, "  File ..."))
+    first, second = launcher.look()
+    assert "ranks 0 and 2 have finished" in first
+    assert "the thread 'a'" in first
+    assert f"rank 1 (pid {os.getpid()}) has finished" in second
+    assert launcher.look() == []
+    assert ending.waits(tmp_path, 1)
+
+
+def test_a_rank_that_cannot_say_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: "Thread 0x1 (most recent call first):\n  File x")
+    launcher = Launcher(tmp_path)
+    launcher.over(1)
+    assert launcher.look() == []
+    launcher.over(0)
+    (said,) = launcher.look()
+    assert said.startswith("Thread 0x1 (most recent call first):\n  File x\nrank 1 (pid ")
+    assert ending.waits(tmp_path, 1)
+    assert not ending.waits(tmp_path, 0)
+
+
+# -- for real --------------------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, threading, time
+from pathlib import Path
+def upload():
+    while not Path("go").exists():
+        time.sleep(0.01)
+threading.Thread(target=upload, name="uploader").start()
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A run of SCRIPT that has said that it waits for its threads."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        said = next(line for line in lines if "do not end" in line or "does not end" in line)
+        assert "the thread 'uploader' (runs upload, script.py:4; now at script.py:6 upload)" in said
+        return process
+
+    yield start
+    for process in started:
+        end(process)
+
+
+def test_ranks_that_wait_for_threads_say_so_and_end_well_when_these_do(
+    waiting: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = waiting()
+    (tmp_path / "go").touch()
+    assert process.wait() == 0
+
+
+def test_one_ctrl_c_ends_ranks_that_wait_for_threads(waiting: Callable[..., subprocess.Popen[str]]) -> None:
+    process = waiting()
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert process.stderr is not None
+    assert process.stderr.read().endswith("stopped by Ctrl-C; all ranks have ended\n")
+
+
+def _leaves_a_thread(world: World, folder: Path) -> int:
+    def write() -> None:
+        threading.main_thread().join()  # until Python's own end has come as far as it can without this thread
+        (folder / f"rank-{world.rank}").touch()
+
+    threading.Thread(target=write).start()
+    return world.rank
+
+
+def test_launch_waits_for_threads_as_python_does(tmp_path: Path) -> None:
+    assert run_ranks(_leaves_a_thread, 2, args=(tmp_path,)) == [0, 1]
+    assert {file.name for file in tmp_path.iterdir()} == {"rank-0", "rank-1"}
