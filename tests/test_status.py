@@ -78,6 +78,7 @@ def test_phases_within_phases_and_what_each_has_taken(page: Path) -> None:
 def test_waiting_is_added_up(page: Path) -> None:
     status.waits(True)
     assert seen(page).waits
+    assert not seen(page).messages
     assert seen(page).waited_ns == 0
     status.waits(False)
     view = seen(page)

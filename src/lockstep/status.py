@@ -22,7 +22,7 @@ from pathlib import Path
 from lockstep.step_clock import INDEX, PHASES, StepClock
 
 _TICKS = struct.Struct("=Q")  # grows with everything that is noted: whoever sees it stand still sees a rank that does
-_STATE = struct.Struct("=QIIqQQ")  # ticks, phase, waits?, step, since (monotonic ns), latest collective
+_STATE = struct.Struct("=QIIqQQ")  # ticks, phase, waits (1 in a collective, 2 for messages), step, since (monotonic ns), latest collective
 _WAITED = struct.Struct("=Q")  # ns, in all
 _TOTALS = struct.Struct(f"={len(PHASES)}Q")  # ns spent in each phase, in all
 _AT_WAITED = 64
@@ -74,13 +74,13 @@ class Page:
         self._number = number
         self._put()
 
-    def waits(self, begun: bool, now: int) -> None:
+    def waits(self, begun: bool, now: int, messages: bool = False) -> None:
         if begun:
             self._began_to_wait = now
         else:
             self._waited += now - self._began_to_wait
             _WAITED.pack_into(self._memory, _AT_WAITED, self._waited)
-        self._waits = int(begun)
+        self._waits = int(begun) + int(messages)
         self._put()
 
     @property
@@ -163,12 +163,12 @@ def collective(number: int, text: str) -> None:
         page.collective(number, text)
 
 
-def waits(begun: bool) -> None:
-    """It begins, or has ended, to wait for other ranks."""
+def waits(begun: bool, *, messages: bool = False) -> None:
+    """It begins, or has ended, to wait for other ranks; for `messages` of them, which are no collective."""
     now = time.monotonic_ns()
     page, clock = _page, _clock
     if page is not None and page.mine:
-        page.waits(begun, now)
+        page.waits(begun, now, messages)
     if clock is not None and clock.mine:
         clock.waits(begun, now)
 
@@ -192,6 +192,8 @@ class View:
     """Spent in each phase, but for the one that is going on."""
     collectives: Mapping[int, str]
     """The last ones, in words."""
+    messages: bool = False
+    """It waits for messages of other ranks, and in no collective."""
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -234,4 +236,5 @@ def read(file: Path) -> View | None:
         waited_ns=_WAITED.unpack_from(octets, _AT_WAITED)[0],
         totals_ns=dict(zip(PHASES, _TOTALS.unpack_from(octets, _AT_TOTALS), strict=True)),
         collectives=collectives,
+        messages=waiting == 2,
     )

@@ -77,7 +77,6 @@ class World:
         self.tuning = share_tuning(store, tuning, self.rank, self.size)
         self._groups = WorldGroups(self, store, place, device, timeout=timeout, tags=tags, tuning=self.tuning, subgroup=self._subgroup)
         self.group = Group.default()
-        self.group.watched = True
         self._groups.take(self.group)
         self._open[self.group.process_group] = self
         self.control = self.group.host

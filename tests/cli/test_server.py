@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,6 +115,19 @@ def test_asked_to_stop_all_meet_and_save(training: TrainingProcess) -> None:
     assert code == 0, err
     assert f"resumed from step {step} of {STEPS}" in err
     assert samples(training.records()) == {1: SAMPLES, 2: SAMPLES}
+
+
+@pytest.mark.parametrize("update", ["server", "server:shards=1"])
+def test_a_stopped_worker_is_the_one_that_is_blamed(training: TrainingProcess, update: str) -> None:
+    (training.folder / "slowly").touch()
+    training.start(3, "--update", update, "--stall-after", "3")
+    training.until(lambda: len(training.records()) >= 6)
+    training.rank(2).suspend()
+    code, _, err = training.end()
+    assert code == 76, err
+    (line,) = [line for line in err.splitlines() if line.startswith("STALL")]
+    assert re.search(r"ranks 0 and 1 wait for messages of other ranks, step \d+. Rank 2 does not answer: stopped", line)
+    assert line.endswith("rank-2.log")
 
 
 LEAVES = """

@@ -98,6 +98,18 @@ def test_a_rank_whose_program_is_over_is_blamed_only_where_somebody_waits() -> N
     assert "Rank 0 never issued it: at the end of its program" in said(over, sight(waits=True, number=8, texts={8: "y"}))
 
 
+def test_who_waits_for_messages_waits_in_no_collective() -> None:
+    waiting = {"waits": True, "messages": True, "number": 8, "texts": {8: "a replica check"}}
+    assert said(sight(**waiting), sight(**waiting), sight(state="T", phase="forward", number=8)) == (
+        "STALL 31 s: ranks 0 and 1 wait for messages of other ranks, step 5. "
+        "Rank 2 does not answer: stopped (SIGSTOP or a debugger), in forward, for 31 s."
+    )
+    assert (
+        said(sight(**waiting))
+        == "STALL 31 s: all ranks of this host wait for messages of other ranks, step 5: for other hosts, or the network."
+    )
+
+
 def test_one_rank_alone() -> None:
     assert said(sight(phase="forward", where="model.py:3 forward", number=0)) == (
         "STALL 31 s: no rank gets on, step 5. Rank 0 is in forward, model.py:3 forward, for 31 s."
@@ -316,6 +328,30 @@ def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(hung: Callabl
     code, lines = hung("slow_at(1, 4, 'forward', 12)", stop=4, after=2, then="wait")
     assert code == 0
     assert any(line.startswith("STALL") and "Rank 1 never issued it: in forward" in line for line in lines), lines
+
+
+PLAIN = """
+import time
+import torch, torch.distributed as dist, lockstep
+dist.init_process_group("gloo")
+lockstep.collectives.all_reduce(torch.ones(3), algorithm="{algorithm}")
+if dist.get_rank() == 1:
+    time.sleep(1000)
+lockstep.collectives.all_reduce(torch.ones(4), algorithm="{algorithm}")
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "central"])
+def test_who_does_not_come_to_our_collectives_is_named_also_in_a_process_group_of_the_scripts_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    (tmp_path / "script.py").write_text(PLAIN.format(algorithm=algorithm))
+    monkeypatch.chdir(tmp_path)
+    assert supervise(Target(script="script.py"), 2, stalls=Stalls(after=0.3)).exit_code == 76
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.search(
+        r"rank 0 waits in #2 \(all_reduce sum.* f32\[4\] at script.py:8\), step 0. Rank 1 never issued it: .*script.py:7 <module>", last
+    )
 
 
 def test_values_that_cannot_work_are_refused() -> None:

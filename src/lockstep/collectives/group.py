@@ -207,12 +207,14 @@ class Group:
 
     @classmethod
     def default(cls) -> Group:
-        """The Group of torch's default process group."""
+        """The Group of torch's default process group, whoever has opened it: what its collectives are stands on the status page."""
         if not dist.is_initialized():
             raise UsageError("no process group is open: call lockstep.init() first (it needs no arguments, also for one process)")
         world = dist.group.WORLD
         assert world is not None
-        return cls.of(world)
+        group = cls.of(world)
+        group.watched = True
+        return group
 
     def __repr__(self) -> str:
         return f"Group(rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
@@ -300,11 +302,15 @@ class Group:
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a contiguous tensor to rank `to` of this group and wait until it has left."""
         self.bytes_sent += _bytes(tensor)
+        status.waits(True)
         dist.send(tensor, dst=self.ranks[to], group=self.process_group)
+        status.waits(False)
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Receive a contiguous tensor from rank `source` of this group."""
+        status.waits(True)
         dist.recv(tensor, src=self.ranks[source], group=self.process_group)
+        status.waits(False)
 
     def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int, text: str | None = None) -> int:
         """Give the next collective its number, return it and, where ranks compare, tell them what it is. Raises CollectiveMismatch.

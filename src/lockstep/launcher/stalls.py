@@ -206,26 +206,30 @@ def explain(sights: Mapping[int, Sight], quiet: float) -> Stall | None:
     step = max(sight.view.step for sight in sights.values())
     parts, elsewhere = [f"STALL {quiet:.0f} s:"], False
     if waiting:
-        missing = first.view.number + 1
-        text = next((sights[rank].view.collectives[missing] for rank in waiting if missing in sights[rank].view.collectives), None)
-        if text is None:  # they have all issued it, and wait for its end
-            missing = first.view.number
-            text = first.view.collectives.get(missing, "")
-            never = "is in the middle of it:" if first.view.number else "has issued none:"
-        else:
-            never = "never issued it:"
-        verb = "waits" if len(waiting) == 1 else "wait"
-        parts.append(f"{named(waiting)} {verb} in #{missing}{f' ({text})' if text else ''}, step {step}.")
+        missing, text, never = _awaited(sights, waiting, first.view)
+        where = "for messages of other ranks" if missing is None else f"in #{missing}{f' ({text})' if text else ''}"
+        parts.append(f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} {where}, step {step}.")
         parts += [f"{_capital(named([rank]))} {never} {doing(sights[rank], quiet)}." for rank in guilty]
     elif elsewhere := all(sights[rank].view.waits for rank in guilty):
         text = first.view.collectives.get(first.view.number, "")
-        parts.append(
-            f"all ranks of this host wait in #{first.view.number}{f' ({text})' if text else ''}, step {step}: for other hosts, or the network."
-        )
+        where = "for messages of other ranks" if first.view.messages else f"in #{first.view.number}{f' ({text})' if text else ''}"
+        parts.append(f"all ranks of this host wait {where}, step {step}: for other hosts, or the network.")
     else:
         parts.append(f"no rank gets on, step {step}.")
         parts += [f"{_capital(named([rank]))} is {doing(sights[rank], quiet)}." for rank in guilty]
     return Stall(guilty[0], " ".join(parts), first.stack, elsewhere)
+
+
+def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> tuple[int | None, str, str]:
+    """The number and the words of the collective in which the others wait (None: in no collective), and what to say of who does not come."""
+    if all(sights[rank].view.messages for rank in waiting):
+        return None, "", "does not answer:"
+    missing = guilty.number + 1
+    for rank in waiting:
+        if missing in sights[rank].view.collectives:
+            return missing, sights[rank].view.collectives[missing], "never issued it:"
+    # they have all issued it, and wait for its end
+    return guilty.number, guilty.collectives.get(guilty.number, ""), "is in the middle of it:" if guilty.number else "has issued none:"
 
 
 def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:

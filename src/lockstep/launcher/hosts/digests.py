@@ -42,6 +42,7 @@ class Digest:
                 "step": sight.view.step,
                 "number": sight.view.number,
                 "waits": sight.view.waits,
+                "messages": sight.view.messages,
                 "for_ns": now - sight.view.since_ns,
                 "collectives": {str(number): text for number, text in sight.view.collectives.items()},
             }
@@ -74,6 +75,7 @@ def _sight(told: Any) -> tuple[int, Sight]:
         waited_ns=0,
         totals_ns={},
         collectives={int(number): str(text) for number, text in collectives.items()},
+        messages=typed(told, "messages", bool),
     )
     return typed(told, "rank", int), Sight(
         typed(told, "pid", int), view, typed(told, "state", str), typed(told, "where", str), typed(told, "stack", str)

@@ -66,6 +66,7 @@ class Server(Sharded):
         self._buffers = MeetingBuffers(model, everyone)
         self._together = True
         self._steps: int | None = None  # windows that were applied before the last meeting, over all epochs; None before the first
+        self._step = 0  # that this rank was last seen at
         self._windows: int | None = None  # this rank's own, counted on from the step at which it began
         self._current: Draw | Meet | None = None
         self._course: Course | None = None
@@ -140,7 +141,8 @@ class Server(Sharded):
             raise UsageError("the next window was asked for before stepper.step() had ended the last one: call it once after each window")
         last = plan.at(plan.steps_per_epoch - 1, epoch, 0)
         self._course = course = Course(epoch, first, begin, plan.steps_per_epoch, plan.slots, len(last.filled(0, 1)))
-        status.step(first + begin + 1 if self._steps is None else self._steps + 1)
+        self._step = max(self._step, first + begin + 1 if self._steps is None else self._steps + 1)
+        status.step(self._step)
         if self._together:
             self._may_be_missed(True)
         while isinstance(answer := self._ask(course), Apply):
@@ -156,14 +158,14 @@ class Server(Sharded):
         said, self._said = self._said, None
         stop = self._wants_stop()
         with status.inside("reduce"):
-            status.waits(True)
             if self._desk is not None:
+                status.waits(True, messages=True)
                 answer: Answer | int | None = self._desk.ask(self._rank, course, said, stop=stop)
+                status.waits(False)
                 answer = self._desk.gone if answer is None else answer
             else:
                 ((header),) = self._asked([0], question_header(course, said, stop=stop))
                 answer = answer_of(header)
-            status.waits(False)
         if isinstance(answer, Draw | Apply | Meet):
             self._look_after_threads()
             return answer
@@ -189,10 +191,13 @@ class Server(Sharded):
     ) -> list[list[float]]:
         assert self._lines is not None
         nothing: list[list[Tensor]] = [[] for _ in peers]
+        status.waits(True, messages=True)
         try:
-            return self._lines.ask(peers, header, leaving or nothing, arriving or nothing)
+            answers = self._lines.ask(peers, header, leaving or nothing, arriving or nothing)
         except Gone as error:
             raise self._missing(error.rank) from error
+        status.waits(False)
+        return answers
 
     @property
     def _others(self) -> list[int]:
@@ -228,7 +233,8 @@ class Server(Sharded):
                 "with update='server' ranks draw what they compute: call stepper.draws(loader) once, and walk the windows of that Loader's epochs, each once"
             )
         if isinstance(self._current, Draw):
-            status.step(window.step + 1)
+            self._step = window.step + 1
+            status.step(self._step)
             with status.inside("reduce"):
                 self._pull()
         self._windows = steps if self._windows is None else self._windows
