@@ -7,11 +7,12 @@ for epoch in loader.epochs(10):
         ...
         stepper.step()
         checkpoints.step()                 # saves where one is due, and trains on meanwhile
-checkpoints.close()                        # waits for the last
+checkpoints.close()                        # saves what is newer, and waits for it
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,7 +25,7 @@ import torch
 from lockstep import status
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.due import FIRST, steps_until_next
-from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.files import COMPARED, Checkpoint
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.checkpoints.remote import Remote
 from lockstep.checkpoints.saver import Saver
@@ -32,6 +33,9 @@ from lockstep.collectives.texts import said_by
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, PeerFailed, UsageError
 from lockstep.stepper import Stepper
 from lockstep.stepper_state import restore, take
+
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+"""What a checkpoint keeps beside the training: JSON, or what makes it."""
 
 
 class Position(Protocol):
@@ -46,6 +50,9 @@ class Checkpoints:
 
     `every`: steps from one to the next; None: as often as costs less than 2 % of the time. `keep`: how many stay, beside the best.
     They are written in the background by all ranks, hold no pickled objects and no number of ranks, and are there whole or not at all.
+
+    Replicas are compared before every save (`Stepper.check_replicas`), and the state says after which step they were equal last. Where they
+    differ, nothing is saved, and what was saved after that step is set aside: `resume` does not see it.
 
     `remote`: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when it is whole here; `resume` also looks there.
     An upload that fails is warned of and made up for with the next; where the last one fails, `close` raises.
@@ -76,6 +83,10 @@ class Checkpoints:
         self._next = FIRST if every is None else 0
         stepper.meet_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
+        self._saved = stepper.steps
+        self._extra: Extra = None
+        if stepper.replicas is not None:
+            stepper.replicas.on_divergence.append(self._set_aside)
 
     # -- going on ----------------------------------------------------------------------------------------------------------------------
 
@@ -93,9 +104,11 @@ class Checkpoints:
             raise UsageError(f"{checkpoint.folder} holds a model and nothing else: a training cannot go on from it")
         check(checkpoint)
         restore(self._stepper, checkpoint, checkpoint.state["training"])
+        if self._stepper.replicas is not None:
+            self._stepper.replicas.compared = checkpoint.compared
         if self._loader is not None:
             self._loader.load_state_dict(decoded(checkpoint.state["data"]))
-        self._began = perf_counter(), self._stepper.steps
+        self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
         if self._every is None:
             self._next = self._stepper.steps + FIRST
         self._stepper.meet_before(self._due())
@@ -158,14 +171,14 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------------------------------------
 
-    def step(self, extra: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None) -> bool:
+    def step(self, extra: Extra = None) -> bool:
         """After every `stepper.step()`: save where one is due. Whether it was. `extra` (or what it returns) is kept with it: JSON."""
-        steps = self._stepper.steps
+        steps, self._extra = self._stepper.steps, extra
         if self._stepper.between_meetings:
             return False
         due = steps >= self._next if self._every is None else steps % self._every == 0
         if due:
-            self.save(extra() if callable(extra) else extra)
+            self.save(_now(extra))
         return due
 
     def save(self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None) -> None:
@@ -178,23 +191,30 @@ class Checkpoints:
     def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
         begin = perf_counter()
         self.wait()  # also raises what went wrong before
+        self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
         steps, taken = self._stepper.steps, take(self._stepper)
+        replicas = self._stepper.replicas
+        compared = None if replicas is None else replicas.compared
         state = {
             **(extra or {}),
+            COMPARED: compared,
             "training": taken.state,
             "data": None if self._loader is None else encoded(self._loader.state_dict(), "the loader's state"),
         }
-        self._saver.save(steps, taken.model, taken.pieces, state, lambda folder: self._tidy(folder, best))
+        self._saver.save(steps, taken.model, taken.pieces, state, lambda folder: self._tidy(folder, best, compared))
+        self._saved = steps
         if self._every is None:
             self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
         self._stepper.meet_before(self._due())
 
-    def _tidy(self, folder: Path, best: tuple[str, float] | None) -> str | None:
-        """On rank 0, in the background. What a copy elsewhere complains of."""
+    def _tidy(self, folder: Path, best: tuple[str, float] | None, compared: int | None) -> str | None:
+        """On rank 0, in the background. The newest up to the last comparison stays, too. What a copy elsewhere complains of."""
         if best is not None:
             files.mark_best(folder, *best)
         marked = files.best(self.directory)
-        kept = {folder, *folders.written(self.directory)[-self.keep :], *([marked] if marked else [])}
+        written = folders.written(self.directory)
+        good = [each for each in written if compared is not None and folders.step_of(each) <= compared]
+        kept = {folder, *written[-self.keep :], *good[-1:], *([marked] if marked else [])}
         folders.keep_only(self.directory, kept)
         if self._remote is not None:
             try:
@@ -202,6 +222,18 @@ class Checkpoints:
             except LockstepError as error:
                 return str(error)
         return None
+
+    def _set_aside(self, compared: int | None) -> str:
+        """The replicas differ, and were equal last after step `compared`: what was saved since may hold the difference. For the error's message."""
+        with suppress(LockstepError):
+            self._saver.wait()
+        since = self._began[1] if compared is None else compared
+        if self._stepper.everyone.rank == 0:
+            folders.set_aside(self.directory, since)
+            if self._remote is not None:
+                with suppress(LockstepError):
+                    self._remote.forget(since)
+        return f"Nothing that was saved after step {since}, the last good comparison, is resumed from: later checkpoints are set aside."
 
     def _agreed_interval(self, blocked: float, steps: int) -> int:
         """From what this save and the last one's background cost, and what a step takes: the slowest rank's."""
@@ -231,9 +263,18 @@ class Checkpoints:
             warnings.warn(f"a checkpoint is in {self.directory} only: {self._saver.complaint}", LockstepWarning, stacklevel=3)
 
     def close(self) -> None:
-        """Wait for the last save, and end. Raises LockstepError where it was to be copied elsewhere and was not."""
+        """Save what is newer than the last save, wait for it, and end. Every rank calls it; after an exception it saves nothing.
+
+        Raises LockstepError where the last checkpoint was to be copied elsewhere and was not.
+        """
+        if self._stepper.steps > self._saved and not self._stepper.between_meetings and sys.exception() is None:
+            self.save(_now(self._extra))
         with status.inside("checkpoint"):
             self._saver.wait()
         self._saver.close()
         if self._saver.complaint is not None:
             raise LockstepError(f"the last checkpoint is in {self.directory} only: {self._saver.complaint}")
+
+
+def _now(extra: Extra) -> Mapping[str, Any] | None:
+    return extra() if callable(extra) else extra

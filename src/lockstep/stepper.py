@@ -480,6 +480,11 @@ class Stepper:
         return self.update.between_meetings
 
     @property
+    def applied(self) -> int:
+        """Steps of this process whose update was applied, not skipped. At a server, rank 0 hears of all, the others of none."""
+        return self._outcomes.applied
+
+    @property
     def together(self) -> bool:
         """Whether all ranks hold the same model: always, but between the meetings of local steps, and of a server's workers."""
         return self.update.together

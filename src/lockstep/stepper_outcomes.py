@@ -31,6 +31,8 @@ class Outcomes:
         """Whether to settle a step as soon as it is noted."""
         self._open: tuple[int, Applied, Facts, bool] | None = None
         self._said: set[str] = set()
+        self.applied = 0
+        """Steps whose update was applied; at a server, those that this rank has heard of."""
 
     def note(self, step: int, outcome: Applied, facts: Facts, *, alone: bool) -> None:
         """Step number `step` has ended. `alone`: these are the facts of this rank only."""
@@ -42,6 +44,7 @@ class Outcomes:
             return
         (step, outcome, facts, alone), self._open = self._open, None
         reason = outcome.reason
+        self.applied += reason is None
         if reason is None or (alone and facts.weight == 0):  # alone, a rank without micro-batches keeps to the others' learning rate
             if self._scheduler is not None:
                 self._scheduler.step()
@@ -59,6 +62,7 @@ class Outcomes:
     def skipped(self, windows: Sequence[AppliedWindow]) -> None:
         """Say which of these windows, that a server has come through, were not applied."""
         for each in windows:
+            self.applied += not each.reason
             if each.reason:
                 self.say(each.reason, each.step + 1, each.reason)
 

@@ -442,3 +442,38 @@ def test_without_a_number_all_ranks_save_at_the_same_steps(tmp_path: Path) -> No
     assert ranks[0] == ranks[1] == ["step-0000002"]
     state = json.loads((tmp_path / "step-0000002" / "state.json").read_text())
     assert state["step"] == 2
+
+
+def closed(world: lockstep.World, folder: str, every: int | None, steps: int, fails: bool) -> list[int]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
+    checkpoints = lockstep.Checkpoints(folder, stepper, every=every)
+    checkpoints.resume()
+    try:
+        for number in range(steps):
+            for x in stepper.micro_batches([torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + world.rank))]):
+                stepper.backward(model(x).square().sum(), weight=4)
+            stepper.step()
+            checkpoints.step({"said": number})
+        if fails:
+            raise KeyError("on purpose")
+    except KeyError:
+        checkpoints.close()
+    else:
+        checkpoints.close()
+        checkpoints.close()  # nothing is newer now
+    world.barrier()
+    return [folders.step_of(each) for each in folders.written(Path(folder))]
+
+
+@pytest.mark.parametrize("every", [100, None])
+def test_close_saves_what_is_newer_than_the_last_save(tmp_path: Path, every: int | None) -> None:
+    assert run_ranks(closed, 2, (str(tmp_path), every, 44, False))[0][-1] == 44
+    assert files.read(folders.folder_of(tmp_path, 44)).state["said"] == 43
+    assert run_ranks(closed, 1, (str(tmp_path), every, 0, False))[0][-1] == 44  # resumed: nothing is newer
+
+
+def test_close_saves_nothing_while_an_exception_is_handled(tmp_path: Path) -> None:
+    """The other ranks may not come."""
+    assert run_ranks(closed, 2, (str(tmp_path), 100, 3, True)) == [[], []]

@@ -30,6 +30,7 @@ from lockstep.errors import DamagedCheckpoint, LockstepError
 
 MODEL = "model.safetensors"
 STATE = "state.json"
+COMPARED = "compared"  # in the state: after which step all replicas were equal last; None: not compared
 _MODEL_PART = "model-"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free
@@ -47,6 +48,12 @@ class Checkpoint:
     def step(self) -> int:
         """Optimizer steps that were taken."""
         return int(self.state["step"])
+
+    @property
+    def compared(self) -> int | None:
+        """The step after which all replicas were compared, and equal, last."""
+        found = self.state.get(COMPARED)
+        return None if found is None else int(found)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

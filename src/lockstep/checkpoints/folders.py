@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 BEST = "best.json"  # which of them has the best metric
+_ASIDE = "set-aside-"
 _NAME = re.compile(r"step-(\d{7,})")
 _UNFINISHED = re.compile(r"\.step-\d{7,}\..*\.unfinished")
 
@@ -60,6 +61,17 @@ def keep_only(directory: Path, kept: Collection[Path]) -> None:
     for folder in written(directory):
         if folder not in kept:
             shutil.rmtree(folder)
+
+
+def set_aside(directory: Path, after: int) -> None:
+    """Rename checkpoints of steps behind `after`, so that nothing finds them: step-0000090 becomes set-aside-step-0000090."""
+    for folder in written(directory):
+        if step_of(folder) > after:
+            aside = directory / f"{_ASIDE}{folder.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            if best_name(directory) == folder.name:
+                (directory / BEST).unlink()
 
 
 def sweep(directory: Path) -> None:

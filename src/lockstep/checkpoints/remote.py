@@ -78,6 +78,17 @@ class Remote:
         except Exception as error:
             raise self._failed("cannot be tidied", error) from error
 
+    def forget(self, after: int) -> None:
+        """Remove copies of steps behind `after`. Raises LockstepError."""
+        try:
+            for step in self.steps():
+                if step > after:
+                    self._remove(step)
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise self._failed("cannot be tidied", error) from error
+
     def best(self) -> tuple[int, str, float] | None:
         """The step that is marked as the best, by which metric and with what value; None if none is, or its mark cannot be read."""
         try:

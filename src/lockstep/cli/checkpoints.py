@@ -41,17 +41,19 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
 @app.command("verify")
 def verify(run: Run) -> None:
     """Compare every byte of every checkpoint with its manifest. Exit code 1 where one is damaged."""
-    from lockstep.checkpoints import manifest
+    from lockstep.checkpoints import files
 
     damaged = 0
     for folder in _every(_directory(run)):
         try:
-            entries = manifest.check(folder)
+            found = files.read(folder)
         except DamagedCheckpoint as error:
             damaged += 1
             print(f"damaged: {error}")
         else:
-            print(f"whole: {folder.name} ({len(entries)} files, {sum(entry.bytes for entry in entries) / 2**20:.2f} MiB)")
+            size = f"{len(found.entries)} files, {sum(entry.bytes for entry in found.entries) / 2**20:.2f} MiB"
+            compared = "not compared" if found.compared is None else f"compared at step {found.compared}"
+            print(f"whole: {folder.name} ({size}), replicas {compared}")
     raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
 
 

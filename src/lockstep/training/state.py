@@ -26,6 +26,8 @@ class TrainingState:
     """What it found."""
     loss: float = math.nan
     """Of the last step."""
+    applied: int = 0
+    """Steps of earlier processes that were not skipped."""
     stopped_early: str | None = None
     unevaluated: int | None = None
     """The epoch whose evaluation was broken off, or is under way."""
@@ -71,6 +73,7 @@ class TrainingState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint says. What the task watches no more is left, and what it did not watch begins anew."""
         self.epochs, self.evaluated, self.loss = int(state["epochs"]), int(state["evaluated"]), float(state["loss"])
+        self.applied = int(state.get("applied", 1))  # not in checkpoints of version 1
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}
         for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):
             if watch is not None and saved is not None:

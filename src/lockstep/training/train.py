@@ -27,7 +27,7 @@ from lockstep.checkpoints.folders import folder_of
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
-from lockstep.errors import LockstepWarning, Preempted, TaskError, UsageError
+from lockstep.errors import LockstepError, LockstepWarning, Preempted, TaskError, UsageError
 from lockstep.gradients.layout import BUCKET
 from lockstep.inference.evaluate import Evaluation
 from lockstep.method import Reduce
@@ -272,6 +272,8 @@ class Training:
             if resumed is not None:
                 self._say_resumed(journal, resumed)
             self._epochs(journal)
+            self.stepper.check_replicas(f"at the end, after step {self.stepper.steps}")
+            self._check_applied()
             seconds = time.perf_counter() - began
             if self.reached.stopped_early:
                 journal.event("early stop", f"stopped early: {self.reached.stopped_early}", step=self.stepper.steps)
@@ -358,6 +360,14 @@ class Training:
             if self._over():
                 break
 
+    def _check_applied(self) -> None:
+        steps = self.stepper.steps
+        if not self.world.agree(steps == 0 or self.reached.applied + self.stepper.applied > 0):
+            raise LockstepError(
+                f"none of the {steps} steps was applied, so nothing was trained: the weights are those of the start. "
+                "The warning of the first skipped step says why"
+            )
+
     def _over(self) -> bool:
         return self.reached.stopped_early is not None or self.stepper.steps == self.length.steps
 
@@ -442,6 +452,7 @@ class Training:
 
     def _evaluate(self, journal: Journal, epoch: int) -> None:
         self.stepper.meet()  # an evaluation, and a result, are of one model
+        self.stepper.check_replicas(f"before the evaluation after step {self.stepper.steps}")
         if self.evaluation is None:
             return
         began = time.perf_counter()
@@ -461,6 +472,7 @@ class Training:
             "task": self.task.name,
             "seed": self.task.seed,
             **self.reached.as_json(),
+            "applied": self.reached.applied + self.stepper.applied,
             "recipe": self.recipe,
             "machine": self.machine,
             "digests": self.digests,
