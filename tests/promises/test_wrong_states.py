@@ -86,7 +86,7 @@ def test_a_corrupted_state_is_not_saved_and_the_same_command_ends_with_the_undis
 def test_a_flip_after_the_last_regular_comparison_is_found_before_the_end(what: str, tensor: str, named: str) -> None:
     """Without a run directory and without evaluations, in a run of fewer than 100 steps: in its last step."""
     for parameter, message in run_ranks(trained, 2, (None, (STEPS - 1, what, tensor), {})):
-        assert parameter == named or parameter == tensor
+        assert parameter in (named, tensor)
         assert f"step {STEPS}" in message
     assert all(
         parameter == named for parameter, _ in run_ranks(trained, 2, (None, (STEPS, what, tensor), {}))
@@ -121,7 +121,8 @@ def local(world: lockstep.World, folder: str) -> tuple[str, int, list[int]]:
     resumed = lockstep.Checkpoints(folder, stepper, every=3)
     world.barrier()
     found = resumed.resume()
-    assert found is not None and found.compared is not None
+    assert found is not None
+    assert found.compared is not None
     return parameter, found.compared, [folders.step_of(each) for each in folders.written(Path(folder))]
 
 
