@@ -122,6 +122,9 @@ def test_an_optimizer_that_needs_a_closure_and_a_model_without_shapes_are_refuse
     model = zoo.build("mlp")
     with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):
         lockstep.Stepper(model, torch.optim.LBFGS(model.parameters()))
+    with_scheduler = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(with_scheduler, lambda step: 1.0)
+    lockstep.Stepper(model, with_scheduler)
     lazy = nn.Sequential(nn.Linear(6, 4), nn.LazyLinear(3))
     with pytest.raises(UsageError, match=r"the model's 1\.weight has no shape yet"):
         stepper_for(lazy)

@@ -39,9 +39,9 @@ def check_kinds(model: object, optimizer: object) -> None:
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its `step` cannot be called without arguments."""
+    """Whether its `step` cannot be called without arguments. A scheduler puts a function of its own in the place of the instance's."""
     try:
-        inspect.signature(optimizer.step).bind()
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
     except ValueError:  # a builtin that does not tell its parameters
