@@ -57,6 +57,8 @@ class Checkpoints:
     `remote`: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when it is whole here; `resume` also looks there.
     An upload that fails is warned of and made up for with the next; where the last one fails, `close` raises.
 
+    `guard` is called before anything is written, on every rank, and raises LockstepError where `directory` must not be written to any more.
+
     Every rank makes it and calls its methods alike. What goes wrong with a save is raised by the next call, on all ranks, as LockstepError.
     """
 
@@ -69,6 +71,7 @@ class Checkpoints:
         every: int | None = None,
         keep: int = 2,
         remote: str | None = None,
+        guard: Callable[[], None] = lambda: None,
     ) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -77,6 +80,7 @@ class Checkpoints:
         self.keep = keep
         self._stepper, self._loader, self._every = stepper, loader, every
         self._remote = None if remote is None else Remote(remote)
+        self._guard = guard
         world = stepper.world
         self._world = world
         self._saver = self._new_saver()
@@ -250,7 +254,7 @@ class Checkpoints:
 
     def _new_saver(self) -> Saver:
         world = self._world
-        return world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None))
+        return world.own(Saver(self.directory, world.subgroup(range(world.size)) if world.size > 1 else None, self._guard))
 
     @property
     def saving(self) -> bool:

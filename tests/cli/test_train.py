@@ -357,3 +357,46 @@ def test_without_a_range_a_killed_worker_ends_the_run(folder: Path) -> None:
     again = lockstep("killed.py", "--workers", "2", "--run", "run", "--max-restarts", "1", cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "going on with 2 workers from the newest checkpoint (restart 1 of 1)" in again.stderr
+
+
+@pytest.mark.parametrize(("at", "stays"), [(0, False), (2, True)], ids=["first-step", "later-step"])
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(folder: Path, at: int, stays: bool) -> None:
+    run = lockstep("my_task.py", "--workers", "2", "--run", "mine", "--set", "fail=raise", "--set", f"at={at}", cwd=folder)
+    assert run.returncode == 1
+    assert "ArithmeticError" in run.stderr
+    assert (folder / "mine").exists() is stays
+    assert (".log" in run.stderr) is stays
+
+
+REPLACED = """
+import os
+from pathlib import Path
+from tests.training import toy
+
+def on_step(record):
+    if list(Path("mine", "checkpoints").glob("step-*")) and not Path("moved").exists():
+        how = Path("how").read_text()
+        os.rename("mine", "moved")
+        Path("other").mkdir()
+        if how == "symlink":
+            os.symlink("other", "mine")
+        else:
+            os.mkdir("mine")
+
+def task():
+    return toy.task(name=None, epochs=10**6, on_step=on_step)
+"""
+
+
+@pytest.mark.parametrize("how", ["symlink", "folder"])
+def test_a_run_directory_that_goes_away_ends_the_run(folder: Path, how: str) -> None:
+    """It would train for ever; nothing is written to what has the name now."""
+    (folder / "how").write_text(how)
+    (folder / "my_task.py").write_text(REPLACED)
+    run = lockstep("my_task.py", "--workers", "2", "--run", "mine", "--checkpoint-every", "4", cwd=folder)
+    assert run.returncode == 1
+    assert "mine was re" in run.stderr
+    assert "during the run" in run.stderr
+    assert not list((folder / "other").iterdir())
+    assert not list((folder / "mine").iterdir())
+    assert files.newest_whole(folder / "moved" / "checkpoints")[0]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.training.metrics import MetricsFile, finite
+from lockstep.training.telemetry import TelemetryFile
 
 STEP = {"kind": "step", "step": 3, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 7.0, "samples_by_rank": [1, 2]}
 
@@ -43,7 +46,45 @@ def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_there_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.write(STEP)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files that are opened from now on take nothing."""
+    opened = os.open
+    monkeypatch.setattr("os.open", lambda *_: opened("/dev/full", os.O_WRONLY))
+    return tmp_path
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with (
+        MetricsFile(tmp_path / "metrics.jsonl") as file,
+        pytest.raises(LockstepError, match=r"metrics\.jsonl cannot be written \(No space"),
+    ):
+        file.write(STEP)
+
+
+def test_what_training_can_do_without_ends_with_one_warning(full_disk: Path) -> None:
+    file = TelemetryFile(full_disk / "anatomy" / "rank-0.jsonl")
+    file.write(b"line")
+    with pytest.warns(LockstepWarning, match=r"rank-0\.jsonl cannot be written \(No space left on device\): training goes on") as caught:
+        file.flush()
+    file.write(b"x" * 2**17)
+    file.close()
+    assert len(caught) == 1
+
+
+def test_what_is_open_is_not_written_to_another_folder_of_that_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with MetricsFile(run / "metrics.jsonl") as file:
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+        file.write(STEP)
+    assert not list(run.iterdir())
+    assert json.loads((tmp_path / "moved" / "metrics.jsonl").read_text()) == STEP

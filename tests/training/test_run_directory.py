@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.settings import Settings
+from lockstep.training import run_directory
 from lockstep.training.run_directory import RunDirectory, take_over
 
 
@@ -119,3 +120,85 @@ def test_a_rank_neither_locks_nor_removes(tmp_path: Path) -> None:
         assert run.path.exists()
         with pytest.raises(UsageError, match="in use"):
             RunDirectory.claim(run.path, "x")
+
+
+def test_a_folder_that_is_gone_or_another_is_noticed_by_owner_and_rank(tmp_path: Path) -> None:
+    path, aside = tmp_path / "run", tmp_path / "aside"
+    with RunDirectory.claim(path, "x") as owner:
+        rank = RunDirectory.of_launcher(path)
+
+        def both(message: str) -> None:
+            for each in (owner, rank):
+                with pytest.raises(LockstepError, match=message):
+                    each.check()
+
+        rank.check()
+        path.rename(aside)
+        both("was removed, moved or emptied")
+        path.symlink_to(aside)
+        rank.check()  # the same folder by another name
+        owner.check()
+        path.unlink()
+        (tmp_path / "other").mkdir()
+        path.symlink_to(tmp_path / "other")
+        both("was removed, moved or emptied")
+        with RunDirectory.claim(path, "x"):
+            both("was replaced by another folder")
+        path.unlink()
+        aside.rename(path)
+        owner.check()
+        (path / "lock").unlink()
+        both("was removed, moved or emptied")
+
+
+def test_what_took_its_name_is_not_removed(tmp_path: Path) -> None:
+    with RunDirectory.claim(tmp_path / "run", "x"):
+        (tmp_path / "run" / "lock").unlink()
+        (tmp_path / "run").rmdir()
+        with RunDirectory.claim(tmp_path / "run", "x") as other:
+            other.metrics.write_text("theirs")
+    assert other.metrics.read_text() == "theirs"
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RunDirectory.claim(tmp_path / "run", "x")
+    flock = run_directory.fcntl.flock
+
+    def released_meanwhile(lock: int, how: int) -> None:
+        first.release()
+        flock(lock, how)
+
+    monkeypatch.setattr("lockstep.training.run_directory.fcntl.flock", released_meanwhile)
+    with RunDirectory.claim(tmp_path / "run", "x") as second:
+        second.check()
+        assert (tmp_path / "run" / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "stays"),
+    [
+        (
+            {"rank-0.log": "Traceback", "metrics.jsonl": '{"kind": "event"}\n', "anatomy/rank-0.jsonl": "{}", "events.out.tfevents.1": "x"},
+            False,
+        ),
+        ({"metrics.jsonl": '{"kind": "step", "step": 1}\n'}, True),
+        ({"checkpoints/step-0000001/state.json": "{}"}, True),
+        ({"result.json": "{}"}, True),
+        ({"mine.txt": "of the task"}, True),
+    ],
+    ids=["start", "step", "checkpoint", "result", "other"],
+)
+def test_a_run_that_failed_before_its_first_step_leaves_nothing(tmp_path: Path, left: dict[str, str], stays: bool) -> None:
+    run = RunDirectory.claim(tmp_path / "run", "x")
+    for name, text in left.items():
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(text)
+    run.release(failed=True)
+    assert run.path.exists() is stays
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\)"):
+        RunDirectory.claim(tmp_path / "run", "x")
+    assert not (tmp_path / "run").exists()

@@ -86,7 +86,10 @@ def write_pieces(file: Path, pieces: Sequence[Piece], tied: Mapping[str, str] | 
     shapes = {piece.name: [list(piece.shape), list(piece.strides)] for piece in pieces if piece.shape is not None}
     metadata = {name: json.dumps(value) for name, value in (("shapes", shapes), (_TIED, tied)) if value}
     tensors = {piece.key: piece.data for piece in pieces}
+    file.touch()
+    mode = file.stat().st_mode  # as the umask says; the library would make it readable for the owner alone
     save_file({**tensors, **{name: tensors[first].clone() for name, first in (tied or {}).items()}}, file, metadata=metadata or None)
+    file.chmod(mode)
 
 
 def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:

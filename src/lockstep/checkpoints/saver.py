@@ -34,10 +34,14 @@ from lockstep.errors import LockstepError
 
 
 class Saver:
-    """Saves into one directory. Every rank of `group` (None: there is one) makes it and calls it alike; the group is its own."""
+    """Saves into one directory. Every rank of `group` (None: there is one) makes it and calls it alike; the group is its own.
 
-    def __init__(self, directory: Path, group: Group | None) -> None:
+    `guard` is called before something is made in the directory, and raises LockstepError where it must not be.
+    """
+
+    def __init__(self, directory: Path, group: Group | None, guard: Callable[[], None] = lambda: None) -> None:
         self._directory = directory
+        self._guard = guard
         self._group = group
         self._rank = 0 if group is None else group.rank
         if group is not None and group.memory is not None:
@@ -118,9 +122,10 @@ class Saver:
         if not failed and self._rank == 0:
             everything = [Entry(**each) for part in said for each in part["files"]]
             try:
+                self._guard()
                 complaint = done(files.commit(folder, self._directory, step, everything, state))
-            except OSError as problem:
-                failed = {0: str(problem)}
+            except (OSError, LockstepError) as problem:
+                failed = {0: self._why(problem)}
         told = self._everybodys({"failed": failed, "complaint": complaint})[0]
         failed = {int(rank): text for rank, text in told["failed"].items()}
         if failed:
@@ -136,11 +141,20 @@ class Saver:
         needed = sum(tensor.nbytes for tensor in [*tensors, *(piece.data for piece in pieces)])
         total = sum(self._everybodys(needed))
         try:
+            self._guard()
             folder.mkdir(parents=True, exist_ok=True)
             files.check_room(folder, total)
             return files.write_part(folder, model, pieces, self._rank), ""
-        except (OSError, SafetensorError) as error:
-            return [], str(error)
+        except (OSError, SafetensorError, LockstepError) as error:
+            return [], self._why(error)
+
+    def _why(self, error: Exception) -> str:
+        """What the guard says now, or else the error: the directory may have gone meanwhile."""
+        try:
+            self._guard()
+        except LockstepError as gone:
+            return str(gone)
+        return str(error)
 
     def _everybodys(self, mine: Any) -> list[Any]:
         """What every rank has to say, as JSON."""

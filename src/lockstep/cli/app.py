@@ -30,7 +30,7 @@ from lockstep.cli import (
     tune,
     verify,
 )
-from lockstep.errors import ExitCode, UsageError
+from lockstep.errors import ExitCode, LockstepError, UsageError
 
 app = typer.Typer(
     help="Data-parallel training for PyTorch in which the number of workers is a deployment detail.",
@@ -89,7 +89,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 def main() -> None:
-    """The entry point. A user's mistake is one sentence on stderr and exit code 2; never a traceback."""
+    """The entry point. A user's mistake is one sentence on stderr and exit code 2, what Lockstep finds wrong one and 1; never a traceback."""
     _open_closed_streams()
     try:
         sys.exit(app(prog_name="lockstep", standalone_mode=False))
@@ -100,5 +100,8 @@ def main() -> None:
             error.show()
             sys.exit(ExitCode.USAGE)
         _refuse(refusals.of_parser(error, sys.argv[1:]))
+    except LockstepError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(ExitCode.FAILED)
     except KeyboardInterrupt:
         sys.exit(130)

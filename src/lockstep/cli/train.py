@@ -16,6 +16,7 @@ from lockstep.cli.hardware import fitted
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.launcher.failures import Failure
     from lockstep.launcher.hosts.plan import Plan
     from lockstep.place import Placement
     from lockstep.settings import Settings
@@ -262,6 +263,7 @@ def train(
         return claimed(settings, run, resume=resume, fresh=fresh)
 
     def finished(directory: RunDirectory) -> None:
+        directory.check()
         if not directory.result.exists():
             raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
         print(result.last_line(result.read(directory.result)))
@@ -273,16 +275,34 @@ def train(
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 
         def generation(count: int) -> Outcome:
+            directory.check()
             directory.grow.unlink(missing_ok=True)
             replace(settings, workers=count, grow=count < allowed.most).write(directory.path)
             logs = directory.path.absolute()
-            return supervise(target, count, logs=logs, console="first", environment=environment, debug=debug, heeds=True, stalls=stalls)
+            return supervise(
+                target,
+                count,
+                logs=logs,
+                console="first",
+                environment=environment,
+                debug=debug,
+                heeds=True,
+                stalls=stalls,
+                passing=leaves_nothing,
+            )
+
+        def leaves_nothing(failure: Failure) -> bool:
+            """All that it has to say is printed: a run that never trained needs no directory for that."""
+            return directory.made_here and not debug and failure.kind in ("exception", "usage") and not directory.trained
 
         restarts = (RESTARTS if allowed.elastic or stalls.then == "restart" else 0) if max_restarts is None else max_restarts
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists, after_stalls=stalls.then == "restart")
-        if outcome.exit_code:
-            raise typer.Exit(outcome.exit_code)
-        finished(directory)
+        if not outcome.exit_code:
+            finished(directory)
+        elif outcome.failure is not None and leaves_nothing(outcome.failure):
+            directory.release(failed=True)
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
 
 
 def _ranks(workers: str | None, here: Placement | None, plan: Plan | None, asked_for: int | None) -> int:

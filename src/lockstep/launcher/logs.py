@@ -36,12 +36,12 @@ def redirect(rank: int, console: Console, directory: Path | None, *, pipes: Path
             stream.reconfigure(line_buffering=True, write_through=False)  # python -u would write each word of a line for itself
     on_console = console != "first" or rank == 0
     if not on_console:
-        handle = os.open(os.devnull if directory is None else log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        handle = os.open(os.devnull if directory is None else log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.close(handle)
     elif directory is not None:
-        copy = open(os.open(log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
+        copy = open(os.open(log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
         if c_to_log:
             sys.stderr.flush()
             sys.stderr = open(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115 - as above

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,6 +62,7 @@ def supervise(
     stalls: Stalls | None = None,
     debug: bool = False,
     share: Share | None = None,
+    passing: Callable[[Failure], bool] = lambda failure: False,
 ) -> Outcome:
     """Run `target` on `workers` ranks of this host and wait for all of them. None: as many as there are GPUs, else one.
 
@@ -76,6 +77,7 @@ def supervise(
         stalls: what is done where the ranks do not get on; default: the run ends after half a minute, naming who is waited for.
         heeds: the target heeds signals from its first moment on, and can be begun anew where it was stopped before it has come to that.
         debug: have libraries say in the logs what they do, and add a line for every collective.
+        passing: whether `logs` will be removed after this failure, and so is not named with it.
         share: this host's part where there are several; how it ended is then for the hosts to agree on, and not printed here.
 
     Raises:
@@ -88,7 +90,7 @@ def supervise(
         options = ["--logs", str(place.path), *(["--debug"] if debug else []), *(["--heeds"] if heeds else [])]
         outcome = _run(target, workers, watch, console, options, dict(environment or {}), share)
         if outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED and stop.number is None:
-            outcome = replace(outcome, failure=_with_log(outcome.failure, place, console))
+            outcome = replace(outcome, failure=_with_log(outcome.failure, place, console, passing))
     if share is not None:
         return outcome
     killed = outcome.failure if outcome.failure is not None and outcome.failure.killed else None
@@ -183,13 +185,14 @@ def _without(found: Sequence[Failure], spared: Collection[int]) -> Sequence[Fail
     return others if cause is None or cause.standing == "cause" else found
 
 
-def _with_log(failure: Failure, place: LogPlace, console: Console) -> Failure:
+def _with_log(failure: Failure, place: LogPlace, console: Console, passing: Callable[[Failure], bool]) -> Failure:
     """With its rank's log file, and the end of it where that was not on the terminal. A usage error needs neither."""
     if failure.kind == "usage":
         return failure
     file = log_of(place.path, failure.rank)
     place.keep = True
-    return replace(failure, log=str(file), tail=tail(file) if console == "first" and failure.rank > 0 else "")
+    log = "" if passing(failure) else str(file)
+    return replace(failure, log=log, tail=tail(file) if console == "first" and failure.rank > 0 else "")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -37,6 +37,7 @@ from lockstep.stepper import Stepper
 from lockstep.task import Task
 from lockstep.training.links import Links
 from lockstep.training.memory_use import memory_use
+from lockstep.training.telemetry import TelemetryFile
 
 _LINES = 1000
 _IN_DETAIL = 20  # steps, and later one in _RARELY
@@ -117,7 +118,7 @@ class AnatomyFile:
         self._look_at_links()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._lines.write(f"{_encoded(record)}\n")
+        self._lines.write(f"{_encoded(record)}\n".encode())
         if (now := time.monotonic()) > self._flush_due:
             self._lines.flush()
             self._flush_due = now + _FLUSH_EVERY
@@ -224,11 +225,10 @@ def _rounded(seconds: float) -> float:
     return round(seconds, _DIGITS)
 
 
-def _opened(file: Path) -> TextIO:
+def _opened(file: Path) -> TelemetryFile:
     """To be appended to, line by line. A rank that was killed may have left half a line."""
-    file.parent.mkdir(exist_ok=True)
     torn = file.exists() and not file.read_bytes().endswith(b"\n")
-    found = file.open("a", encoding="utf-8")
+    found = TelemetryFile(file)
     if torn:
-        found.write("\n")
+        found.write(b"\n")
     return found

@@ -41,6 +41,7 @@ class Journal:
         self._epochs, self._says_skips, self._bytes_sent = epochs, says_skips, sent
         self._open = ExitStack()
         self._file: MetricsFile | None = None
+        self._run = run
         self._screen: Progress | None = None
         if world.rank == 0:
             self._file = self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
@@ -125,7 +126,8 @@ class Journal:
         self._clock, self._sent = time.perf_counter(), self._bytes_sent()
 
     def _write(self, record: Record) -> None:
-        if self._file is not None:
+        if self._file is not None and self._run is not None:
+            self._run.look()
             self._file.write(record)
 
     def _say(self, line: str) -> None:

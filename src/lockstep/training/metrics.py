@@ -12,22 +12,35 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lockstep.errors import LockstepError
+from lockstep.training.telemetry import TelemetryFile
+
+_FLUSH_EVERY = 1.0  # s
+_NUMBERS = count()  # of this process's files for TensorBoard: two may begin in one second
+
 
 class MetricsFile:
-    """Appends records to a file, each complete as soon as it is written."""
+    """Appends records to a file, each complete as soon as it is written. Raises LockstepError, naming the file, where that fails."""
 
     def __init__(self, file: Path) -> None:
-        self._lines = file.open("a", buffering=1, encoding="utf-8")
+        self._file = file
+        with self._named():
+            self._lines = file.open("ab", buffering=0)
         self._board = _tensorboard(file.parent)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._lines.write(json.dumps(finite(record), allow_nan=False) + "\n")
+        with self._named():
+            self._lines.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
         if self._board is not None and "step" in record:
             self._board.add(_scalars(record), record["step"])
 
@@ -35,6 +48,15 @@ class MetricsFile:
         self._lines.close()
         if self._board is not None:
             self._board.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LockstepError(
+                f"{self._file} cannot be written ({error.strerror}): make room on its disk; the same command resumes from the last checkpoint"
+            ) from error
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -44,22 +66,33 @@ class MetricsFile:
 
 
 class _Board:
-    """TensorBoard's own writer. torch.utils.tensorboard would do, but takes seconds to import."""
+    """A file of TensorBoard's records. Its own writer opens the file by name for each write: the run directory may have been replaced by then."""
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(directory))
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._file = TelemetryFile(directory / name)
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        self._file.flush()
+        self._flush_next = 0.0
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._write(step=step, summary=self._summary(value=values))
+        if (now := time.monotonic()) > self._flush_next:
+            self._file.flush()
+            self._flush_next = now + _FLUSH_EVERY
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 def _tensorboard(directory: Path) -> _Board | None:

@@ -1,14 +1,17 @@
 """The folder of one run, and the lock that keeps a second run out of it.
 
 The lock is the kernel's (flock), held for as long as the owner lives: it cannot be left behind by a process that was killed.
-No torch here: the launcher claims the folder before any rank starts.
+The lock's file is also the folder's identity. A folder that was removed or replaced under its owner is noticed, and not written to.
+All files in it have the permissions that the umask says. No torch here: the launcher claims the folder before any rank starts.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -18,8 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.errors import UsageError
-from lockstep.settings import Settings
+from lockstep.errors import LockstepError, UsageError
+from lockstep.settings import FILE, Settings
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
@@ -27,6 +30,11 @@ _LOCK = "lock"
 _MARK = "mark"
 _CHECKPOINTS = "checkpoints"
 _BEFORE = "before-"
+_CLAIMED = (_LOCK, _MARK, FILE)
+_PASSING = re.compile(rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*")
+_START = 2**20  # bytes of metrics.jsonl that a run without a step never has
+_LOOK_EVERY = 1.0  # s
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
 class RunDirectory:
@@ -35,7 +43,10 @@ class RunDirectory:
     def __init__(self, path: Path, lock: int | None = None, *, made_here: bool = False) -> None:
         self.path = path
         self._lock = lock
-        self._made_here = made_here
+        self.made_here = made_here
+        self._lock_file = (path / _LOCK).absolute()
+        self._identity = _identity(self._lock_file) if lock is None else _identity(lock)
+        self._look_next = 0.0
 
     @property
     def metrics(self) -> Path:
@@ -64,6 +75,27 @@ class RunDirectory:
         """Whether a training has begun here, and not come to its end."""
         return self.metrics.exists() and not self.result.exists()
 
+    def check(self) -> None:
+        """Raise LockstepError where `path` is no longer the folder that was claimed: removed, moved, emptied or replaced."""
+        try:
+            found = _identity(self._lock_file)
+        except OSError:
+            return  # a file system that does not answer now: the next look tells
+        if self._identity is None or found == self._identity:
+            return
+        now = "was removed, moved or emptied" if found is None else "was replaced by another folder of that name"
+        raise LockstepError(
+            f"run directory {self.path} {now} during the run, so the run cannot go on: the settings, metrics, logs and checkpoints in it went "
+            "with it, and nothing was written to what has its name now. Where it was moved, move it back and give the same command; else start again"
+        )
+
+    def look(self) -> None:
+        """`check`, once a second at most."""
+        now = time.monotonic()
+        if now >= self._look_next:
+            self._look_next = now + _LOOK_EVERY
+            self.check()
+
     @classmethod
     def claim(cls, path: Path | str | None, name: str, *, fresh: bool = False) -> RunDirectory:
         """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder. A run that is there is gone on with; `fresh`: set aside.
@@ -72,14 +104,10 @@ class RunDirectory:
         run or anything else.
         """
         chosen = Path(path) if path is not None else _unused(name)
-        with _sentences(chosen):
-            made_here = not chosen.exists()
-            if chosen.is_dir() and not (chosen / _LOCK).exists() and any(chosen.iterdir()):
-                raise UsageError(f"run directory {chosen} holds other files and no run: choose a folder of its own with --run")
-            chosen.mkdir(parents=True, exist_ok=True)
-            lock = os.open(chosen / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        made_here, lock = _locked(chosen)
         try:
-            _take(lock, chosen)
+            with _sentences(chosen):
+                _sign(lock)
             if fresh:
                 _set_aside(chosen)
             elif (chosen / RESULT).exists():
@@ -88,7 +116,7 @@ class RunDirectory:
                     "(--resume shows its result)"
                 )
         except BaseException:
-            os.close(lock)
+            cls(chosen, lock, made_here=made_here).release()
             raise
         return cls(chosen, lock, made_here=made_here)
 
@@ -114,20 +142,37 @@ class RunDirectory:
             )
         return cls(path)
 
-    def release(self) -> None:
-        """Unlock. If it was made here and nothing was trained, it is removed: a mistake can be mended and tried again."""
+    def release(self, *, failed: bool = False) -> None:
+        """Unlock. Where it was made here and nothing happened, it is removed: a mistake can be mended and tried again.
+
+        `failed`: also where a run has failed before its first step, with what that has left. Somebody else's files stay.
+        """
         if self._lock is None:
             return
-        if self._made_here and all(map(_says_nothing, self.path.iterdir())):
-            shutil.rmtree(self.path)
+        if self.made_here and _identity(self._lock_file) == self._identity and (self.says_nothing or (failed and not self.trained)):
+            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = None
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether there is nothing in it but what a claim leaves."""
+        return all(each.name in _CLAIMED or (each.suffix == ".log" and each.stat().st_size == 0) for each in self.path.iterdir())
+
+    @property
+    def trained(self) -> bool:
+        """Whether there is a step, a checkpoint or a result in it, or anything that is not ours."""
+        if any(not _PASSING.fullmatch(each.name) for each in self.path.iterdir()):
+            return True
+        if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
+            return True
+        return self.metrics.exists() and (self.metrics.stat().st_size > _START or b'"kind": "step"' in self.metrics.read_bytes())
 
     def __enter__(self) -> RunDirectory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+        self.release(failed=isinstance(error, Exception))
 
 
 def take_over(directory: RunDirectory, settings: Settings) -> None:
@@ -156,10 +201,6 @@ def _set_aside(path: Path) -> None:
         each.rename(aside / each.name)
 
 
-def _says_nothing(file: Path) -> bool:
-    return file.name in (_LOCK, _MARK, "settings.json") or (file.suffix == ".log" and file.stat().st_size == 0)
-
-
 def _unused(name: str) -> Path:
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 2
@@ -170,13 +211,40 @@ def _unused(name: str) -> Path:
     return path
 
 
-def _take(lock: int, path: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"run directory {path} is in use by {_owner(lock)}: wait for it, or choose another --run") from None
+def _locked(path: Path) -> tuple[bool, int]:
+    """Make the folder if need be, and take its lock: whether it was made, and the lock."""
+    while True:
+        with _sentences(path):
+            made_here = not path.exists()
+            if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
+                raise UsageError(f"run directory {path} holds other files and no run: choose a folder of its own with --run")
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(lock)
+            os.close(lock)
+            raise UsageError(f"run directory {path} is in use by {owner}: wait for it, or choose another --run") from None
+        if _identity(path / _LOCK) == _identity(lock):
+            return made_here, lock
+        os.close(lock)  # its owner has removed it in between: this is the lock of nothing
+
+
+def _sign(lock: int) -> None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+
+def _identity(lock: Path | int) -> tuple[int, int] | None:
+    """Of the lock's file; None where there is none. Raises OSError where that cannot be told."""
+    try:
+        found = os.stat(lock)
+    except OSError as error:
+        if error.errno in _GONE:
+            return None
+        raise
+    return found.st_dev, found.st_ino
 
 
 def _owner(lock: int) -> str:

@@ -215,7 +215,7 @@ class Training:
         self.checkpoints: Checkpoints | None = None
         if run is not None:
             every, remote = settings.checkpoint_every, settings.checkpoints
-            self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=every, remote=remote)
+            self.checkpoints = Checkpoints(run.checkpoints, self.stepper, self.loader, every=every, remote=remote, guard=run.check)
         elif settings.checkpoints is not None:
             raise UsageError(f"checkpoints={settings.checkpoints!r} are copies of a run's: give run= too")
         self.reached = TrainingState.of(task)
@@ -303,6 +303,7 @@ class Training:
         """Of what the ranks have left, for Perfetto. A run is none the worse without."""
         if self.directory is None:
             return
+        self.directory.check()
         self.world.barrier()  # their files are closed
         if self.world.rank > 0:
             return
@@ -508,6 +509,7 @@ class Training:
             checkpoint=checkpoint,
         )
         if self.directory is not None and self.world.rank == 0:
+            self.directory.check()
             new = self.directory.result.with_suffix(".unfinished")
             new.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
             new.replace(self.directory.result)  # whether it is there says whether the run has ended
