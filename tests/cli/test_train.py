@@ -222,6 +222,15 @@ def test_the_users_own_import_error_is_the_users_traceback(folder: Path) -> None
     assert "lockstep/training" not in done.stderr
 
 
+def test_a_sys_exit_in_the_loss_fails_with_its_line(folder: Path) -> None:
+    text = "import sys\n\ndef loss(output, batch):\n    sys.exit(0)\n\nfrom tests.training import toy\ndef task():\n    return toy.task(loss=loss)\n"
+    (folder / "my_task.py").write_text(text)
+    done = lockstep("my_task.py", "--workers", "2", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.match(r"rank [01] \(.*\) was ended by sys.exit\(0\) at step 1, in forward \(.*my_task.py:4\)", done.stderr.splitlines()[-1])
+    assert "in loss" in done.stderr
+
+
 def test_a_task_that_ends_its_process_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(supervise, "supervise", lambda *args, **options: supervise.Outcome(0))

@@ -106,6 +106,35 @@ def test_kinds_and_codes(error: BaseException, kind: str, code: int, message: st
     assert (record.kind, record.code, record.message, record.rank, record.pid) == (kind, code, message, 2, os.getpid())
 
 
+class Silent(Exception):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def test_an_exception_without_a_text_is_told_by_its_type_and_place() -> None:
+    record = failures.of_exception(_caught(Silent()), 2)
+    assert (record.kind, record.code) == ("exception", 1)
+    assert record.message.startswith("Silent: ")
+    assert __file__ in record.traceback
+    assert "failed: Silent: " in failures.render(record).splitlines()[-1]
+
+
+@pytest.mark.parametrize(("argument", "called", "code"), [(0, "sys.exit(0)", 1), (None, "sys.exit()", 1), (3, "sys.exit(3)", 3)])
+def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(argument: int | None, called: str, code: int) -> None:
+    error = _caught(SystemExit(argument))
+    assert isinstance(error, SystemExit)
+    record = failures.of_exit_inside(error, 2)
+    assert (record.kind, record.code, record.message) == ("exit", code, called)
+    last = failures.render(record).splitlines()[-1]
+    assert f" was ended by {called} ({__file__}:" in last
+    assert __file__ in record.traceback
+
+
 def test_a_signal_is_named_and_gives_128_plus_n() -> None:
     record = failures.of_exit(-signal.SIGKILL, 1, 123)
     assert record.code == 137

@@ -161,9 +161,9 @@ def test_a_rank_that_finished_early_is_noted(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "error"),
     [
-        ("import sys; sys.exit(3)", 3, "exited with code 3"),
+        ("import sys; sys.exit(3)", 3, "exited with code 3 (script.py:1)"),
         ("import os; os._exit(7)", 7, "exited with code 7"),
-        ("import sys; sys.exit('sorry')", 1, "exited with code 1: sorry"),
+        ("import sys; sys.exit('sorry')", 1, "exited with code 1 (script.py:1): sorry"),
         ("import lockstep; lockstep.init(backend='x')", 2, "error: backend='x' is unknown"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "exited with code 130: KeyboardInterrupt"),
     ],

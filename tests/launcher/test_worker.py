@@ -93,6 +93,12 @@ def test_exits_pass_through(tmp_path: Path, argument: str, code: int, message: s
     assert (done.returncode, done.stderr, record.kind, record.code, record.message) == (code, "", "exit", code, message)
 
 
+def test_the_line_of_an_exit_is_known(tmp_path: Path) -> None:
+    _, (record,) = _fail(tmp_path, "import sys\n\nsys.exit(3)")
+    assert record.where == "script.py:3"
+    assert "exited with code 3 (script.py:3)" in failures.summary(record)
+
+
 @pytest.mark.parametrize("end", ["", "import sys; sys.exit()", "import sys; sys.exit(0)"])
 def test_a_good_end_leaves_no_record_and_runs_exit_handlers(tmp_path: Path, end: str) -> None:
     done, records = _fail(tmp_path, f"import atexit; atexit.register(print, 'bye')\n{end}")

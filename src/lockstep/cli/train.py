@@ -253,7 +253,7 @@ def train(
     if here is not None:
         from lockstep.training.as_rank import train_as_rank  # imports torch
 
-        work_as(here, lambda: train_as_rank(settings, run, resume=resume, fresh=fresh))
+        work_as(here, lambda: train_as_rank(settings, run, resume=resume, fresh=fresh), may_exit=False)
         return
     if resume and run is not None and (run / RESULT).exists():
         print(result.last_line(result.read(run / RESULT)))

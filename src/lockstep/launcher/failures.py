@@ -14,7 +14,8 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from traceback import TracebackException, walk_tb
 from types import TracebackType
@@ -57,7 +58,7 @@ class Failure:
     traceback: str = ""
     """The exception with its frames, those of the launcher left out; "" where there is none to show."""
     where: str = ""
-    """For a usage error: file and line in the user's own code, if it came from there."""
+    """For a usage error, and for sys.exit: file and line in the user's own code, if it came from there."""
     standing: Standing = "cause"
     doing: str = ""
     """ "at step 57, in backward": what it was doing when it was seen last, where that is known."""
@@ -80,7 +81,8 @@ def note_time(error: BaseException) -> int:
     if isinstance(known, int):
         return known
     now = time.monotonic_ns()
-    setattr(error, _STAMP, now)
+    with suppress(Exception):  # a class may refuse attributes
+        setattr(error, _STAMP, now)
     return now
 
 
@@ -91,7 +93,7 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         return Failure(
             rank=rank,
             kind="usage",
-            message=str(error),
+            message=_text(error),
             code=ExitCode.USAGE,
             pid=pid,
             host=host,
@@ -101,7 +103,8 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         )
     if isinstance(error, SystemExit | KeyboardInterrupt):
         code, message = exit_code(error)
-        return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, host=host, monotonic_ns=when)
+        where = _user_line(error) if isinstance(error, SystemExit) else ""
+        return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, host=host, monotonic_ns=when, where=where)
     return Failure(
         rank=rank,
         kind="loader" if isinstance(error, LoaderWorkerKilled) else "exception",
@@ -115,9 +118,23 @@ def of_exception(error: BaseException, rank: int) -> Failure:
     )
 
 
+def of_exit_inside(error: SystemExit, rank: int) -> Failure:
+    """The record of a sys.exit with which the user's code left this rank in the middle of Lockstep's own work. The run fails, whatever its code."""
+    failure = of_exception(error, rank)
+    called = f"sys.exit({'' if error.code is None else repr(error.code)})"
+    return replace(failure, code=failure.code or ExitCode.FAILED, message=called, traceback=readable_traceback(error))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its text is not known: __str__ raised {type(other).__name__})"
+
+
 def _message(error: BaseException) -> str:
     """`ValueError: bad sample`. torch raises what a loader worker raised with that worker's whole traceback as its message; the end counts."""
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
     caught = _IN_A_LOADER.search(text)
     if caught is None:
         return text
@@ -194,7 +211,10 @@ def summary(failure: Failure) -> str:
     if failure.kind == "stall":
         return failure.message + (f" Its log: {failure.log}" if failure.log else "")
     if failure.kind == "exit":
-        return f"{who} exited with code {failure.code}{doing}" + (f": {text}" if text else "")
+        where = f" ({failure.where})" if failure.where else ""
+        if failure.traceback:  # of_exit_inside
+            return f"{who} was ended by {text}{doing}{where}: the other ranks cannot go on without it"
+        return f"{who} exited with code {failure.code}{doing}{where}" + (f": {text}" if text else "")
     return f"{who} failed{doing}: {text}"
 
 
@@ -248,7 +268,7 @@ def _user_line(error: BaseException) -> str:
 
 
 def _standing(error: BaseException) -> Standing:
-    text = str(error)
+    text = _text(error)
     if isinstance(error, PeerFailed | ConnectionError) or _PEER_GONE.search(text):
         return "consequence"
     if error.__cause__ is not None and _standing(error.__cause__) == "consequence":

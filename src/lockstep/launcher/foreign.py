@@ -45,13 +45,18 @@ def refuse_watching(place: Placement, asked: bool) -> None:
         )
 
 
-def work_as(place: Placement, work: Callable[[], object]) -> None:
-    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code that `lockstep run` would pass on."""
+def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
+    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code that `lockstep run` would pass on.
+
+    `may_exit`: the work is the user's own program, which may end with sys.exit(0).
+    """
     terminal = os.dup(2)  # the work may send stderr elsewhere
     try:
         work()
     except BaseException as error:
         failure = failures.of_exception(error, place.rank)
+        if failure.code == ExitCode.OK and not may_exit and type(error) is SystemExit:
+            failure = failures.of_exit_inside(error, place.rank)
         if failure.code == ExitCode.OK:
             ending.announce_to_terminal(place.rank)
             raise

@@ -54,13 +54,15 @@ def main(argv: list[str] | None = None) -> None:
         _run(options)
     except BaseException as error:
         failure = failures.of_exception(error, rank)
-        if failure.kind == "exit" and failure.code == ExitCode.OK:
+        if type(error) is SystemExit and _of_ours(options):
+            failure = failures.of_exit_inside(error, rank)
+        elif failure.kind == "exit" and failure.code == ExitCode.OK:
             _over(Path(records), rank)
             raise
         failures.write(failure, Path(records))
         _leave(failure.code)
     _over(Path(records), rank)
-    if options.module is not None and options.module.startswith("lockstep."):
+    if _of_ours(options):
         _end()
 
 
@@ -118,6 +120,11 @@ def _exists(module: str) -> bool:
     if spec is not None and spec.submodule_search_locations is not None:
         return importlib.util.find_spec(f"{module}.__main__") is not None
     return spec is not None
+
+
+def _of_ours(options: argparse.Namespace) -> bool:
+    """Whether the target is one of Lockstep's own commands, which calls the user's functions and has no sys.exit."""
+    return options.module is not None and options.module.startswith("lockstep.")
 
 
 def _over(records: Path, rank: int) -> None:
