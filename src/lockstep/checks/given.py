@@ -26,7 +26,7 @@ def check_kinds(model: object, optimizer: object) -> None:
                 f"the model's {name} has no shape yet (a lazy layer gets it in its first forward): run the model on one batch, under "
                 "torch.no_grad(), and then make the optimizer and the Stepper"
             )
-    if _needs_closure(optimizer):
+    if needs_closure(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__}.step() needs a closure, because it computes the loss several times in a step, and a Stepper's step() "
             "has none: choose an optimizer that steps without one, or use lockstep.DistributedDataParallel and optimizer.step(closure)"
@@ -38,8 +38,8 @@ def check_kinds(model: object, optimizer: object) -> None:
             )
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its `step` cannot be called without arguments. A scheduler puts a function of its own in the place of the instance's."""
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its `step` cannot be called without arguments. A scheduler puts a function of its own in the place of the instance\'s."""
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
