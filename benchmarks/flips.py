@@ -81,7 +81,7 @@ def rank_main(where: list[str], flips: int, steps: int, update: str, seed: int) 
                 try:
                     result = lockstep.train(flip.task(), **options)
                 except ReplicaDivergence as error:
-                    named = 1 in error.ranks and repr(flip.name) in str(error)
+                    named = 1 in error.ranks and flip.name.rpartition("/")[2] in str(error)  # the parameter, or its state
                     ended[kind].append(("found" if named else "found, not named", f"{flip.name} after step {flip.after}: {error}"))
                 else:
                     right = result.sha256 == undisturbed and math.isfinite(result.loss)
