@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import BarrierTimeout, PeerFailed, UsageError
+from lockstep.errors import BarrierTimeout, PeerFailed, ReplicaDivergence, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 
@@ -156,14 +156,28 @@ def test_the_traceback_ends_with_the_rank_and_begins_in_the_users_code() -> None
     assert shown.splitlines()[-1].endswith("failed: ValueError: boom")
 
 
-def test_frames_of_the_launcher_are_left_out_also_in_linked_exceptions() -> None:
-    def through_ours(error: BaseException) -> None:
-        namespace: dict[str, object] = {"error": error}
-        exec(compile("def call():\n    raise error\n", failures._PACKAGE + "launcher/made_up.py", "exec"), namespace)
-        call = namespace["call"]
-        assert callable(call)
-        call()
+def through_ours(error: BaseException) -> None:
+    """Raise it in a frame of this package."""
+    namespace: dict[str, object] = {"error": error}
+    exec(compile("def call():\n    raise error\n", failures._PACKAGE + "launcher/made_up.py", "exec"), namespace)
+    call = namespace["call"]
+    assert callable(call)
+    call()
 
+
+def test_what_is_raised_on_purpose_ends_with_the_users_frame() -> None:
+    with pytest.raises(ReplicaDivergence) as found:
+        through_ours(ReplicaDivergence("'a.weight' differs", "a.weight", [1]))
+    record = failures.of_exception(found.value, 0)
+    assert "made_up.py" not in record.traceback
+    assert __file__ in record.traceback
+    found.value.__traceback__ = found.tb.tb_next.tb_next  # of a training of ours no frame is the user's
+    record = failures.of_exception(found.value, 0)
+    assert record.traceback == ""
+    assert failures.render(record).endswith("failed: ReplicaDivergence: 'a.weight' differs")
+
+
+def test_frames_of_the_launcher_are_left_out_also_in_linked_exceptions() -> None:
     try:
         try:
             through_ours(KeyError("inner"))

@@ -21,7 +21,7 @@ from traceback import TracebackException, walk_tb
 from types import TracebackType
 from typing import Literal
 
-from lockstep.errors import ExitCode, LoaderWorkerKilled, PeerFailed, UsageError
+from lockstep.errors import ExitCode, LoaderWorkerKilled, LockstepError, PeerFailed, UsageError
 
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
@@ -219,9 +219,14 @@ def summary(failure: Failure) -> str:
 
 
 def readable_traceback(error: BaseException) -> str:
-    """The exception as Python prints it, beginning with the first frame of the user's own code."""
+    """The exception as Python prints it, beginning with the first frame of the user's own code.
+
+    What Lockstep raises on purpose ends with the last such frame; "" where there is none: the message says all.
+    """
     shown = TracebackException.from_exception(error)
-    _strip(shown, set())
+    _strip(shown, error, set())
+    if not shown.stack and shown.__cause__ is None and isinstance(error, LockstepError):
+        return ""
     return "".join(shown.format())
 
 
@@ -231,7 +236,7 @@ def readable_stack(dump: str) -> str:
     return "\n".join(line for line in lines if not (_PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line)
 
 
-def _strip(shown: TracebackException, seen: set[int]) -> None:
+def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> None:
     if id(shown) in seen:
         return
     seen.add(id(shown))
@@ -241,10 +246,17 @@ def _strip(shown: TracebackException, seen: set[int]) -> None:
         theirs = len(files)  # the file that cannot be parsed is named by the error itself
     if theirs is None:
         theirs = next((number for number, file in enumerate(files) if not _is_ours(file)), 0)
+    if isinstance(error, LockstepError):
+        while files and not is_users(files[-1]):
+            files.pop()
+        del shown.stack[len(files) :]
     del shown.stack[:theirs]
-    for linked in (shown.__cause__, shown.__context__, *(shown.exceptions or ())):
-        if linked is not None:
-            _strip(linked, seen)
+    links = [(shown.__cause__, error.__cause__), (shown.__context__, error.__context__)]
+    if isinstance(error, BaseExceptionGroup):
+        links += zip(shown.exceptions or (), error.exceptions, strict=True)
+    for linked, its in links:
+        if linked is not None and its is not None:
+            _strip(linked, its, seen)
 
 
 def _is_ours(file: str) -> bool:
