@@ -14,6 +14,7 @@ import argparse
 import math
 import random
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,7 @@ class Flip:
 
         return replace(task, model=model, optimizer=optimizer, on_step=self._strike, callbacks_on="all")
 
-    def _strike(self, record: dict[str, Any]) -> None:
+    def _strike(self, record: Mapping[str, Any]) -> None:
         if record["step"] != self.after:
             return
         named = sorted(self._tensors().items())

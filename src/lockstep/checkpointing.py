@@ -237,7 +237,7 @@ class Checkpoints:
             if self._remote is not None:
                 with suppress(LockstepError):
                     self._remote.forget(since)
-        return f"Checkpoints of steps after {since}, the last good comparison, are set aside: the same command resumes from an earlier one."
+        return f"Checkpoints after step {since}, the last good comparison, are set aside: the same command resumes from an earlier one."
 
     def _agreed_interval(self, blocked: float, steps: int) -> int:
         """From what this save and the last one's background cost, and what a step takes: the slowest rank's."""
