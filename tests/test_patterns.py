@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -109,6 +111,52 @@ def moving_average(world: lockstep.World) -> Weights:
     return weights(model, average)
 
 
+class Chained(torch.optim.Optimizer):
+    """Of the guide (windows.md): several optimizers that step together; groups and state are theirs."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for each in self.optimizers:
+            each.param_groups = [next(groups) for _ in each.param_groups]
+            each.state = self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.optimizers:
+            each.step()
+
+
+def two_optimizers(world: lockstep.World) -> Weights:
+    """One model, matrices and vectors by optimizers of their own; torch's moving average. The state goes to another Stepper on the way."""
+    model = zoo.build("mlp")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def stepper_of() -> lockstep.Stepper:
+        matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
+        return lockstep.Stepper(model, Chained(torch.optim.Muon(matrices, lr=0.02), torch.optim.Adam(others, lr=1e-2)), clip=1.0)
+
+    stepper = stepper_of()
+    for epoch in loader().epochs(2):
+        state = stepper.optimizer_state_dict()
+        stepper = stepper_of()
+        stepper.load_optimizer_state_dict(state)
+        for window in epoch:
+            for x, y in stepper.micro_batches(window):
+                stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
+            if stepper.step().applied:
+                average.update_parameters(model)
+    assert len(stepper.optimizer_state_dict()["state"]) == 6
+    return weights(model, average.module)
+
+
 class Adapted(nn.Module):
     """A frozen layer with a low-rank addition that is trained."""
 
@@ -136,7 +184,15 @@ def adapters(world: lockstep.World) -> Weights:
     return weights(model)
 
 
-PATTERNS: list[Callable[[lockstep.World], Weights]] = [gan, inner_steps, shared_forward, gradient_penalty, moving_average, adapters]
+PATTERNS: list[Callable[[lockstep.World], Weights]] = [
+    gan,
+    inner_steps,
+    shared_forward,
+    gradient_penalty,
+    moving_average,
+    two_optimizers,
+    adapters,
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.__name__)

@@ -61,14 +61,15 @@ class Task:
     loss: Callable[[Any, Any], tuple[Tensor, float | Tensor]]
     """(output, batch) -> (sum of the losses, weight); the weight is what the sum counts: samples, tokens."""
     optimizer: Callable[[nn.Module], Optimizer]
+    """model -> the one optimizer. For several, write a loop with a Stepper each."""
     global_batch: int
     """Samples of an optimizer step, over all ranks."""
     micro_batch: int
     """Samples of a forward: what BatchNorm sees."""
     name: str | None = None
     """Shown and used for the run directory; default: the bundled name or the file's."""
-    inputs: Callable[[Any], tuple[Any, ...]] = _first
-    """batch -> the model's positional arguments; by default the batch's first part."""
+    inputs: Callable[[Any], tuple[Any, ...] | Mapping[str, Any]] = _first
+    """batch -> the model's arguments: positional ones as a tuple, keywords as a dict. By default the batch's first part is the one."""
     collate: Callable[[list[Any]], Any] | None = None
     """List of samples -> batch; default: torch's."""
     order: Callable[[Any], Any] | None = None

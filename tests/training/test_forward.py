@@ -44,8 +44,16 @@ def test_metrics_that_are_no_sums() -> None:
         both.metrics(both(BATCH), BATCH)
 
 
+def test_inputs_may_be_keywords() -> None:
+    inside = forward(inputs=lambda batch: {"input": batch[0]})
+    inside.model = nn.Linear(BATCH[0].shape[1], 2)
+    assert torch.equal(inside(BATCH), inside.model(BATCH[0]))
+    with pytest.raises(TaskError, match="takes positional arguments"):
+        inside.inputs(BATCH)
+
+
 def test_inputs_that_are_no_arguments() -> None:
-    with pytest.raises(TaskError, match=r"inputs returned a Tensor; it must return the model's arguments as a tuple"):
+    with pytest.raises(TaskError, match=r"Task: inputs returned a Tensor: return the model's arguments as a tuple"):
         forward(inputs=lambda batch: batch[0])(BATCH)
 
 

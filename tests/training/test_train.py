@@ -84,6 +84,20 @@ def test_any_number_of_ranks_trains_the_same(workers: int, reduce: str, tmp_path
     assert all(step["bytes_sent"] > 0 for step in steps)
 
 
+def test_keyword_inputs_train_alike_and_clipped_steps_tell_their_norm(tmp_path: Path) -> None:
+    plain = train(toy.task(clip=0.05), run=tmp_path / "tuple", epochs=1)
+    keywords = train(toy.task(clip=0.05, inputs=lambda batch: {"x": batch[0]}), run=tmp_path / "dict", epochs=1)
+    assert plain.sha256 == keywords.sha256
+    norms = [step["grad_norm"] for step in records(tmp_path / "dict", "step")]
+    assert len(norms) == 4
+    assert all(norm > 0.05 for norm in norms)  # before it was clipped
+
+
+def test_several_optimizers_are_refused_with_what_to_do() -> None:
+    with pytest.raises(TaskError, match="a task has one optimizer"):
+        train(toy.task(optimizer=lambda model: [toy.sgd(model), toy.sgd(model)]))
+
+
 def test_what_a_run_directory_holds(tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = train(toy.task(best="accuracy", best_mode="max"), run=run, epochs=3)

@@ -39,7 +39,7 @@ def check_kinds(model: object, optimizer: object) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its `step` cannot be called without arguments. A scheduler puts a function of its own in the place of the instance\'s."""
+    """Whether its `step` cannot be called without arguments. A scheduler puts a function of its own in the place of the instance's."""
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,14 +43,8 @@ class Call:
         self._inputs = inputs
 
     def __call__(self, batch: Any) -> Any:
-        found = self._default(batch) if self._inputs is None else self._inputs(batch)
-        if isinstance(found, dict):
-            return self.model(**found)
-        if isinstance(found, (tuple, list)):
-            return self.model(*found)
-        raise UsageError(
-            f"inputs returned a {type(found).__name__}: return the model's arguments as a tuple, such as (x,), or as a dict of keywords"
-        )
+        positional, keywords = arguments(self._default(batch) if self._inputs is None else self._inputs(batch))
+        return self.model(*positional, **keywords)
 
     def _default(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
@@ -61,6 +55,15 @@ class Call:
             f"the data set's batches are of type {type(batch).__name__}: say with inputs= what of them the model gets, such as "
             "inputs=lambda batch: (batch['x'],)"
         )
+
+
+def arguments(found: Any, of: str = "inputs", error: type[UsageError] = UsageError) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's positional and keyword arguments, from what a function `inputs` has returned. Raises `error` for anything else."""
+    if isinstance(found, Mapping):
+        return (), dict(found)
+    if isinstance(found, (tuple, list)):
+        return tuple(found), {}
+    raise error(f"{of} returned a {type(found).__name__}: return the model's arguments as a tuple, such as (x,), or as a dict of keywords")
 
 
 def as_arguments(batch: Any) -> Any:

@@ -69,6 +69,11 @@ def model_of(task: Task) -> nn.Module:
 
 def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
     optimizer: Any = task.optimizer(model)
+    if isinstance(optimizer, (tuple, list, dict)):
+        raise TaskError(
+            f"Task: optimizer returned a {type(optimizer).__name__}; a task has one optimizer. Give its parameter groups other settings, or, "
+            "for several models or optimizers, write a loop with a lockstep.Stepper each (docs/guide/windows.md)"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TaskError(f"Task: optimizer returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
     return optimizer

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import TaskError
+from lockstep.inference.call import arguments
 from lockstep.task import Precision, Task
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,24 +29,25 @@ class Forward:
         self._dtype = _AUTOCAST.get(precision)
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
-        """The model's positional arguments."""
-        inputs: Any = self._task.inputs(batch)
-        if not isinstance(inputs, (tuple, list)):
-            raise TaskError(
-                f"Task: inputs returned a {type(inputs).__name__}; it must return the model's arguments as a tuple, such as (x,)"
-            )
-        return tuple(inputs)
+        """The model's arguments, where it is cut into layers: the first of them takes positional ones."""
+        positional, keywords = self._arguments(batch)
+        if keywords:
+            raise TaskError("Task: inputs returned a dict, and a model that is cut into stages takes positional arguments: return a tuple")
+        return positional
+
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments(self._task.inputs(batch), "Task: inputs", TaskError)
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around the model, or a part of it."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
     def __call__(self, batch: Any) -> Any:
-        inputs = self.inputs(batch)
+        positional, keywords = self._arguments(batch)
         if self._dtype is None:
-            return self.model(*inputs)
+            return self.model(*positional, **keywords)
         with self.autocast():
-            output = self.model(*inputs)
+            output = self.model(*positional, **keywords)
         return as_float32(output)
 
     def loss(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:

@@ -71,6 +71,7 @@ class Journal:
             "weight": result.weight,
             "samples_by_rank": list(result.samples_by_rank),
             "lr": lr,
+            **({} if result.norm is None else {"grad_norm": result.norm}),  # known where `clip` is set
             "samples_per_s": sum(result.samples_by_rank) / max(now - self._clock, 1e-9),
             "bytes_sent": result.bytes_sent - self._sent,
         }

@@ -1,7 +1,8 @@
 """metrics.jsonl: one JSON object a line, of kind step, evaluate or event; and the same numbers for TensorBoard where it is installed.
 
 step       step, epoch (both count from 1), loss (weighted, whole global batch, before the update), weight, samples_by_rank,
-           lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step); with a parameter server gradient_age
+           lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step); where `clip` is set grad_norm (of the whole
+           gradient, before clipping; not with a parameter server); with a parameter server gradient_age
            (updates that came while its gradients were computed and waited, on average); one record a window, in the order in which they were
            applied, and bytes_sent is since the record before
 evaluate   step, epoch, metrics (name -> value), seconds
@@ -105,7 +106,7 @@ def _tensorboard(directory: Path) -> _Board | None:
 def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
     if record["kind"] == "evaluate":
         return {f"evaluate/{name}": value for name, value in record["metrics"].items()}
-    return {f"train/{name}": record[name] for name in ("loss", "lr", "samples_per_s") if name in record}
+    return {f"train/{name}": record[name] for name in ("loss", "lr", "grad_norm", "samples_per_s") if name in record}
 
 
 def finite(value: Any) -> Any:
