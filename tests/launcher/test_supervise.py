@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.launcher import alone
 from lockstep.launcher.supervise import Target, supervise
-from tests.ending import end, wait_gone
+from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.test_spawn import cut_connections
 
 # Ranks that need no torch start fast; those that use it say so.
@@ -215,6 +216,25 @@ def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Call
     launched.process.terminate()
     assert launched.end()[0] == 143
     wait_gone(processes)
+
+
+def test_what_a_rank_leaves_running_is_ended_and_said_but_not_what_has_a_session_of_its_own(run: Run, tmp_path: Path) -> None:
+    text = """
+    import os, subprocess, sys
+    own = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=subprocess.DEVNULL, start_new_session=True)
+    left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=subprocess.DEVNULL)
+    print(own.pid, left.pid)
+    """
+    code, out, err = run(text, workers=1)
+    own, left = (int(pid) for pid in out.split())
+    try:
+        assert code == 0
+        assert re.match(rf"rank 0 has left .* \(pid {left}\) running: ended with it", err)
+        assert str(own) not in err
+        wait_gone([left])
+        assert alive(own)
+    finally:
+        kill([psutil.Process(own)])
 
 
 def test_children_of_the_failed_rank_are_ended(run: Run) -> None:

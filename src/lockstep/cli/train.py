@@ -182,7 +182,7 @@ def train(
     from lockstep.mesh.layout import Mesh
     from lockstep.settings import Settings
     from lockstep.training import result
-    from lockstep.training.claim import claimed
+    from lockstep.training.claim import claimed, finished_before
     from lockstep.training.run_directory import RESULT
     from lockstep.training.tuned import Tuned
 
@@ -253,7 +253,9 @@ def train(
 
         work_as(here, lambda: train_as_rank(settings, run, resume=resume, fresh=fresh), may_exit=False)
         return
-    if resume and run is not None and (run / RESULT).exists():
+    if run is not None and finished_before(settings, run, resume=resume, fresh=fresh):
+        if not resume:
+            print(f"run directory {run} holds this training, and it is finished; --fresh trains it again", file=sys.stderr)
         print(result.last_line(result.read(run / RESULT)))
         return
 

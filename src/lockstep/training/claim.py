@@ -14,10 +14,17 @@ from lockstep.checkpoints.manifest import check
 from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
 from lockstep.settings import Settings
 from lockstep.training.resolve import short_name
-from lockstep.training.run_directory import RunDirectory, take_over
+from lockstep.training.run_directory import RESULT, RunDirectory, take_over
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote
+
+
+def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> bool:
+    """Whether `run` holds the result of this training, so that nothing is to be trained: the same command after its end, or `resume`."""
+    if run is None or fresh or not (run / RESULT).exists():
+        return False
+    return resume or not settings.differences(Settings.read(run))
 
 
 def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
