@@ -44,6 +44,7 @@ LAYERS = [
         "step_result",
         "replicas",
         "uneven",
+        "wrapper_arguments",
         "stepper_clock",
         "stepper_outcomes",
         "stepper_state",

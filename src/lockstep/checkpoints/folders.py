@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 BEST = "best.json"  # which of them has the best metric
@@ -70,10 +69,9 @@ def set_aside(directory: Path, after: int) -> None:
         if step_of(folder) > after:
             aside = directory / f"{_ASIDE}{folder.name}"
             shutil.rmtree(aside, ignore_errors=True)
-            with suppress(FileNotFoundError):  # of a model that is divided, replicas of several parts may differ at once
-                folder.rename(aside)
+            folder.rename(aside)
             if best_name(directory) == folder.name:
-                (directory / BEST).unlink(missing_ok=True)
+                (directory / BEST).unlink()
 
 
 def sweep(directory: Path) -> None:

@@ -34,7 +34,8 @@ class UnusedCheck:
             return
         mine = torch.tensor(reducer.landed_here(), dtype=torch.uint8, device=reducer.parameters[0].device)
         used = reducer.group.all_gather(mine, place="for the list of unused parameters").view(reducer.group.size, -1).bool().cpu()
-        used = torch.where(used.any(1, keepdim=True), used, True)  # a rank without micro-batches is no evidence
+        if used.any():  # a rank without micro-batches is no evidence
+            used = torch.where(used.any(1, keepdim=True), used, True)
         nowhere = [name for name, anywhere in zip(reducer.names, used.any(0).tolist(), strict=True) if not anywhere]
         self._say_partly(
             [(name, column) for name, column in zip(reducer.names, used.t(), strict=True) if column.any() and not column.all()]

@@ -63,12 +63,11 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
 ) -> None:
     """Compare two checkpoints' models, tensor by tensor, to the bit. Exit code 1 where they differ."""
-    folders = [_checkpoint(path) for path in (first, second)]
     import torch
 
     from lockstep.checkpoints import files
 
-    a, b = map(files.read, folders)
+    a, b = (files.read(_checkpoint(path)) for path in (first, second))
     ours, theirs = a.tensors, b.tensors
     differing = sorted(ours.keys() ^ theirs.keys())
     for name in differing:
@@ -95,15 +94,15 @@ def export(
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric.")] = False,
 ) -> None:
     """Copy a whole checkpoint's model to a file of its own, with plain names, for any program that reads safetensors."""
+    from safetensors import SafetensorError
+
+    from lockstep.checkpoints import files
+    from lockstep.checkpoints.pieces import Piece, write_pieces
+
     if best and step is not None:
         raise UsageError(f"--best and --step {step} exclude each other: give one")
     directory = _directory(run)
     folder = _checkpoint(directory, step=step, best=best)
-    from safetensors import SafetensorError
-
-    from lockstep.checkpoints import files  # imports torch
-    from lockstep.checkpoints.pieces import Piece, write_pieces
-
     found = files.read(folder)
     try:
         if found.in_parts:

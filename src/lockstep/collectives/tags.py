@@ -45,10 +45,8 @@ _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 class Tags:
     """This rank's view of the page of one group whose members share a host."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ranks: Sequence[int], *, places: bool = True) -> None:
-        """`places`: whether ranks must also come to a collective by the same line of the program."""
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: Sequence[int]) -> None:
         self._memory = memory
-        self._places = places
         self._rank = rank
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._others = [other for other in range(len(ranks)) if other != rank]
@@ -85,8 +83,6 @@ class Tags:
             if _NUMBER.unpack_from(self._memory, start)[0] != number:
                 continue  # it is far ahead, and has written over this tag
             if theirs != mine and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]:
-                if not self._places and _without_place(theirs) == _without_place(mine):
-                    continue
                 raise self._mismatch(number)
         return here == len(self._others)
 
@@ -157,18 +153,13 @@ class Tags:
     def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
         missing = [self._ranks[other] for other in self._missing(number)]
         return CollectiveTimeout(
-            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within the timeout of {timeout.total_seconds():g} s",
-            missing,
+            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within {timeout.total_seconds():g} s", missing
         )
 
 
-def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, *, places: bool = True) -> Tags:
+def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Tags:
     """Make or join the page of a group whose members all run on this host. Every member calls it. Linux only."""
-    return Tags(share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout), rank, ranks, places=places)
-
-
-def _without_place(tag: bytes) -> bytes:
-    return tag.rsplit(b" at ", 1)[0]
+    return Tags(share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout), rank, ranks)
 
 
 def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) -> CollectiveMismatch:

@@ -32,6 +32,8 @@ class Bucket:
 def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
     """A parameter's place in a flat tensor, in the parameter's shape."""
     piece = flat[span.start : span.stop]
+    if not piece.numel() and parameter.numel():  # a gradient that travels by other ways
+        return piece
     # Autograd keeps a gradient in its parameter's memory format; a view of the same strides spares a strided copy (channels_last).
     if _dense(parameter):
         return piece.as_strided(parameter.shape, parameter.stride(), storage_offset=flat.storage_offset() + span.start)

@@ -15,6 +15,10 @@ from lockstep.gradients.bucket import Bucket
 class Fold(Protocol):
     """What a Reducer asks of it. Parameters go by their numbers."""
 
+    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """How many elements of a bucket each parameter's gradient takes."""
+        ...
+
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         """Gradients have new places."""
         ...
@@ -59,12 +63,15 @@ class Fold(Protocol):
 class InPlace:
     """A micro-batch after the other is added to the same memory, by autograd itself: `.grad` is a view of the bucket all the time."""
 
+    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        return [parameter.numel() for parameter in parameters]
+
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         homes = {span.parameter: view for bucket in buckets for span, view in zip(bucket.spans, bucket.views, strict=True)}
         self._views = [homes[number] for number in range(len(parameters))]
         for view, parameter in zip(self._views, parameters, strict=True):
-            if parameter.grad is not None and not parameter.grad.is_sparse:
+            if parameter.grad is not None and parameter.grad.shape == view.shape and not parameter.grad.is_sparse:
                 parameter.grad = view.copy_(parameter.grad)
 
     def begin(self, cut: Cut | None) -> bool:

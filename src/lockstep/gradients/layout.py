@@ -67,8 +67,11 @@ def aligned(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def plan(entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET, first_bucket: int = FIRST_BUCKET) -> Layout:
+def plan(
+    entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET, first_bucket: int = FIRST_BUCKET, caps: Sequence[int] = ()
+) -> Layout:
     """Put the entries into buckets, in `order`. A bucket is closed as soon as it holds `bucket` bytes (the first: `first_bucket`).
+    With `caps`, bucket n is closed at caps[n] bytes, and those after the last at its bytes.
 
     So none but the last of a kind is small: a large gradient takes the small ones before it along, as in torch's wrapper.
     Buckets are closed per (dtype, device) and numbered in the order in which their last gradient is expected.
@@ -77,12 +80,13 @@ def plan(entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     held: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes in the bucket that is being filled
     closed: list[list[int]] = []
+    caps = caps or (first_bucket, bucket)
     for number in order:
         entry = entries[number]
         kind = (entry.dtype, entry.device)
         filling.setdefault(kind, []).append(number)
         held[kind] = held.get(kind, 0) + aligned(entry.numel) * entry.dtype.itemsize
-        if held[kind] >= (bucket if closed else first_bucket):
+        if held[kind] >= caps[min(len(closed), len(caps) - 1)]:
             closed.append(filling.pop(kind))
             held[kind] = 0
     closed += filling.values()

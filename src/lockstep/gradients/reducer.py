@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep import status
 from lockstep.collectives.group import Group, Work
 from lockstep.data.windows import Cut
-from lockstep.errors import LateGradient, UsageError
+from lockstep.errors import LateGradient, LockstepWarning, UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.departures import Departures
 from lockstep.gradients.fold import Fold, InPlace
@@ -58,6 +59,7 @@ class Reducer:
         *,
         fold: Fold | None = None,
         bucket_bytes: int = BUCKET,
+        bucket_caps: Sequence[int] = (),
         ignored: Collection[str] = (),
     ) -> None:
         self.group = group
@@ -75,7 +77,12 @@ class Reducer:
         self.layouts = 0  # how often buckets were laid
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
         self.bucket_bytes = bucket_bytes
+        self._caps = bucket_caps or (min(FIRST_BUCKET, bucket_bytes), bucket_bytes)
+        self.static = False  # every backward is like the first one: a parameter may get several gradients in it
+        self._times: list[int] | None = None  # how many, by parameter, once known
+        self._known: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # parameters that have been made equal on all ranks
         self.departures = Departures()  # of the window that is open, or was finished last
+        self.graph_said = False
         self._taken = False
         self._first = 0  # the rank that has slot 0 of the window
         self._here: list[bool] = []
@@ -84,6 +91,8 @@ class Reducer:
         self._trainable = Trainable(module, ignored)
         self._handles: list[RemovableHandle] = []
         self._take()
+        for parameter in self.parameters:
+            self._known[parameter] = None
 
     # -- parameters and buckets ----------------------------------------------------------------------------------------------------
 
@@ -101,6 +110,7 @@ class Reducer:
             owner = self._owners.get(parameter, lambda: None)()
             if owner is not None and owner is not self:
                 owner._give_up()
+        self._times = None
         self._arrivals: list[int] | None = []  # the order of one backward of the first window; None once the buckets follow it
         self._finished = False  # at least one window has been summed
         self._here = [id(parameter) in landed for parameter in self.parameters]  # landed in this window
@@ -109,19 +119,35 @@ class Reducer:
             self._owners[parameter] = ref(self)
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._landed, number)))
 
+    def _follow_model(self) -> None:
+        """Take charge of what is trained now. All frozen for a while (a discriminator in the generator's step): nothing is to be done."""
+        named = self._trainable.named()
+        if not named and not self.guarded:
+            return
+        if [id(parameter) for _, parameter in named] == list(map(id, self.parameters)) and self._entries() == self._laid:
+            return
+        self._take()
+        for name, parameter in named:
+            if parameter not in self._known:
+                self.group.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
+                self._known[parameter] = None
+
     def _give_up(self) -> None:
         """Another Reducer takes these parameters: two must never reduce the same gradient."""
         self.close()
         self._taken = True
 
+    def _entries(self) -> list[Entry]:
+        return [
+            Entry(name, room, parameter.dtype, parameter.device)
+            for name, parameter, room in zip(self.names, self.parameters, self._fold.room(self.parameters), strict=True)
+        ]
+
     def _build(self, order: Sequence[int]) -> None:
         """Lay the buckets; gradients that are there move into them."""
         self.layouts += 1
-        entries = [
-            Entry(name, parameter.numel(), parameter.dtype, parameter.device)
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-        ]
-        self.layout: Layout = plan(entries, order, bucket=self.bucket_bytes, first_bucket=min(FIRST_BUCKET, self.bucket_bytes))
+        entries = self._laid = self._entries()
+        self.layout: Layout = plan(entries, order, caps=self._caps)
         self.buckets: list[Bucket] = []  # what nobody holds any more goes before the new memory comes
         self._home: list[Bucket] = []  # by parameter
         memory = self.reduction.memory(self.layout)
@@ -133,9 +159,15 @@ class Reducer:
         self._versions: list[int] = []  # of the sums that have left, to see whether somebody writes to them
         self._arm()
 
+    def dense(self) -> None:
+        """From now on gradients of all parameters lie in buckets. Every rank calls it alike."""
+        self._fold = InPlace()
+        self._build(self.layout.order)
+
     def _arm(self) -> None:
         """Be ready for a closing backward."""
-        self._under_way = False
+        self._under_way = self._began = False
+        self._count = [0] * len(self.parameters)  # gradients in the closing backward
         self._closed = [False] * len(self.parameters)  # landed in its closing backward, and scaled
         self._expected = [len(bucket.spans) for bucket in self.buckets]  # still to land in the closing backward
         self._works.clear()
@@ -162,27 +194,29 @@ class Reducer:
             raise UsageError(
                 "another Stepper or DistributedDataParallel has been made for these parameters since, and reduces their gradients: use that one"
             )
-        if self._under_way:
+        if self._under_way or self._began:
             for work in self._works:
                 work.wait()
             self._arm()
         if self._trainable.changed():
-            known = {id(parameter) for parameter in self.parameters}
-            self._take()
-            for name, parameter in zip(self.names, self.parameters, strict=True):
-                if id(parameter) not in known:
-                    self.group.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
+            self._follow_model()
         elif self._finished and self._arrivals is not None:
             self._follow_arrivals(self._arrivals)
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
         """Lay the buckets in the order in which gradients arrived in the first window, on the rank of slot 0, so that they fill one by one."""
         self._arrivals = None
-        order = list(dict.fromkeys([*arrived, *self.layout.order]))
+        last = list(dict.fromkeys(reversed(arrived)))[::-1]  # a parameter's last gradient counts
+        order = list(dict.fromkeys([*last, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
         self.group.broadcast(message, self._first, place="for the order of gradients").wait()
         if (order := message.tolist()) != list(self.layout.order):
             self._build(order)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether a window of these parameters has been summed."""
+        return self._finished
 
     @property
     def order(self) -> list[str]:
@@ -219,28 +253,25 @@ class Reducer:
         bucket = self._home[number]
         if self.guarded and self._here[number] and self._fold.cleared(number, landing=True):
             raise UsageError(CLEARED.format(self.names[number]))
-        if bucket.index < len(self._works) or (self.closing and self._closed[number]):
-            raise LateGradient(
-                f"a second gradient of {self.names[number]!r} arrived in one window's last backward, when its sum was on its way to the other ranks. "
-                "Usual causes: two backwards (add the losses and call backward once); a block used twice under reentrant checkpointing "
-                "(use_reentrant=False)"
-            )
+        if bucket.index < len(self._works) or (self.closing and (self._closed[number] or self._is_unforeseen(number))):
+            raise LateGradient(self._late(number))
         if parameter.grad is not None and parameter.grad.requires_grad:
-            raise UsageError(
-                f"backward(create_graph=True) left a graph on the gradient of {self.names[number]!r}, which cannot travel to other ranks: "
-                "take derivatives of gradients with torch.autograd.grad, and call backward once, without create_graph"
-            )
+            self._say_no_graph(number)
+            parameter.grad = parameter.grad.detach()
         if self.closing and not self._under_way:
             self._under_way = True
-            if self.end_of_backward is not None:
+            if self.end_of_backward is not None and not self._began:
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+        if parameter.grad is None and not self.guarded:  # autograd came by without a gradient
+            return
         if self.on_landed is not None and parameter.grad is not None:
             self.on_landed(number, parameter.grad)
-        self._fold.land(number, self.scale if self.closing else 1.0)
+        last = self.closing and self._is_last(number)
+        self._fold.land(number, self.scale if last else 1.0)
         self._here[number] = True
         if self._arrivals is not None and self._fold.sets_order(closing=self.closing):
             self._arrivals.append(number)
-        if not self.closing:
+        if not last:
             return
         self._closed[number] = True
         if not bucket.sum.is_cuda:  # there nobody asks what was hidden
@@ -248,6 +279,44 @@ class Reducer:
         self._expected[bucket.index] -= 1
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
+
+    def _is_last(self, number: int) -> bool:
+        """Whether a parameter gets no further gradient in this closing backward. In the first one of a static graph nobody knows."""
+        self._count[number] += 1
+        return not self.static or (self._times is not None and self._count[number] >= self._times[number])
+
+    def _is_unforeseen(self, number: int) -> bool:
+        return self.static and self._times is not None and self._count[number] == self._times[number]
+
+    def _late(self, number: int) -> str:
+        name = self.names[number]
+        if self.static and self._times is not None:
+            return (
+                f"Your training graph has changed in this iteration, and static_graph=True says that it does not: {name!r} got gradient "
+                f"{self._count[number] + 1}, and {self._times[number]} in the first backward. Leave out static_graph"
+            )
+        return (
+            f"a second gradient of {name!r} arrived in one window's last backward, when its sum was on its way to the other ranks. "
+            "Usual causes: two backwards (add the losses and call backward once); a block used twice under reentrant checkpointing "
+            "(static_graph=True with the wrapper, or use_reentrant=False)"
+        )
+
+    def _say_no_graph(self, number: int) -> None:
+        if self.graph_said:
+            return
+        self.graph_said = True
+        warnings.warn(
+            f"backward(create_graph=True): the graph on the gradient of {self.names[number]!r} does not reach the other ranks. Its mean has no graph; "
+            "take derivatives of gradients with torch.autograd.grad. This is said once.",
+            LockstepWarning,
+            stacklevel=2,
+        )
+
+    def backward_begins(self, *_: object) -> None:
+        """The outermost backward has begun: its end is the end, also where reentrant checkpointing runs others inside it."""
+        if self.closing and not self._began and not self._under_way and self.end_of_backward is not None:
+            self._began = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
 
     def _backward_over(self) -> None:
         """Called by autograd when a backward has ended: the user's, or one that reentrant checkpointing runs inside it."""
@@ -299,12 +368,14 @@ class Reducer:
         self.someone_misses = self._missing_everywhere()
         self._finished = True
         self._landed_here = self._here
+        if self.static and self._times is None:
+            self._times = self._count
         self._here = [False] * len(self.parameters)
         self._arm()
 
     def _missing(self) -> float:
-        """Parameters without a gradient on this rank. One without any gradient had no micro-batch: it knows nothing of what is missing."""
-        return float(self._here.count(False)) if any(self._here) else 0.0
+        """Parameters without a gradient on this rank. One without any backward had no micro-batch: it knows nothing of what is missing."""
+        return float(self._here.count(False)) if any(self._here) or self._under_way or self._began else 0.0
 
     def _missing_everywhere(self) -> float:
         flag = self.buckets[-1].flag
@@ -312,10 +383,11 @@ class Reducer:
         if self.group.host is not self.group or not self.reduction.carries_all:  # reading what travelled would wait for a GPU
             missing = torch.tensor(self._missing())
             self.group.host.all_reduce_small(missing, place=_MISSING).wait()
+            count = missing.item()
         else:
-            missing = flag.clone()
+            count = flag.item()
         flag.zero_()  # it is no part of the gradient's norm
-        return missing.item()
+        return count
 
     def look_for_cleared(self) -> None:
         """Between backward and `finish` the gradients belong to the sum: cleared ones would be lost on this rank only. Waits for nobody."""

@@ -6,20 +6,37 @@ the *mean* over the ranks: it divides, so nobody else does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import status
 from lockstep.collectives.group import Work
+from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import Layout
 from lockstep.gradients.reductions import private
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
+
+
+def check_hook(hook: object) -> None:
+    """Raise for what cannot be a communication hook, with torch's types: TypeError, or UsageError (a ValueError) for its annotations."""
+    if not callable(hook):
+        raise TypeError(f"a communication hook must be callable, and this is a {type(hook).__name__}: give a function of (state, bucket)")
+    signature = inspect.signature(hook)
+    bucket = list(signature.parameters.values())[1:2]
+    for what, given, allowed in (
+        ("bucket annotation", bucket[0].annotation if bucket else None, (dist.GradBucket, GradBucket)),
+        ("return annotation", signature.return_annotation, (torch.futures.Future[torch.Tensor], torch.futures.Future)),
+    ):
+        if given is not inspect.Parameter.empty and not isinstance(given, str) and given not in allowed:
+            raise UsageError(f"Communication hook: {what} should be {allowed[0]}, and is {given}")
 
 
 class GradBucket:
@@ -41,10 +58,10 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """The gradients, as views of the buffer."""
-        return list(self._bucket.views)
+        return [view for view, span in zip(self._bucket.views, self._bucket.spans, strict=True) if span.start < span.stop]
 
     def parameters(self) -> list[nn.Parameter]:
-        return list(self._bucket.parameters)
+        return [each for each, span in zip(self._bucket.parameters, self._bucket.spans, strict=True) if span.start < span.stop]
 
     def is_last(self) -> bool:
         """Whether this bucket is the last of its backward."""
@@ -69,7 +86,12 @@ class TorchHook:
         return private(layout)
 
     def start(self, bucket: Bucket) -> Work:
-        return _Promised(self._hook(self._state, GradBucket(bucket)), bucket)
+        future = self._hook(self._state, GradBucket(bucket))
+        if not isinstance(future, torch.futures.Future | torch._C.Future):
+            raise UsageError(
+                f"communication hook: callback must return a torch.futures.Future, but got {type(future).__name__}: return a future of the mean"
+            )
+        return _Promised(future, bucket)
 
 
 class _Promised:
@@ -84,5 +106,10 @@ class _Promised:
         result = self._future.wait()
         status.waits(False)
         mean = result[0] if isinstance(result, (list, tuple)) else result
+        if not isinstance(mean, Tensor) or mean.numel() != self._bucket.sum.numel():
+            found = f"a tensor of {mean.numel()}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
+            raise UsageError(
+                f"communication hook: its future holds {found}, and the bucket has {self._bucket.sum.numel()} elements: return the bucket's mean"
+            )
         if mean.data_ptr() != self._bucket.sum.data_ptr():
             self._bucket.sum.copy_(mean.view_as(self._bucket.sum))

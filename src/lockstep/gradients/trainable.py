@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 
 Named = list[tuple[str, nn.Parameter]]
@@ -23,18 +24,22 @@ class Trainable:
         ]
 
     def changed(self) -> bool:
-        """Whether a parameter was added, removed, replaced, frozen or unfrozen since this was last asked."""
+        """Whether a parameter was added, removed, replaced, frozen, unfrozen or given another dtype or device since this was last asked."""
         now = self._look()
         before, self._seen = self._seen, now
         return now != before
 
-    def _look(self) -> list[tuple[int, bool] | int]:
-        """Every parameter's identity and requires_grad, in the order of the tree. A walk without names: it is made every step."""
-        seen: list[tuple[int, bool] | int] = []
+    def _look(self) -> list[tuple[int, bool, torch.dtype, torch.device] | int]:
+        """Every parameter's identity, requires_grad and kind, in the order of the tree. A walk without names: it is made every step."""
+        seen: list[tuple[int, bool, torch.dtype, torch.device] | int] = []
         stack = [self.module]
         while stack:
             module = stack.pop()
-            seen += [(id(parameter), parameter.requires_grad) for parameter in module._parameters.values() if parameter is not None]
+            seen += [
+                (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
+                for parameter in module._parameters.values()
+                if parameter is not None
+            ]
             seen.append(len(module._modules))
             stack += [child for child in module._modules.values() if child is not None]
         return seen

@@ -26,6 +26,9 @@ class Tree:
         self._place = -1  # of the micro-batch that is open, among this rank's
         self._landed: set[int] = set()  # in it
 
+    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        return [parameter.numel() for parameter in parameters]
+
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         self._buckets, self._parameters = buckets, parameters
         self._views: list[dict[int, Tensor]] = [

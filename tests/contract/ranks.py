@@ -1,0 +1,183 @@
+"""Runs test bodies that torch ships in its wheel, in two gloo ranks that are started once.
+
+torch starts new processes for each of its tests, which costs seconds a test. Here the parent imports torch's tests, forks two ranks, and these
+run one body after the other. A body that fails, hangs or leaves the process group unusable ends its ranks; the next one gets new ones.
+
+    python -m tests.contract.SUITE OUT [--only NAME ...] [--but NAME ...]       # writes {name: "passed" | what went wrong}
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import types
+import unittest
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+RANKS = 2
+LIMIT = 120.0  # seconds of one body: what hangs is ended, and a machine that is ten times slower is not
+PASSED = "passed"
+
+Case = Callable[[str, int], unittest.TestCase]
+
+
+def without_expecttest() -> None:
+    """torch's test classes derive from expecttest's, which its wheel does not require. No body that runs here uses what it adds."""
+    module = types.ModuleType("expecttest")
+    module.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    module.ACCEPT = False  # type: ignore[attr-defined]
+    sys.modules.setdefault("expecttest", module)
+
+
+class OnCpu(TorchFunctionMode):
+    """Places on the CPU what a body places on a GPU: most of torch's DDP tests ask for one GPU a rank and test nothing about it."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = (args[0], *map(on_cpu, args[1:]))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def on_cpu(place: Any) -> Any:
+    """The CPU in place of a GPU, a GPU's name or its number; everything else as it is."""
+    if isinstance(place, torch.device) or (isinstance(place, str) and place.startswith("cuda")):
+        return torch.device("cpu")
+    return torch.device("cpu") if isinstance(place, int) and not isinstance(place, bool) else place
+
+
+def gpus_are_cpus() -> None:
+    """What a body calls of torch.cuda does nothing, and modules stay where they are."""
+
+    @contextmanager
+    def nothing(*args: object, **kwargs: object) -> Iterator[None]:
+        yield
+
+    to = torch.nn.Module.to
+    torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign,assignment,return-value]
+    torch.nn.Module.to = lambda module, *args, **kwargs: to(  # type: ignore[method-assign,assignment]
+        module, *map(on_cpu, args), **{key: on_cpu(value) if key == "device" else value for key, value in kwargs.items()}
+    )
+    for name in ("set_device", "synchronize", "manual_seed", "Stream"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)  # each its own: torch.compile has a table of them
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.device, torch.cuda.stream = nothing, contextmanager(nothing.__wrapped__)  # type: ignore[assignment,misc]
+
+
+def run(names: Sequence[str], case: Case, limit: float = LIMIT) -> dict[str, str]:
+    """Run every body in both ranks; what became of each."""
+    found: dict[str, str] = {}
+    left = list(names)
+    while left:
+        left = left[_some(left, case, limit, found) :]
+    return found
+
+
+def _some(names: Sequence[str], case: Case, limit: float, found: dict[str, str]) -> int:
+    """Run bodies in two new ranks until the ranks cannot be used any more; how many were run."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-contract-") as folder:
+        context = mp.get_context("fork")
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        ranks = [context.Process(target=_rank, args=(rank, Path(folder), pipes, case)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        try:
+            for number, name in enumerate(names):
+                outcomes = [_outcome(pipe, process, limit) for (pipe, _), process in zip(_told(pipes, name), ranks, strict=True)]
+                found[name] = next((outcome for outcome in outcomes if outcome != PASSED), PASSED)
+                if found[name] != PASSED:
+                    found[name] += "".join(f"\n{each.name}: {each.read_text()[-1500:]}" for each in Path(folder).glob("output-*"))
+                    return number + 1
+            return len(names)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _told(pipes: Sequence[tuple[Connection, Connection]], name: str) -> Sequence[tuple[Connection, Connection]]:
+    for pipe, _ in pipes:
+        pipe.send(name)
+    return pipes
+
+
+def _outcome(pipe: Connection, process: Any, limit: float) -> str:
+    ready = wait([pipe, process.sentinel], limit)
+    if pipe in ready:
+        outcome: str = pipe.recv()
+        return outcome
+    return f"process ended with {process.exitcode}" if ready else f"still running after {limit:.0f} s"
+
+
+def _rank(rank: int, folder: Path, pipes: Sequence[tuple[Connection, Connection]], case: Case) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number, (parents, ours) in enumerate(pipes):  # so that both ranks see when the parent ends
+        parents.close()
+        if number != rank:
+            ours.close()
+    pipe = pipes[rank][1]
+    gpus_are_cpus()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), TEMP_DIR=str(folder))
+    for name in ("test_dir", "barrier", "init_dir"):
+        (folder / name).mkdir(exist_ok=True)
+    with (folder / f"output-{rank}").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    with suppress(EOFError):
+        while True:
+            pipe.send(_body(case, pipe.recv(), rank))
+
+
+def _body(case: Case, name: str, rank: int) -> str:
+    """Run one body; PASSED, or the end of its traceback."""
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            test = case(name, rank)
+            with OnCpu():
+                getattr(test, name)()
+            test.doCleanups()
+        gc.collect()
+        dist.barrier()
+    except unittest.SkipTest as skipped:
+        return f"skipped: {skipped}"
+    except SystemExit as ended:
+        return f"skipped: exit code {ended.code}"
+    except BaseException as error:
+        return "".join(traceback.format_exception(error, limit=-4))[-1500:]
+    return PASSED
+
+
+def main(names: Sequence[str], case: Case) -> None:
+    """Run the bodies that the command line asks for, and write what became of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="+", default=names)
+    parser.add_argument("--but", nargs="+", default=[])
+    asked = parser.parse_args()
+    found = run([name for name in names if name in asked.only and name not in asked.but], case)
+    asked.out.write_text(json.dumps(found, indent=1))

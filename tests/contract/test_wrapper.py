@@ -1,0 +1,443 @@
+"""The same script with torch's wrapper and with ours: gradients and weights are the same after each of these uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import LateGradient, UsageError
+from lockstep.testing import run_ranks
+from tests import zoo
+
+Make = Callable[..., Any]
+Case = Callable[[Make, int], Iterator[Tensor | None]]
+
+
+def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    x, y = zoo.samples(512)
+    rows = slice(4 * (4 * number + rank), 4 * (4 * number + rank) + 4)
+    return x[rows], y[rows]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    x, y = batch(rank, number)
+    optimizer.zero_grad()
+    zoo.loss_sum(model(x), y).backward()
+    optimizer.step()
+
+
+def gradients(model: nn.Module) -> Iterator[Tensor | None]:
+    for parameter in model.parameters():
+        yield None if parameter.grad is None else parameter.grad.clone()
+
+
+def joined_twice(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """Loops that clear gradients after the step find their own in the next epoch, not those of ranks that went on."""
+    ddp = make(nn.Linear(1, 1, bias=False))
+    for _ in range(2):
+        with ddp.join():
+            for _ in range(3 + 2 * rank):
+                ddp(torch.ones(1, 1)).sum().backward()
+                yield from gradients(ddp)
+                ddp.zero_grad()
+        yield from gradients(ddp)
+
+
+def joined_with_buffers(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """Batches of unequal number, some of them without a sum."""
+    ddp = make(zoo.build("cnn"))
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    with ddp.join(divide_by_initial_world_size=False):
+        for number in range(4 + 3 * rank):
+            x, y = batch(rank, number)
+            if number % 3:
+                with ddp.no_sync():
+                    zoo.loss_sum(ddp(x), y).backward()
+            else:
+                zoo.loss_sum(ddp(x), y).backward()
+                sgd.step()
+                sgd.zero_grad()
+    yield from ddp.state_dict().values()
+
+
+class Counts(Joinable, JoinHook):
+    """Something else that takes part in a join: adds up over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(1)
+
+    def __call__(self, mine: float) -> None:
+        Join.notify_join_context(self)
+        mine_and_theirs = torch.tensor([mine])
+        dist.all_reduce(mine_and_theirs)
+        self.total += mine_and_theirs
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        return self
+
+    def main_hook(self) -> None:
+        dist.all_reduce(torch.zeros(1))
+
+    @property
+    def join_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+def joined_with_another(make: Make, rank: int) -> Iterator[Tensor | None]:
+    ddp, counts = make(zoo.build("mlp")), Counts()
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    with Join([ddp, counts]):
+        for number in range(2 + 2 * rank):
+            step(ddp, sgd, rank, number)
+            counts(number + 1.0)
+    yield from ddp.parameters()
+    if rank:
+        yield counts.total
+
+
+def adversarial(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """pix2pix: the discriminator's parameters are frozen in the generator's step."""
+    generator, discriminator = make(zoo.mlp()), make(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    ours, theirs = torch.optim.SGD(generator.parameters(), lr=0.02), torch.optim.SGD(discriminator.parameters(), lr=0.02)
+    for number in range(4):
+        x, y = batch(rank, number)
+        fake = generator(x)
+        discriminator.requires_grad_(True)
+        theirs.zero_grad()
+        (discriminator(fake.detach()).sum() - discriminator(nn.functional.one_hot(y, 3).float()).sum()).backward()
+        theirs.step()
+        discriminator.requires_grad_(False)
+        ours.zero_grad()
+        discriminator(fake).sum().backward()
+        ours.step()
+    yield from generator.parameters()
+    yield from discriminator.parameters()
+
+
+def copied(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """A copy of a wrapper is a wrapper."""
+    ddp = make(zoo.build("mlp"))
+    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.02), rank, 0)
+    again = copy.deepcopy(ddp)
+    sgd = torch.optim.SGD(again.parameters(), lr=0.02)
+    for number in range(3):
+        step(again, sgd, rank, number)
+    yield from again.parameters()
+    yield from ddp.parameters()
+
+
+class Rows(nn.Module):
+    def __init__(self, more: bool) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 3, mode="sum", sparse=True)
+        self.last = nn.Linear(3, 3) if more else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.bag((x.abs() * 20).long().clamp(max=49)))
+        return found
+
+
+def sparse(make: Make, rank: int, more: bool = True) -> Iterator[Tensor | None]:
+    """Gradients of sparse embeddings are sparse, which SparseAdam needs; also when several backwards add up."""
+    ddp = make(Rows(more))
+    rows, others = torch.optim.SparseAdam([ddp.module.bag.weight], lr=0.02), list(ddp.module.last.parameters())
+    for number in range(4):
+        x, y = batch(rank, number)
+        if number % 2:
+            with ddp.no_sync():
+                zoo.loss_sum(ddp(x), y).backward()
+        zoo.loss_sum(ddp(x), y).backward()
+        assert ddp.module.bag.weight.grad.is_sparse
+        yield ddp.module.bag.weight.grad.to_dense()
+        rows.step()
+        for parameter in others:
+            parameter.data -= 0.02 * parameter.grad
+        ddp.zero_grad()
+    yield from ddp.parameters()
+
+
+def only_sparse(make: Make, rank: int) -> Iterator[Tensor | None]:
+    yield from sparse(make, rank, more=False)
+
+
+def batch_norm(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """Every forward begins with rank 0's buffers, the first one of an evaluation too."""
+    ddp = make(zoo.build("cnn"))
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    for number in range(3):
+        step(ddp, sgd, rank, number)
+        yield from ddp.buffers()
+    ddp.eval()
+    with torch.no_grad():
+        yield ddp(batch(0, 7)[0])
+    yield from ddp.buffers()
+
+
+def buffers_of_their_own(make: Make, rank: int) -> Iterator[Tensor | None]:
+    ddp = make(zoo.build("cnn"), forward_sync_buffers=False)
+    step(ddp, torch.optim.SGD(ddp.parameters(), lr=0.02), rank, 0)
+    yield from ddp.buffers()
+
+
+def thawed(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """Parameters that are frozen for a step, and not in the next one."""
+    ddp = make(zoo.build("mlp"), find_unused_parameters=True)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    for number in range(4):
+        ddp.module[0].requires_grad_(number % 2 == 0)
+        step(ddp, sgd, rank, number)
+        yield from gradients(ddp)
+    yield from ddp.parameters()
+
+
+class Twice(nn.Module):
+    """A block that is used twice under reentrant checkpointing; with `shared`, two blocks that share a weight."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)
+        self.other = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        if shared:
+            self.other[0].weight = self.block[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (self.block, self.block, self.other):
+            x = checkpoint(block, x, use_reentrant=True)
+        found: Tensor = self.last(x)
+        return found
+
+
+def checkpointed_twice(make: Make, rank: int, shared: bool = False) -> Iterator[Tensor | None]:
+    ddp = make(Twice(shared), static_graph=True, bucket_cap_mb=0.0001)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    for number in range(3):
+        step(ddp, sgd, rank, number)
+        yield from gradients(ddp)
+    yield from ddp.parameters()
+
+
+def checkpointed_sharing(make: Make, rank: int) -> Iterator[Tensor | None]:
+    yield from checkpointed_twice(make, rank, shared=True)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.neither = nn.Linear(6, 3), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        found: Tensor = self.left(x) if left else self.right(x)
+        return found
+
+
+def unused(make: Make, rank: int) -> Iterator[Tensor | None]:
+    """`.grad` of what no rank uses stays None; what some rank uses is averaged on all."""
+    ddp = make(Branches(), find_unused_parameters=True)
+    for number in range(2):
+        x, y = batch(rank, number)
+        zoo.loss_sum(ddp(x, rank == number), y).backward()
+        yield from gradients(ddp)
+    ddp.zero_grad()
+    x, y = batch(rank, 2)
+    zoo.loss_sum(ddp(x, True), y).backward()
+    yield from gradients(ddp)
+
+
+CASES: list[Case] = [
+    joined_twice,
+    joined_with_buffers,
+    joined_with_another,
+    adversarial,
+    copied,
+    sparse,
+    only_sparse,
+    batch_norm,
+    buffers_of_their_own,
+    thawed,
+    checkpointed_twice,
+    checkpointed_sharing,
+    unused,
+]
+
+
+def run_case(world: lockstep.World, name: str) -> list[list[Tensor | None]]:
+    (case,) = (each for each in CASES if each.__name__ == name)
+    found = []
+    for make in (nn.parallel.DistributedDataParallel, lockstep.DistributedDataParallel):
+        torch.manual_seed(3)
+        found.append([None if each is None else each.detach().clone() for each in case(make, world.rank)])
+    return found
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in CASES])
+def test_torchs_wrapper_and_ours_agree(name: str) -> None:
+    for theirs, ours in run_ranks(run_case, 2, args=(name,)):
+        assert len(theirs) == len(ours) > 0
+        for number, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            assert (a is None) == (b is None), number
+            if a is not None and b is not None:
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=lambda text, number=number: f"value {number}: {text}")
+
+
+def doubled(world: lockstep.World) -> list[Tensor]:
+    """The model becomes float64 after it was wrapped."""
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    ddp.double()
+    x, y = batch(world.rank, 0)
+    zoo.loss_sum(ddp(x.double()), y).backward()
+    return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
+
+
+def both_forwards_first(world: lockstep.World) -> list[Tensor]:
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    losses = [zoo.loss_sum(ddp(x), y) for x, y in (batch(world.rank, 0), batch(world.rank, 1))]
+    for loss in losses:
+        loss.backward()
+    return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(("use", "dtype", "batches"), [(doubled, torch.float64, 1), (both_forwards_first, torch.float32, 2)])
+def test_the_mean_where_torchs_wrapper_does_not_have_it(use: Callable[..., list[Tensor]], dtype: torch.dtype, batches: int) -> None:
+    plain = zoo.build("mlp").to(dtype)
+    for rank in range(2):
+        for number in range(batches):
+            x, y = batch(rank, number)
+            (zoo.loss_sum(plain(x.to(dtype)), y) / 2).backward()
+    for found in run_ranks(use, 2):
+        for ours, parameter in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def attributes(world: lockstep.World) -> dict[str, Any]:
+    ddp = lockstep.DistributedDataParallel(
+        zoo.build("mlp"), bucket_cap_mb_list=[0.0001, 0.001], check_reduction=True, batched_grad_copy=True
+    )
+    assert ddp.process_group is dist.group.WORLD
+    assert ddp.join_process_group is dist.group.WORLD
+    found: dict[str, Any] = {name: getattr(ddp, name) for name in ("require_backward_grad_sync", "forward_sync_buffers", "device_mesh")}
+    ddp.require_backward_grad_sync = False
+    x, y = batch(world.rank, 0)
+    zoo.loss_sum(ddp(x), y).backward()
+    found["own"] = ddp.module[0].weight.grad.clone()
+    ddp.require_backward_grad_sync = True
+    zoo.loss_sum(ddp(x), y).backward()
+    found["mean"] = ddp.module[0].weight.grad.clone()
+    return found
+
+
+def test_names_that_libraries_read() -> None:
+    first, second = run_ranks(attributes, 2)
+    assert first["require_backward_grad_sync"] is True
+    assert first["forward_sync_buffers"] is True
+    assert first["device_mesh"] is None
+    assert not torch.equal(first["own"], second["own"])
+    torch.testing.assert_close(first["mean"], first["own"] + second["own"])
+    assert torch.equal(first["mean"], second["mean"])
+
+
+def no_future(state: object, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def wrong_annotation(state: object, bucket: int) -> torch.futures.Future[Tensor]:
+    raise AssertionError
+
+
+def too_short(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer()[:3])
+    return future
+
+
+def test_communication_hooks_are_checked() -> None:
+    with lockstep.init():
+        x, y = batch(0, 0)
+        ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+        with pytest.raises(TypeError, match="must be callable"):
+            ddp.register_comm_hook(None, {})  # type: ignore[arg-type]
+        wrong_annotation.__annotations__["bucket"] = int
+        with pytest.raises(ValueError, match="bucket annotation"):
+            ddp.register_comm_hook(None, wrong_annotation)
+        for hook, words in ((no_future, "but got Tensor"), (too_short, "a tensor of 3")):
+            ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+            ddp.register_comm_hook(None, hook)
+            with pytest.raises(UsageError, match=words):
+                zoo.loss_sum(ddp(x), y).backward()
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        found: Tensor = self.always(x) + self.later(x) if more else self.always(x)
+        return found
+
+
+def test_what_a_static_graph_does_not_have_is_named() -> None:
+    with lockstep.init():
+        x, y = batch(0, 0)
+        ddp = lockstep.DistributedDataParallel(Changing(), static_graph=True)
+        zoo.loss_sum(ddp(x, False), y).backward()
+        with pytest.raises(LateGradient, match="'later"):
+            zoo.loss_sum(ddp(x, True), y).backward()
+        with pytest.raises(UsageError, match="before training loop starts"):
+            ddp._set_static_graph()
+
+
+def test_layers_that_cannot_be_replicated_are_refused_by_name() -> None:
+    with lockstep.init():
+        with pytest.raises(ValueError, match=r"'0\.weight' has no shape yet"):
+            lockstep.DistributedDataParallel(nn.Sequential(nn.LazyLinear(3)))
+        with pytest.raises(ValueError, match="'1' is a SyncBatchNorm"):
+            lockstep.DistributedDataParallel(nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)))
+
+
+def test_the_older_name_of_forward_sync_buffers_is_taken_with_a_warning() -> None:
+    with lockstep.init():
+        with pytest.warns(FutureWarning, match="broadcast_buffers=False is deprecated"):
+            ddp = lockstep.DistributedDataParallel(zoo.build("cnn"), broadcast_buffers=False)
+        assert not ddp.forward_sync_buffers
+        with pytest.warns(FutureWarning, match="its value is ignored"):
+            ddp = lockstep.DistributedDataParallel(zoo.build("cnn"), broadcast_buffers=False, forward_sync_buffers=True)
+        assert ddp.forward_sync_buffers
+
+
+def in_distributed_autograd(world: lockstep.World, store: str) -> str:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    x, y = batch(0, 0)
+    zoo.loss_sum(ddp(x), y).backward()
+    try:
+        with dist.autograd.context():
+            ddp(x)
+        return "nothing said"
+    except UsageError as error:
+        return str(error)
+    finally:
+        rpc.shutdown()
+
+
+def test_a_distributed_autograd_context_is_refused(tmp_path: Path) -> None:
+    (said,) = run_ranks(in_distributed_autograd, 1, args=(str(tmp_path / "store"),))
+    assert said.startswith("a forward in a distributed autograd context")
