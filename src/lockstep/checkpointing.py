@@ -26,6 +26,9 @@ from lockstep import status
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.due import FIRST, steps_until_next
 from lockstep.checkpoints.files import COMPARED, Checkpoint
+from lockstep.checkpoints.identity import check_storable
+from lockstep.checkpoints.manifest import STATE
+from lockstep.checkpoints.pieces import believed
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.checkpoints.remote import Remote
 from lockstep.checkpoints.saver import Saver
@@ -76,6 +79,7 @@ class Checkpoints:
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+        check_storable(stepper.model)
         self.directory = Path(directory)
         self.keep = keep
         self._stepper, self._loader, self._every = stepper, loader, every
@@ -106,12 +110,13 @@ class Checkpoints:
         checkpoint = files.read(self.directory / folder)
         if checkpoint.state.get("training") is None:
             raise UsageError(f"{checkpoint.folder} holds a model and nothing else: a training cannot go on from it")
-        check(checkpoint)
-        restore(self._stepper, checkpoint, checkpoint.state["training"])
-        if self._stepper.replicas is not None:
-            self._stepper.replicas.compared = checkpoint.compared
-        if self._loader is not None:
-            self._loader.load_state_dict(decoded(checkpoint.state["data"]))
+        with believed(checkpoint.folder / STATE):
+            check(checkpoint)
+            restore(self._stepper, checkpoint, checkpoint.state["training"])
+            if self._stepper.replicas is not None:
+                self._stepper.replicas.compared = checkpoint.compared
+            if self._loader is not None:
+                self._loader.load_state_dict(decoded(checkpoint.state["data"]))
         self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
         if self._every is None:
             self._next = self._stepper.steps + FIRST

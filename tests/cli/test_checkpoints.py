@@ -78,6 +78,8 @@ def test_export(run: Path, tmp_path: Path) -> None:
         found = called("export", run, "--out", out, *options)
         assert found.stdout.startswith(f"{out}: the model of step {step}, ")
         assert load_file(out)["n"].item() == step
+    called("export", run, "--out", tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["n"].item() == 8
 
 
 @pytest.mark.parametrize(
@@ -85,9 +87,11 @@ def test_export(run: Path, tmp_path: Path) -> None:
     [
         (("ls", "{}/nowhere"), "does not exist"),
         (("ls", "{}"), "holds no checkpoints"),
-        (("export", "{}/run", "--out", "{}/x", "--step", "5"), "--step 5: .* has checkpoints of step-0000004, step-0000008"),
-        (("export", "{}/run", "--out", "{}/x", "--step", "4", "--best"), "exclude each other"),
-        (("export", "{}/run", "--out", "{}"), "cannot be written"),
+        (("export", "{}/run", "--out", "{}/x.pt", "--step", "5"), "--step 5: .* has checkpoints of step-0000004, step-0000008"),
+        (("export", "{}/run", "--out", "{}/x.pt", "--step", "4", "--best"), "exclude each other"),
+        (("export", "{}/run", "--out", "{}/nowhere/x.safetensors"), "cannot be written"),
+        (("export", "{}/run", "--out", "{}/nowhere/x.pt"), "cannot be written"),
+        (("export", "{}/run", "--out", "{}/model.bin"), r"ends in \.safetensors, or in \.pt or \.pth"),
     ],
 )
 def test_what_cannot_work_is_a_sentence(run: Path, tmp_path: Path, words: tuple[str, ...], message: str) -> None:

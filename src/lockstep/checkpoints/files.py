@@ -23,15 +23,12 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lockstep.checkpoints.folders import BEST, folder_of, unfinished, written
-from lockstep.checkpoints.manifest import Entry, check, force, measured, seal, write_forced
-from lockstep.checkpoints.pieces import Piece, plain, read_file, read_whole, write_pieces
+from lockstep.checkpoints.folders import BEST, best_name, folder_of, step_in, unfinished, written
+from lockstep.checkpoints.manifest import MODEL, MODEL_PART, STATE, Entry, check, force, measured, seal, write_forced
+from lockstep.checkpoints.pieces import Piece, believed, plain, read_file, read_whole, write_pieces
 from lockstep.errors import DamagedCheckpoint, LockstepError
 
-MODEL = "model.safetensors"
-STATE = "state.json"
 COMPARED = "compared"  # in the state: after which step all replicas were equal last; None: not compared
-_MODEL_PART = "model-"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free
 
@@ -63,11 +60,11 @@ class Checkpoint:
     @property
     def in_parts(self) -> bool:
         """Whether the model lies in several files, of which none need have a whole tensor."""
-        return any(entry.name.startswith(_MODEL_PART) for entry in self.entries)
+        return any(entry.name.startswith(MODEL_PART) for entry in self.entries)
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors by name, whole, one after the other."""
-        parts = [entry.name for entry in self.entries if entry.name.startswith(_MODEL_PART)]
+        parts = [entry.name for entry in self.entries if entry.name.startswith(MODEL_PART)]
         return read_whole([self.folder / name for name in parts or [MODEL]])
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
@@ -88,7 +85,7 @@ def write_part(folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | Non
         tied = {name: first[id(tensor)] for name, tensor in model.items() if first[id(tensor)] != name}
         write_pieces(folder / MODEL, [Piece(name, model[name]) for name in first.values()], tied)
     elif model:
-        entries.append(f"{_MODEL_PART}{rank:05d}.safetensors")
+        entries.append(f"{MODEL_PART}{rank:05d}.safetensors")
         write_pieces(folder / entries[-1], model)
     if pieces:
         entries.append(f"{_OPTIMIZER}{rank:05d}.safetensors")
@@ -122,8 +119,17 @@ def check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < _SPARE * needed:
         raise OSError(
-            f"it needs {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB are free on the disk: make room, or keep fewer checkpoints"
+            f"it needs {_shown(_SPARE * needed)}, and {_shown(free)} are free on the disk of {folder.parent}: make room, or keep fewer checkpoints"
         )
+
+
+def _shown(size: float) -> str:
+    """12 bytes, 34.5 KiB, 6.0 MiB, ...: never 0 of a unit that is too large."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
 
 
 def write(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
@@ -145,11 +151,12 @@ def write(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapp
 def read(folder: Path) -> Checkpoint:
     """A checkpoint, after a look at every byte of it. Raises DamagedCheckpoint, naming the file that is not as it was written."""
     entries = check(folder)
-    try:
+    with believed(folder / STATE):
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        return Checkpoint(folder, entries, {**state, "step": int(state["step"])})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{folder.name}: {STATE} cannot be read: {error}", STATE) from None
+        step = int(state["step"])
+        if step_in(folder.name) not in (None, step):
+            raise DamagedCheckpoint(f"{folder.name}: its {STATE} is of step {step}", STATE)
+        return Checkpoint(folder, entries, {**state, "step": step})
 
 
 def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
@@ -164,9 +171,9 @@ def newest_whole(directory: Path) -> tuple[Checkpoint | None, list[DamagedCheckp
 
 
 def best(directory: Path) -> Path | None:
-    """The checkpoint that was marked as the best; None if none was."""
-    file = directory / BEST
-    return directory / json.loads(file.read_text(encoding="utf-8"))["checkpoint"] if file.exists() else None
+    """The checkpoint that was marked as the best; None if none was, or the mark cannot be read."""
+    name = best_name(directory)
+    return None if name is None else directory / name
 
 
 def mark_best(folder: Path, metric: str, value: float) -> None:

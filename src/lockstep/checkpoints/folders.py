@@ -50,10 +50,12 @@ def newest(directory: Path) -> Path | None:
 
 def best_name(directory: Path) -> str | None:
     """The name of the checkpoint with the best metric; None where no task has said what is best."""
+    file = directory / BEST
     try:
-        return str(json.loads((directory / BEST).read_text(encoding="utf-8"))["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError):
+        name = str(json.loads(file.read_text(encoding="utf-8"))["checkpoint"]) if file.is_file() else ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return None if step_in(name) is None else name
 
 
 def keep_only(directory: Path, kept: Collection[Path]) -> None:

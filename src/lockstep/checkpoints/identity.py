@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoints.pieces import storable
 from lockstep.errors import TaskError
 
 
@@ -30,6 +31,19 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def check_storable(model: nn.Module) -> None:
+    """Raise TaskError, by name and dtype, for what a checkpoint cannot hold: to be called before training, not after it."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in weights(model).items():
+        what, instead = f"of dtype {tensor.dtype}", "use another dtype"
+        if tensor.is_quantized or tensor.layout is not torch.strided:
+            what, instead = "quantized" if tensor.is_quantized else f"in layout {tensor.layout}", "make it dense"
+        elif storable(tensor.dtype):
+            continue
+        kind, spare = ("parameter", "") if name in parameters else ("buffer", ", or register it with persistent=False")
+        raise TaskError(f"the model's {kind} {name} is {what}, which a checkpoint cannot hold: {instead}{spare}")
+
+
 def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """`tensors`, as `weights(model)` names them, also under the further names of tied weights: the very same tensors."""
     first: dict[int, str] = {}
@@ -43,5 +57,5 @@ def sha256(tensors: Mapping[str, Tensor]) -> str:
     """64 hexadecimal digits over the tensors' raw bytes, in the order of their sorted names."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -10,14 +10,18 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoints.folders import step_in
 from lockstep.errors import DamagedCheckpoint
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
+MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
+"""What a checkpoint holds at least: its state, and the model in one file or in parts."""
 FORMAT = 1
 LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -71,20 +75,31 @@ def listed(folder: Path) -> list[Entry]:
         found: Any = json.loads(text)
         if found["format"] != FORMAT:
             raise DamagedCheckpoint(f"{folder.name}: its format is {found['format']!r}, and this version reads {FORMAT}", MANIFEST)
+        step = int(found["step"])
         entries = [Entry(str(each["name"]), int(each["bytes"]), str(each["sha256"])) for each in found["files"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is not one of ours ({error})", MANIFEST) from None
+    if step_in(folder.name) not in (None, step):
+        raise DamagedCheckpoint(f"{folder.name}: it holds the checkpoint of step {step} (its {MANIFEST} says so)", MANIFEST)
     for entry in entries:
         if not _PLAIN.fullmatch(entry.name):
             raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} names a file {entry.name!r} outside its folder", MANIFEST)
+    names = {entry.name for entry in entries}
+    if STATE not in names or not any(name == MODEL or name.startswith(MODEL_PART) for name in names):
+        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} lists no {STATE if STATE not in names else 'model'}", MANIFEST)
     return entries
 
 
 def _read(file: Path) -> bytes:
     try:
-        if file.stat().st_size > LARGEST:
-            raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is larger than any of ours", file.name)
-        return file.read_bytes()
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe would be waited for, and for ever
+        with open(handle, "rb") as stream:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is not a regular file", file.name)
+            if found.st_size > LARGEST:
+                raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is larger than any of ours", file.name)
+            return stream.read()
     except OSError as error:
         raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is missing ({error.strerror})", file.name) from None
 

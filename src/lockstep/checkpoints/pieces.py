@@ -11,20 +11,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
-from lockstep.errors import DamagedCheckpoint
+from lockstep.errors import DamagedCheckpoint, LockstepError
 
 METHOD = "method/"
 """Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for what only one rank has."""
-_TIED = "tied"  # in a file's header
+_SHAPES, _TIED, _COMPLEX = "shapes", "tied", "complex"  # in a file's header
+_AS_REAL = (torch.complex128, torch.complex32)  # which the format lacks: written as pairs of real numbers
 _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
@@ -81,15 +84,33 @@ def write_pieces(file: Path, pieces: Sequence[Piece], tied: Mapping[str, str] | 
     """As a safetensors file; the shapes of tensors of which only intervals are there stand in its header.
 
     `tied`: further names of tensors, each with the name that `pieces` has. They are written out too, so that the file loads strictly,
-    and noted in the header, so that `read_whole` leaves them out.
+    and noted in the header, so that `read_whole` leaves them out. So are the names of complex tensors that are written as real ones of
+    shape [..., 2], since the format lacks their dtype.
     """
     shapes = {piece.name: [list(piece.shape), list(piece.strides)] for piece in pieces if piece.shape is not None}
-    metadata = {name: json.dumps(value) for name, value in (("shapes", shapes), (_TIED, tied)) if value}
     tensors = {piece.key: piece.data for piece in pieces}
+    tensors |= {name: tensors[first].clone() for name, first in (tied or {}).items()}
+    as_real = {name: torch.view_as_real(tensor) for name, tensor in tensors.items() if tensor.dtype in _AS_REAL}
+    notes = {_SHAPES: shapes, _TIED: tied, _COMPLEX: list(as_real)}
+    metadata = {name: json.dumps(value) for name, value in notes.items() if value}
     file.touch()
     mode = file.stat().st_mode  # as the umask says; the library would make it readable for the owner alone
-    save_file({**tensors, **{name: tensors[first].clone() for name, first in (tied or {}).items()}}, file, metadata=metadata or None)
+    save_file({**tensors, **as_real}, file, metadata=metadata or None)
     file.chmod(mode)
+
+
+def storable(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype can be written."""
+    return dtype in _AS_REAL or _known(dtype)
+
+
+@cache
+def _known(dtype: torch.dtype) -> bool:
+    try:
+        save({"x": torch.empty(1, dtype=dtype)})
+    except (KeyError, RuntimeError, SafetensorError):
+        return False
+    return True
 
 
 def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -98,33 +119,39 @@ def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     shapes: dict[str, tuple[list[int], list[int]]] = {}
     for file in files:
         with _opened(file) as found:
-            for name, (shape, strides) in json.loads((found.metadata() or {}).get("shapes", "{}")).items():
+            for name, (shape, strides) in _note(found, _SHAPES).items():
                 shapes[name] = shape, strides
-            for key in _keys(found, file):
+            for key in _keys(found):
                 match = _INTERVAL.fullmatch(key)
                 name = match[1] if match and match[1] in shapes else key
                 interval = (int(match[2]), int(match[3])) if match and name in shapes else (0, 0)
                 places.setdefault(name, []).append((file, key, *interval))
     for name, parts in places.items():
-        yield name, _whole(name, parts, shapes.get(name))
+        with believed(parts[0][0]):
+            whole = _whole(name, parts, shapes.get(name))
+        yield name, whole
 
 
-def read_file(file: Path) -> dict[str, Tensor]:
-    """All tensors of a file of whole tensors. Raises DamagedCheckpoint where it cannot be read."""
+def read_file(file: Path, *, every_name: bool = False) -> dict[str, Tensor]:
+    """All tensors of a file of whole tensors, by their first or by every name. Raises DamagedCheckpoint where it cannot be read."""
     with _opened(file) as found:
-        try:
-            return {key: found.get_tensor(key) for key in _keys(found, file)}
-        except (OSError, ValueError, SafetensorError) as error:
-            raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
+        return {key: _get(found, key) for key in _keys(found, every=every_name)}
 
 
-def _keys(found: Any, file: Path) -> list[str]:
-    """The names in an open file, each tensor's first only."""
-    try:
-        tied = set(json.loads((found.metadata() or {}).get(_TIED, "{}")))
-    except (ValueError, TypeError) as error:
-        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
+def _keys(found: Any, *, every: bool = False) -> list[str]:
+    """The names in an open file; each tensor's first only, unless `every` one is wanted."""
+    tied = set() if every else set(_note(found, _TIED))
     return [key for key in found.keys() if key not in tied]  # noqa: SIM118  # no mapping: it has keys() and nothing else
+
+
+def _note(found: Any, name: str) -> Any:
+    """From an open file's header."""
+    return json.loads((found.metadata() or {}).get(name, "{}"))
+
+
+def _get(found: Any, key: str) -> Tensor:
+    tensor: Tensor = found.get_tensor(key)
+    return torch.view_as_complex(tensor) if key in _note(found, _COMPLEX) else tensor
 
 
 def _whole(name: str, parts: Sequence[tuple[Path, str, int, int]], shape: tuple[list[int], list[int]] | None) -> Tensor:
@@ -145,15 +172,25 @@ def _whole(name: str, parts: Sequence[tuple[Path, str, int, int]], shape: tuple[
 
 def _tensor(file: Path, key: str) -> Tensor:
     with _opened(file) as found:
-        tensor: Tensor = found.get_tensor(key)
-        return tensor
+        return _get(found, key)
 
 
-def _opened(file: Path) -> safe_open:
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    with believed(file), safe_open(file, framework="pt") as found:
+        yield found
+
+
+@contextmanager
+def believed(file: Path) -> Iterator[None]:
+    """Raise DamagedCheckpoint for whatever the contents of `file` do to code that expects what we write."""
     try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read: {error}", file.name) from None
+        yield
+    except (LockstepError, torch.OutOfMemoryError):
+        raise
+    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read ({said})", file.name) from error
 
 
 def shared_out(pieces: Sequence[Piece], rank: int, size: int, heavy: int) -> list[Piece]:

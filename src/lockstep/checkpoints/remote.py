@@ -116,6 +116,10 @@ class Remote:
             for entry in entries:
                 self._bring(step, entry.name, folder, entry.bytes)
             found = files.read(folder)
+            if found.step != step:
+                raise DamagedCheckpoint(
+                    f"{folder_of(directory, step).name}: it holds the checkpoint of step {found.step}", manifest.MANIFEST
+                )
             return replace(found, folder=files.put_in_place(folder, folder_of(directory, step)))
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{self.url}: {error}", error.file) from None

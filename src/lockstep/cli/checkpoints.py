@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.errors import DamagedCheckpoint, ExitCode, UsageError
+from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
+
+_TORCH = (".pt", ".pth")
 
 app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 
@@ -79,7 +81,8 @@ def diff(
             print(f"{name}: {list(x.shape)} {x.dtype} in A, {list(y.shape)} {y.dtype} in B")
         elif not torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
             differing.append(name)
-            gap = (x.double() - y.double()).abs()
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            gap = (x.to(wide) - y.to(wide)).abs()
             print(f"{name}: {int((x != y).sum())} of {x.numel()} elements differ, by {gap.max():.3g} at most")
     same = f"{len(ours)} tensors are equal to the bit" if not differing else f"{len(differing)} of {len(ours | theirs)} tensors differ"
     print(f"step {a.step} and step {b.step}: {same}")
@@ -89,27 +92,39 @@ def diff(
 @app.command("export")
 def export(
     run: Run,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where the model goes: a .safetensors file.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Where the model goes: a .safetensors file, or .pt or .pth for torch.load.")
+    ],
     step: Step = None,
     best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric.")] = False,
 ) -> None:
-    """Copy a whole checkpoint's model to a file of its own, with plain names, for any program that reads safetensors."""
-    from safetensors import SafetensorError
-
-    from lockstep.checkpoints import files
-    from lockstep.checkpoints.pieces import Piece, write_pieces
-
+    """Copy a whole checkpoint's model to a file of its own, with plain names: safetensors, or a dict of tensors that torch.load reads."""
+    if out.suffix not in (".safetensors", *_TORCH):
+        raise UsageError(
+            f"--out {out}: give a name that ends in .safetensors, or in {' or '.join(_TORCH)} for a file that torch.load reads"
+        )
     if best and step is not None:
         raise UsageError(f"--best and --step {step} exclude each other: give one")
     directory = _directory(run)
     folder = _checkpoint(directory, step=step, best=best)
+    import torch
+    from safetensors import SafetensorError
+
+    from lockstep.checkpoints import files
+    from lockstep.checkpoints.manifest import MODEL
+    from lockstep.checkpoints.pieces import Piece, read_file, write_pieces
+
     found = files.read(folder)
     try:
-        if found.in_parts:
+        if out.suffix in _TORCH:
+            torch.save(dict(found.model()) if found.in_parts else read_file(folder / MODEL, every_name=True), out)
+        elif found.in_parts:
             write_pieces(out, [Piece(name, tensor) for name, tensor in found.model()])
         else:
-            shutil.copyfile(folder / files.MODEL, out)
-    except (OSError, SafetensorError) as error:
+            shutil.copyfile(folder / MODEL, out)
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch's own is a RuntimeError
+        if isinstance(error, LockstepError):
+            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"--out {out} cannot be written ({reason}): choose another file") from None
     print(f"{out}: the model of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")

@@ -180,8 +180,7 @@ def _flat(buffers: Sequence[Tensor]) -> Tensor:
 
 def movement(now: Tensor, before: Tensor) -> Tensor:
     """How far elements have moved. Subtracted in their own dtype: a large counter that moves by 1 moves by 1; inf minus inf is no movement."""
-    if now.dtype == torch.bool:
-        now, before = now.to(torch.int8), before.to(torch.int8)
+    now, before = _countable(now), _countable(before)
     return torch.where(now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before)
 
 
@@ -191,7 +190,17 @@ def moved_by(before: Tensor, moved: Tensor) -> Tensor:
         return (before.to(moved) + moved) >= 0.5
     if not before.is_floating_point():
         moved = moved.round()
-    return before + moved.to(before.dtype)
+    counted = _countable(before)
+    return (counted + moved.to(counted.dtype)).to(before.dtype)
+
+
+def _countable(tensor: Tensor) -> Tensor:
+    """In a dtype that can be added and subtracted: not every one that can be stored can."""
+    if tensor.dtype == torch.bool:
+        return tensor.to(torch.int8)
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return tensor.to(torch.int64)
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
 
 
 @torch.no_grad()

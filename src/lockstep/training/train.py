@@ -24,7 +24,7 @@ from lockstep.anatomy.read import read
 from lockstep.checkpointing import Checkpoints
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.folders import folder_of
-from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checkpoints.identity import check_storable, sha256, weights
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
 from lockstep.errors import LockstepError, LockstepWarning, Preempted, TaskError, UsageError
@@ -176,7 +176,7 @@ class Training:
         self.precision: Precision = settings.precision or task.precision
         randomness.shared(task.seed)
         self.model = model_of(task)
-        weights(self.model)  # what cannot be stored is found before the training, not after it
+        check_storable(self.model)  # what cannot be stored is found before the training, not after it
         self.forward = Forward(self.model, task, self.precision, world.device)
         self.part = part_of(task, self.forward, settings, world)
         self.model = self.model.to(world.device) if self.part is None else self.part.runs

@@ -1,0 +1,101 @@
+"""Whatever dtype a buffer has, it trains, is saved and comes back; or it is refused before training, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.checkpoints import files
+from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checkpoints.pieces import Piece, read_whole, write_pieces
+from lockstep.errors import TaskError
+from lockstep.testing import run_ranks
+from lockstep.training.train import train
+from tests.training import toy
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int64]
+OTHERS = [torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+
+
+class Net(toy.Net):
+    """With a buffer that stays and one that moves, of each dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (*INTEGERS, *OTHERS, *EIGHT_BITS):
+            self.register_buffer(f"stays_{str(dtype)[6:]}", torch.tensor([1, 0, 1]).to(dtype))
+        for dtype in (torch.uint16, torch.complex128, torch.float8_e5m2):
+            self.register_buffer(f"moves_{str(dtype)[6:]}", torch.zeros(2).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for name, buffer in self.named_buffers():
+                if name.startswith("moves"):
+                    wide = torch.complex128 if buffer.is_complex() else torch.float32
+                    buffer.copy_((buffer.to(wide) + 1).to(buffer.dtype))
+        return super().forward(x)
+
+
+def on_rank(world: lockstep.World, run: str) -> str:
+    result = train(toy.task(model=Net), run=run, steps=3, checkpoint_every=2, world=world)
+    assert result.model.get_buffer("moves_uint16").tolist() == [3, 3]
+    assert result.model.get_buffer("moves_complex128").tolist() == [3, 3]
+    assert result.model.get_buffer("moves_float8_e5m2").float().tolist() == [3, 3]
+    return result.sha256
+
+
+def test_every_dtype_is_trained_saved_and_read_back(tmp_path: Path) -> None:
+    first, second = run_ranks(on_rank, 2, args=(str(tmp_path / "run"),))
+    assert first == second
+    found = files.read(tmp_path / "run" / "checkpoints" / "step-0000003").tensors
+    assert sha256(found) == first
+    for name, tensor in weights(Net()).items():
+        assert found[name].dtype == tensor.dtype
+        assert not name.startswith("stays") or torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_intervals_of_complex_tensors_are_put_together(tmp_path: Path) -> None:
+    whole = torch.complex(torch.arange(6.0), -torch.arange(6.0)).to(torch.complex128)
+    parts = [Piece("exp_avg/w", whole[start : start + 3].clone(), start, (2, 3), (3, 1)) for start in (0, 3)]
+    for number, part in enumerate(parts):
+        write_pieces(tmp_path / f"{number}.safetensors", [part])
+    found = dict(read_whole([tmp_path / "0.safetensors", tmp_path / "1.safetensors"]))
+    assert found["exp_avg/w"].dtype == torch.complex128
+    assert torch.equal(found["exp_avg/w"], whole.view(2, 3))
+
+
+def of(buffer: Tensor) -> Any:
+    class Odd(toy.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Module()
+            self.inner.register_buffer("odd", buffer)
+
+    return Odd
+
+
+@pytest.mark.parametrize(
+    ("buffer", "message"),
+    [
+        (torch.eye(2).to_sparse(), r"buffer inner\.odd is in layout torch\.sparse_coo"),
+        (torch.zeros(2, dtype=torch.bits8), r"buffer inner\.odd is of dtype torch\.bits8"),
+    ],
+    ids=["sparse", "bits"],
+)
+def test_what_cannot_be_saved_is_refused_before_training(tmp_path: Path, buffer: Tensor, message: str) -> None:
+    steps: list[Any] = []
+    with pytest.raises(TaskError, match=message + ".*persistent=False"):
+        train(toy.task(model=of(buffer), on_step=steps.append), run=tmp_path / "run")
+    assert not steps
+    assert not (tmp_path / "run").exists()
+    with lockstep.init() as world:
+        model = of(buffer)()
+        stepper = lockstep.Stepper(model, toy.sgd(model), world=world)
+        with pytest.raises(TaskError, match=message):
+            lockstep.Checkpoints(tmp_path / "own", stepper)

@@ -1,0 +1,183 @@
+"""Checkpoints that somebody has edited and sealed again: nothing but DamagedCheckpoint or UsageError comes of them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.checkpoints import files, folders, manifest
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.manifest import MANIFEST, SEAL, STATE
+from lockstep.errors import DamagedCheckpoint, UsageError
+
+HOSTILE = [None, True, -1, 10**400, float("nan"), float("inf"), "", "x", "../../x", [], [None], {}, {"!": "tuple", "of": 3}, 2.5]
+Edit = Callable[[Path, random.Random], None]
+
+
+class Run:
+    def __init__(self, world: lockstep.World, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.stepper = lockstep.Stepper(self.model, optimizer, scheduler=scheduler, world=world)
+        self.loader = lockstep.Loader([(torch.ones(3), 1)] * 8, global_batch=4, micro_batch=2, seed=0)
+        self.checkpoints = lockstep.Checkpoints(folder, self.stepper, self.loader, every=1)
+
+    def train(self) -> None:
+        for epoch in self.loader.epochs(1):
+            for window in epoch:
+                for x, y in self.stepper.micro_batches(window):
+                    self.stepper.backward(torch.nn.functional.cross_entropy(self.model(x), y, reduction="sum"), weight=len(y))
+                self.stepper.step()
+                self.checkpoints.step()
+        self.checkpoints.close()
+
+
+@pytest.fixture
+def world() -> Iterator[lockstep.World]:
+    with lockstep.init() as made:
+        yield made
+
+
+@pytest.fixture
+def saved(world: lockstep.World, tmp_path: Path) -> Path:
+    """The folder of a checkpoint of step 2."""
+    Run(world, tmp_path / "saved").train()
+    return folders.folder_of(tmp_path / "saved", 2)
+
+
+def seal_again(folder: Path, edit: Callable[[Any], Any] = lambda found: found) -> None:
+    """With the sizes and digests that its files have now; `edit` may change the manifest."""
+    found = json.loads((folder / MANIFEST).read_text())
+    for each in found["files"]:
+        file = folder / each["name"]
+        each.update(bytes=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+    text = json.dumps(edit(found))
+    (folder / MANIFEST).write_text(text)
+    (folder / SEAL).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
+
+
+def edited(value: Any, rng: random.Random) -> Any:
+    """A copy of a JSON value with one of its parts replaced, or left out."""
+    found = copy.deepcopy(value)
+    places: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+            places.append((node, key))
+            walk(node[key])
+
+    walk(found)
+    node, key = rng.choice(places)
+    if rng.random() < 0.2:
+        del node[key]
+    else:
+        node[key] = rng.choice(HOSTILE)
+    return found
+
+
+def edit_state(folder: Path, rng: random.Random) -> None:
+    (folder / STATE).write_text(json.dumps(edited(json.loads((folder / STATE).read_text()), rng)))
+    seal_again(folder)
+
+
+def edit_manifest(folder: Path, rng: random.Random) -> None:
+    seal_again(folder, lambda found: edited(found, rng))
+
+
+def edit_header(folder: Path, rng: random.Random) -> None:
+    file = rng.choice(sorted(folder.glob("*.safetensors")))
+    octets = file.read_bytes()
+    (size,) = struct.unpack("<Q", octets[:8])
+    header = json.loads(octets[8 : 8 + size])
+    header.setdefault("__metadata__", {"shapes": json.dumps({name: [[2], [1]] for name in header}), "tied": "{}", "complex": "[]"})
+    text = json.dumps(edited(header, rng)).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + octets[8 + size :])
+    seal_again(folder)
+
+
+def edit_bytes(folder: Path, rng: random.Random) -> None:
+    file = rng.choice(sorted(folder.iterdir()))
+    octets = bytearray(file.read_bytes())
+    octets[rng.randrange(len(octets))] = rng.randrange(256)
+    file.write_bytes(octets[: rng.choice([len(octets), rng.randrange(len(octets))])])
+    if file.name not in (MANIFEST, SEAL):
+        seal_again(folder)
+
+
+@pytest.mark.parametrize("edit", [edit_state, edit_manifest, edit_header, edit_bytes])
+def test_whatever_was_edited_is_refused_as_such(world: lockstep.World, saved: Path, tmp_path: Path, edit: Edit) -> None:
+    refused = 0
+    for seed in range(60):
+        folder = tmp_path / "hostile" / saved.name
+        shutil.copytree(saved, folder)
+        edit(folder, random.Random(seed))
+        try:
+            Run(world, folder.parent).checkpoints.resume(step=2)
+            dict(files.read(folder).optimizer())
+        except (DamagedCheckpoint, UsageError):
+            refused += 1
+        shutil.rmtree(folder)
+    assert refused > 10
+
+
+@pytest.mark.parametrize("name", [STATE, MANIFEST])
+def test_json_that_is_nested_too_deep_is_damage(saved: Path, name: str) -> None:
+    text = "[" * 100_000
+    (saved / name).write_text(text)
+    if name == STATE:
+        seal_again(saved)
+    else:
+        (saved / SEAL).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
+    with pytest.raises(DamagedCheckpoint) as caught:
+        files.read(saved)
+    assert caught.value.file == name
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", STATE])
+def test_a_manifest_that_leaves_a_file_out_is_refused(saved: Path, name: str) -> None:
+    seal_again(saved, lambda found: {**found, "files": [each for each in found["files"] if each["name"] != name]})
+    with pytest.raises(DamagedCheckpoint, match=f"lists no {'model' if name != STATE else STATE}"):
+        manifest.check(saved)
+
+
+def test_a_folder_that_has_the_name_of_another_step_is_refused(saved: Path) -> None:
+    other = saved.rename(folders.folder_of(saved.parent, 25))
+    with pytest.raises(DamagedCheckpoint, match="step-0000025: it holds the checkpoint of step 2"):
+        files.read(other)
+    assert files.read(other.rename(other.with_name("renamed"))).step == 2
+    found: tuple[Checkpoint | None, Any] = files.newest_whole(saved.parent)
+    assert found[0] is not None
+    assert found[0].step == 1
+
+
+@pytest.mark.parametrize("name", [SEAL, MANIFEST, "model.safetensors", folders.BEST])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved: Path, name: str) -> None:
+    file = saved / name if name != folders.BEST else saved.parent / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    if name == folders.BEST:
+        assert files.best(saved.parent) is None
+        return
+    with pytest.raises(DamagedCheckpoint) as caught:
+        files.read(saved)
+    assert caught.value.file == name
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"checkpoint": "../../elsewhere"}', '{"checkpoint": 5}'])
+def test_a_mark_of_the_best_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / folders.BEST).write_text(text)
+    assert files.best(tmp_path) is None
