@@ -51,6 +51,7 @@ WRONG = {
     "in a function of the file": "def total(t):\n    dist.all_reduce(t)\n    return t\nif rank == 0:\n    print(total(t))  # <- R",
     "accelerate": "if accelerator.is_main_process:\n    accelerator.wait_for_everyone()  # <- R",
     "the forward of the wrapper": "model = DDP(net)\nif rank == 0:\n    model.eval()\n    out = model(x)  # <- R",
+    "the forward of lockstep's wrapper": "model = lockstep.DistributedDataParallel(net)\nif rank == 0:\n    out = model(x)  # <- R",
     "evaluation of the wrapper": "model = DDP(net)\nif rank == 0:\n    evaluate(model, loader)  # <- R",
     "validation that calls it": (
         "def validate(m, loader):\n    return [m(x) for x in loader]\n"
@@ -80,7 +81,7 @@ RIGHT = {
     "defined, not called": "if rank == 0:\n    def hook():\n        dist.barrier()",
     "the module": "model = DDP(net)\nif rank == 0:\n    evaluate(model.module)\n    model.module(x)\n    torch.save(model.state_dict(), f)",
     "no buffers sent": "model = DDP(net, broadcast_buffers=False)\nif rank == 0:\n    evaluate(model)",
-    "lockstep's wrapper evaluates alone": "model = lockstep.DistributedDataParallel(net)\nif rank == 0:\n    evaluate(model)",
+    "lockstep's wrapper sends no buffers": "model = lockstep.DistributedDataParallel(net, forward_sync_buffers=False)\nif rank == 0:\n    evaluate(model)",
     "validation of the module": "def validate(m):\n    return m.module(x)\ndef main():\n    model = DDP(net)\n    if rank == 0:\n        validate(model)",
     "a function that may not": "def total(t, joint=False):\n    if joint:\n        dist.all_reduce(t)\n    return t\nif rank == 0:\n    total(t)",
     "another condition": "if epoch == 0 and world_size > 1:\n    dist.barrier()",

@@ -22,20 +22,34 @@ def is_torch_class(source: Source, node: ast.AST, names: set[str]) -> bool:
 def torch_wrapper(source: Source, node: ast.AST, use: ast.AST) -> ast.Call | None:
     """The call of torch's DistributedDataParallel that `node`, a name at `use`, is bound to; None if it may be something else there."""
     name = dotted(node)
+    if name is None or any("lockstep" in (_class_of(source, each.value) or "") for each in source.lookup(name, use)):
+        return None
+    return wrapper(source, node, use)
+
+
+def wrapper(source: Source, node: ast.AST, use: ast.AST) -> ast.Call | None:
+    """The call of a DistributedDataParallel, torch's or Lockstep's, that `node`, a name at `use`, is bound to."""
+    name = dotted(node)
     if name is None:
         return None
-    found = source.lookup(name, use)
     here = source.scope(use)
     before = [
-        each for each in found if each.line <= getattr(use, "lineno", 0) or name.startswith("self.") or source.scope(each.node) is not here
+        each
+        for each in source.lookup(name, use)
+        if each.line <= getattr(use, "lineno", 0) or name.startswith("self.") or source.scope(each.node) is not here
     ]
-    if not before or any("lockstep" in (_class_of(source, each.value) or "") for each in found):
+    if not before:
         return None
     bound = before[-1].value
     for value in (bound.body, bound.orelse) if isinstance(bound, ast.IfExp) else (bound,):
-        if isinstance(value, ast.Call) and is_torch_class(source, value.func, _NAMES):
+        if isinstance(value, ast.Call) and (is_torch_class(source, value.func, _NAMES) or _is_ours(source, value.func)):
             return value
     return None
+
+
+def _is_ours(source: Source, node: ast.AST) -> bool:
+    full = source.full_name(node) or ""
+    return full.startswith("lockstep.") and full.endswith(".DistributedDataParallel")
 
 
 def _class_of(source: Source, value: ast.expr | None) -> str | None:

@@ -13,7 +13,7 @@ from lockstep.lint.collective import collective
 from lockstep.lint.conditions import Test, conditions
 from lockstep.lint.rank_test import Side, side
 from lockstep.lint.source import Function, Problem, Scope, Source, calls, dotted, keyword, last_name, local
-from lockstep.lint.wrapped import torch_wrapper
+from lockstep.lint.wrapped import wrapper
 
 NAME = "rank-conditional-collective"
 _EVALUATES = re.compile(r"^(run_|do_)?(evaluate|evaluation|validate|validation|eval|test|infer|predict)(_|$)", re.I)
@@ -149,20 +149,20 @@ def _early(function: Function) -> Iterator[ast.AST]:
 
 
 def _forward(source: Source, call: ast.Call) -> str | None:
-    """The name of torch's wrapper if its forward runs here: by `ddp(x)`, or by `evaluate(ddp, ...)`."""
-    if (wrapper := torch_wrapper(source, call.func, call)) is not None:
-        return dotted(call.func) if _sends_buffers(wrapper) else None
+    """The name of the wrapper if its forward runs here: by `ddp(x)`, or by `evaluate(ddp, ...)`."""
+    if (made := wrapper(source, call.func, call)) is not None:
+        return dotted(call.func) if _sends_buffers(made) else None
     if not _EVALUATES.match(last_name(call)):
         return None
     for place, given in enumerate(call.args):
-        wrapper = torch_wrapper(source, given, call)
-        if wrapper is not None and _sends_buffers(wrapper) and _calls_it(source, call, place):
+        made = wrapper(source, given, call)
+        if made is not None and _sends_buffers(made) and _calls_it(source, call, place):
             return dotted(given)
     return None
 
 
-def _sends_buffers(wrapper: ast.Call) -> bool:
-    given = keyword(wrapper, "broadcast_buffers")
+def _sends_buffers(made: ast.Call) -> bool:
+    given = keyword(made, "forward_sync_buffers") or keyword(made, "broadcast_buffers")
     return given is None or (isinstance(given, ast.Constant) and given.value is True)
 
 
