@@ -3,8 +3,9 @@
     python benchmarks/checks.py --workers 2 --models mlp,transformer,cnn --steps 30
 
 `full` is the default; `start` compares no replicas; `off` nothing; `untagged` is full without the comparison of collectives; `noted` is full
-with a status page, as under a launcher. A replica check is made every 100 steps, so a hundredth of its time counts. What a step notes on its
-page is too little to be told from noise: the notes of a step are counted, and one is timed; and so is one look of the launcher at all pages.
+with a status page, as under a launcher; `sharded` compares weights within steps, `sharded off` does not. A check of all replicas is made every
+100 steps, so a hundredth of its time counts: none falls into the steps that are timed. What a step notes on its page is too little to be told
+from noise: the notes of a step are counted, and one is timed; and so is one look of the launcher at all pages.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import torch
 import lockstep
 from against_ddp import CASES, loss
 from lockstep import status
+from lockstep.data_parallel import Checks
 from lockstep.launcher.stalls import Watcher
 
-VARIANTS = ("off", "start", "full", "untagged", "noted")
+VARIANTS = ("off", "start", "full", "untagged", "noted", "sharded off", "sharded")
 
 
 def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]], float, float]:
@@ -37,8 +39,10 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
         for kind in VARIANTS:
             torch.manual_seed(0)
             model = case.model()
-            checks = "full" if kind in ("untagged", "noted") else kind
-            steppers[kind] = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True), checks=checks)  # type: ignore[arg-type]
+            checks: Checks = "start" if kind == "start" else "off" if kind.endswith("off") else "full"
+            update = "sharded" if kind.startswith("sharded") else "replicated"
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            steppers[kind] = lockstep.Stepper(model, optimizer, checks=checks, update=update)
         seconds: dict[str, list[float]] = {kind: [] for kind in VARIANTS}
         tags, notes = world.group.tags, 0
         for step in range(steps + 3):
@@ -59,7 +63,7 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
                 world.group.tags = tags
         slowest = torch.tensor([seconds[kind] for kind in VARIANTS], dtype=torch.float64)
         world.group.all_reduce(slowest, "max").wait()
-        return dict(zip(VARIANTS, slowest.tolist(), strict=True)), _one_check(world, stepper), notes / steps
+        return dict(zip(VARIANTS, slowest.tolist(), strict=True)), _one_check(world, steppers["full"]), notes / steps
 
 
 def _one_note(folder: Path) -> float:
@@ -116,8 +120,10 @@ def main() -> None:
         quarter = {kind: statistics.quantiles(values, n=4)[0] for kind, values in seconds.items()}
         print(f"{name}, {options.workers} workers, {options.steps} steps each")
         for kind in VARIANTS:
-            against = f"{100 * (median[kind] / median['off'] - 1):+6.1f} % of off" if kind != "off" else ""
-            print(f"  {kind:<9} median {1e3 * median[kind]:8.2f} ms   p25 {1e3 * quarter[kind]:8.2f} ms   {against}")
+            base = "sharded off" if kind == "sharded" else "off"
+            pairs = sorted(mine / its for mine, its in zip(seconds[kind], seconds[base], strict=True))
+            against = "" if kind.endswith("off") else f"{100 * (statistics.median(pairs) - 1):+6.1f} % of {base}, step by step"
+            print(f"  {kind:<11} median {1e3 * median[kind]:8.2f} ms   p25 {1e3 * quarter[kind]:8.2f} ms   {against}")
         print(f"  one replica check {1e3 * check:.2f} ms: {check / median['off']:.2f} % of the time at one in 100 steps")
         print(f"  {notes:.0f} notes a step, {1e6 * notes * note:.0f} us: {100 * notes * note / median['off']:.3f} % of the time")
 

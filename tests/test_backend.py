@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -239,3 +240,181 @@ def hooked_without_memory(world: lockstep.World) -> None:
 
 def test_the_hook_says_what_it_needs() -> None:
     run_ranks(hooked_without_memory, 2)
+
+
+def averages(world: lockstep.World) -> list[list[float]]:
+    """Also in a group of one, which has no shared memory."""
+    rank, size = opened(world, "lockstep")
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    found = []
+    for group in (None, alone):
+        number = torch.tensor([3, -5, 7]) + rank  # sums over two ranks: 7, -9, 15
+        dist.all_reduce(number, dist.ReduceOp.AVG, group=group)
+        found.append(number.tolist())
+    part = torch.zeros(1, dtype=torch.int32)
+    dist.reduce_scatter_tensor(part, torch.tensor([-3, 5], dtype=torch.int32) * (rank + 1), dist.ReduceOp.AVG)
+    found.append(part.tolist())
+    several = [torch.tensor([1.0]) * rank, torch.tensor([3 + rank])]
+    dist.all_reduce_coalesced(several[1:], dist.ReduceOp.AVG)
+    found.append(several[1].tolist())
+    with pytest.raises((UsageError, RuntimeError), match=r"bool|Bool"):
+        dist.all_reduce(torch.tensor([True]), dist.ReduceOp.AVG)
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_mean_of_integers_is_cut_towards_zero() -> None:
+    """As NCCL's, and as Lightning's own division where it meets gloo, which refuses it."""
+    first, second = run_ranks(averages, 2)
+    assert first == [[3, -4, 7], [3, -5, 7], [-4], [3]]
+    assert second == [[3, -4, 7], [4, -4, 8], [7], [3]]
+
+
+def coalesced(world: lockstep.World) -> list[Any]:
+    rank, size = opened(world, "lockstep")
+    warnings.simplefilter("ignore", FutureWarning)
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    found: list[Any] = []
+    for group in (None, alone):
+        members = 1 if group is not None else size
+        mine = [torch.full((2,), float(rank)), torch.full((3, 1), 10.0 * rank)]
+        gathered = [[torch.zeros(2), torch.zeros(3, 1)] for _ in range(members)]
+        dist.all_gather_coalesced(gathered, mine, group=group)
+        found.append([[each.flatten()[0].item() for each in theirs] for theirs in gathered])
+        dist.all_reduce_coalesced(mine, group=group)
+        found.append([each.flatten()[0].item() for each in mine])
+        flags = [torch.tensor([rank + 2]), torch.tensor([7])]
+        dist.all_reduce_coalesced(flags, dist.ReduceOp.BAND, group=group)
+        found.append([each.item() for each in flags])
+    dist.destroy_process_group()
+    return found
+
+
+def test_coalesced_collectives() -> None:
+    both = [[[0.0, 0.0], [1.0, 10.0]], [1.0, 10.0], [2, 7]]
+    assert run_ranks(coalesced, 2) == [
+        [*both, [[0.0, 0.0]], [0.0, 0.0], [2, 7]],
+        [*both, [[1.0, 10.0]], [1.0, 10.0], [3, 7]],
+    ]
+
+
+def sparse(world: lockstep.World, backend: str) -> list[Tensor]:
+    rank, _ = opened(world, backend)
+    mine = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.tensor([1.0, 10.0 * (rank + 1)]), (4,))
+    dist.all_reduce(mine)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(torch.tensor([rank, step, 3 + rank])).square().sum().backward()
+        optimizer.step()
+    assert model[0].weight.grad.is_sparse  # type: ignore[union-attr]
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    del wrapped
+    gc.collect()
+    dist.destroy_process_group()
+    return [mine.to_dense(), *weights]
+
+
+def test_sparse_gradients_as_over_gloo() -> None:
+    expected, found = (run_ranks(sparse, 2, args=(backend,)) for backend in ("gloo", "lockstep"))
+    assert found[0][0].tolist() == [1.0, 1.0, 30.0, 0.0]
+    for theirs, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def uneven(world: lockstep.World, backend: str) -> list[Tensor]:
+    """Rank 1 has two batches more: rank 0 answers its collectives from another place in torch's wrapper."""
+    rank, _ = opened(world, backend)
+    model = net()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+    with wrapped.join():
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            wrapped(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    del wrapped
+    gc.collect()
+    dist.destroy_process_group()
+    return weights
+
+
+def test_torchs_join_over_uneven_batches_as_over_gloo() -> None:
+    expected, found = (run_ranks(uneven, 2, args=(backend,)) for backend in ("gloo", "lockstep"))
+    for theirs, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def compiled(world: lockstep.World, backend: str) -> list[Tensor]:
+    rank, _ = opened(world, backend)
+    model = net()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    fast = torch.compile(wrapped, backend="eager")
+    weights = trained(model, fast, torch.optim.SGD(model.parameters(), lr=0.003))
+    fast(batch(rank, 99)[:3])  # another shape: traced once more
+    del wrapped, fast
+    gc.collect()
+    dist.destroy_process_group()
+    return weights
+
+
+def test_torchs_compiled_wrapper_trains_as_over_gloo() -> None:
+    expected, found = (run_ranks(compiled, 2, args=(backend,)) for backend in ("gloo", "lockstep"))
+    for theirs, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def destroyed_one_by_one(world: lockstep.World) -> float:
+    rank, size = opened(world, "lockstep")
+    for _ in range(3):
+        group = dist.new_group(list(range(size)))
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=group)
+        dist.destroy_process_group(group)
+    dist.all_reduce(value)
+    dist.destroy_process_group()
+    return value.item()
+
+
+def test_subgroups_are_destroyed_one_by_one() -> None:
+    assert run_ranks(destroyed_one_by_one, 2) == [2.0, 2.0]
+
+
+def inferred(world: lockstep.World) -> list[list[float]]:
+    """Tensors of inference mode, inside and outside of it, and ordinary ones inside."""
+    rank, size = opened(world, "lockstep")
+    ordinary = torch.tensor([float(rank)])
+    with torch.inference_mode():
+        mine = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t() + rank
+        dist.all_reduce(mine)
+        dist.all_reduce(ordinary)
+        pending = dist.all_reduce(torch.ones(1), async_op=True)
+    assert pending is not None
+    pending.wait()
+    dist.all_reduce(mine, dist.ReduceOp.AVG)
+    dist.broadcast(mine, 1)
+    pieces = [torch.zeros_like(mine) for _ in range(size)]
+    dist.all_gather(pieces, mine)
+    ordinary.add_(1)  # not frozen by having been there
+    dist.destroy_process_group()
+    return [mine.flatten().tolist(), pieces[0].flatten().tolist(), ordinary.tolist()]
+
+
+def test_tensors_of_inference_mode() -> None:
+    assert run_ranks(inferred, 2) == [[[3.0, 7.0, 5.0, 9.0], [3.0, 7.0, 5.0, 9.0], [2.0]]] * 2
+
+
+def gives_up_at_once(world: lockstep.World) -> None:
+    rank, _ = opened(world, "lockstep")
+    group: Any = dist.group.WORLD
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="Rank 0 timed out in monitoredBarrier"):
+            group.monitored_barrier(timedelta(0))
+
+
+def test_a_monitored_barrier_without_patience() -> None:
+    run_ranks(gives_up_at_once, 2)

@@ -13,8 +13,9 @@ named. A collective is done when its call returns, also with async_op=True.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -41,8 +42,10 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._group = Group(self, ranks=tuple(range(size)), rank=rank)
         self._group.timeout = timeout
         self._memory: SharedMemory | None = None
+        self._name = ""
         if size > 1 and _same_host(store, rank, size, timeout):
-            self._group.tags = share_page(store, "tags", rank, self._group.ranks, timeout)
+            # Programs over torch.distributed may come to a collective by different lines: torch's own wrapper does.
+            self._group.tags = share_page(store, "tags", rank, self._group.ranks, timeout, places=False)
             self._memory = share_memory(store, "memory", self._group, timeout)
 
     def getBackendName(self) -> str:  # torch's own spelling
@@ -51,8 +54,10 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     @property
     def group_name(self) -> str:
         """What torch registered it as; its own field is only filled for backends in C++."""
-        name: str = dist.distributed_c10d._world.pg_names[self]
-        return name
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
     def shutdown(self) -> None:
         """Called by destroy_process_group."""
@@ -69,16 +74,20 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     # -- through shared memory -----------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        opts = opts or dist.AllreduceOptions()
+        return self._all_reduce("allreduce", tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._all_reduce("allreduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions())
+
+    def _all_reduce(self, kind: str, tensors: list[Tensor], opts: Any) -> Any:
+        if _averages_integers(opts, tensors):
+            return self._divided(opts, tensors, lambda: self._all_reduce(kind, tensors, opts))
         op = _op(opts.reduceOp, tensors)
         if self._memory is None or op is None:
-            return self._by_gloo("allreduce", tensors, tensors, opts)
+            return self._by_gloo(kind, tensors, tensors, opts)
         for tensor in tensors:
             self._memory.all_reduce(tensor, op).wait()
         return _done(tensors)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         if self._memory is None:
@@ -97,6 +106,14 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             self._memory.all_gather(into, mine).wait()
         return _done(outputs)
 
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """`outputs[r]` are rank r's `inputs`."""
+        if self._memory is None:
+            return self._by_gloo("allgather_coalesced", inputs, outputs, inputs, *_given(opts))
+        for number, mine in enumerate(inputs):
+            self._memory.all_gather([theirs[number] for theirs in outputs], mine).wait()
+        return _done(outputs)
+
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
         if self._memory is None or not output.is_contiguous():
             return self._by_gloo("_allgather_base", [mine], output, mine, *_given(opts))
@@ -110,6 +127,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
+        if _averages_integers(opts, outputs):
+            return self._divided(opts, outputs, lambda: self.reduce_scatter(outputs, inputs, opts))
         op = _op(opts.reduceOp, outputs)
         alike = all(part.shape == output.shape for output, parts in zip(outputs, inputs, strict=True) for part in parts)
         if self._memory is None or op is None or not alike:
@@ -120,14 +139,13 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
+        if _averages_integers(opts, [output]):
+            return self._divided(opts, [output], lambda: self.reduce_scatter_single(output, whole, opts))
         op = _op(opts.reduceOp, [output])
         if self._memory is None or op is None:
             return self._by_gloo("_reduce_scatter_base", [output], output, whole, opts)
-        parts = whole.reshape(self.size(), -1).unbind()
-        flat = output.view(-1) if output.is_contiguous() else torch.empty_like(parts[0])
-        self._memory.reduce_scatter(flat, parts, op).wait()
-        if flat.data_ptr() != output.data_ptr():
-            output.copy_(flat.view(output.shape))
+        parts = [part.view(output.shape) for part in whole.reshape(self.size(), -1).unbind()]
+        self._memory.reduce_scatter(output, parts, op).wait()
         return _done([output])
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
@@ -150,6 +168,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     # -- through gloo --------------------------------------------------------------------------------------------------------------
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        if _averages_integers(opts, tensors):
+            return self._divided(opts, tensors, lambda: self.reduce(tensors, opts))
         return self._by_gloo("reduce", tensors, tensors, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
@@ -176,7 +196,16 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return self._gloo.recv_anysource(tensors, tag)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self._gloo.monitored_barrier(timeout or self._group.timeout, wait_all_ranks)
+        self._gloo.monitored_barrier(self._group.timeout if timeout is None else timeout, wait_all_ranks)
+
+    def _divided(self, opts: Any, tensors: Sequence[Tensor], reduce: Callable[[], Any]) -> Any:
+        """A mean of integers is their sum, divided and cut towards zero, as NCCL does it. gloo refuses it."""
+        opts.reduceOp = dist.ReduceOp.SUM
+        reduce().wait()
+        for tensor in tensors:
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.div_(self.size(), rounding_mode="trunc")
+        return _done(tensors)
 
     def _by_gloo(self, kind: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
         """Compared among the ranks like everything else, then gloo's."""
@@ -187,6 +216,23 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
                 self._group.say(f"{kind} by gloo")
             self._group.wait_for_all(self._group.number)
         return getattr(self._gloo, kind)(*arguments)
+
+
+def _untraced(group: type[dist.ProcessGroup]) -> None:
+    """Have torch.compile run a process group's methods as they are, with all that they call: it would trace every function written in Python."""
+    compiler = torch._C._dynamo.eval_frame
+    skip = compiler._FrameAction.SKIP
+    for method in vars(group).values():
+        if isinstance(method, FunctionType):
+            compiler.set_code_exec_strategy(method.__code__, compiler._FrameExecStrategy(skip, skip))
+
+
+_untraced(SharedMemoryProcessGroup)
+
+
+def _averages_integers(opts: Any, tensors: Sequence[Tensor]) -> bool:
+    dtype = tensors[0].dtype
+    return opts.reduceOp == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 def _given(opts: Any) -> tuple[Any, ...]:

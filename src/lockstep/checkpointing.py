@@ -237,7 +237,7 @@ class Checkpoints:
         with suppress(LockstepError):
             self._saver.wait()
         since = self._began[1] if compared is None else compared
-        if self._stepper.everyone.rank == 0:
+        if self._stepper.alike.rank == 0:
             folders.set_aside(self.directory, since)
             if self._remote is not None:
                 with suppress(LockstepError):

@@ -26,6 +26,7 @@ _STATE = struct.Struct("=QIIqQQ")  # ticks, phase, waits (1 in a collective, 2 f
 _WAITED = struct.Struct("=Q")  # ns, in all
 _TOTALS = struct.Struct(f"={len(PHASES)}Q")  # ns spent in each phase, in all
 _AT_WAITED = 64
+_AT_OPENED = 72
 _AT_TOTALS = 128
 _AT_RING = 256
 _RING = 16
@@ -83,6 +84,9 @@ class Page:
         self._waits = int(begun) + int(messages)
         self._put()
 
+    def opened(self) -> None:
+        _NUMBER.pack_into(self._memory, _AT_OPENED, 1)
+
     @property
     def mine(self) -> bool:
         """Whether this thread is the one that notes."""
@@ -93,6 +97,7 @@ _page: Page | None = None
 _clock: StepClock | None = None
 _hook: Callable[[int, str], None] | None = None  # called with (step, phase) whenever a phase begins: testing.faults
 _step = 0
+_opened = False
 
 
 def open_page(directory: Path, rank: int) -> None:
@@ -107,6 +112,19 @@ def open_clock(clock: StepClock) -> None:
     if clock is not _clock:
         _clock = clock
         clock.begin()
+
+
+def opened() -> None:
+    """This process has had a process group. Any thread may say so."""
+    global _opened
+    _opened = True
+    if _page is not None:
+        _page.opened()
+
+
+def was_opened() -> bool:
+    """Whether it is known that this process has had a process group."""
+    return _opened
 
 
 def on_phase(hook: Callable[[int, str], None] | None) -> None:
@@ -194,6 +212,8 @@ class View:
     """The last ones, in words."""
     messages: bool = False
     """It waits for messages of other ranks, and in no collective."""
+    opened: bool = False
+    """It has had a process group."""
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -237,4 +257,5 @@ def read(file: Path) -> View | None:
         totals_ns=dict(zip(PHASES, _TOTALS.unpack_from(octets, _AT_TOTALS), strict=True)),
         collectives=collectives,
         messages=waiting == 2,
+        opened=bool(_NUMBER.unpack_from(octets, _AT_OPENED)[0]),
     )

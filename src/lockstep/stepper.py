@@ -30,6 +30,7 @@ from lockstep.checks.overwritten import OverwrittenCheck
 from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.unused import UnusedCheck, shortly
+from lockstep.collectives.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.data_parallel import Checks, check_checks
@@ -520,6 +521,11 @@ class Stepper:
             reduction.divisor = 1.0
         return facts, 1.0
 
+    @property
+    def alike(self) -> Group:
+        """The ranks that hold the same part of the model."""
+        return self.everyone if self.held is None else self.held.data
+
     def check_replicas(self, when: str | None = None) -> None:
         """Compare the replicas now, every bit of weights, buffers and optimizer state. Every rank calls it, between steps.
 
@@ -531,7 +537,7 @@ class Stepper:
         """
         if self.replicas is not None and self.together:
             with status.inside("checks"):
-                self.replicas.compare(self.everyone, self._replicated(), self.steps, when or f"after step {self.steps}")
+                self.replicas.compare(self.alike, self._replicated(), self.steps, when or f"after step {self.steps}")
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         tensors = [*self.model.named_parameters(), *self._buffers.named()]

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from lockstep import meeting
+from lockstep import meeting, status
 from lockstep.collectives.choose import share_tuning
 from lockstep.collectives.group import Group
 from lockstep.collectives.tags import call_site
@@ -78,6 +78,7 @@ class World:
         self._groups = WorldGroups(self, store, place, device, timeout=timeout, tags=tags, tuning=self.tuning, subgroup=self._subgroup)
         self.group = Group.default()
         self._groups.take(self.group)
+        status.opened()
         self._open[self.group.process_group] = self
         self.control = self.group.host
         atexit.register(self._at_exit)

@@ -53,7 +53,7 @@ def test_what_is_wrong_is_the_exit_code(file: Path, capsys: pytest.CaptureFixtur
 def test_mistakes_are_sentences(file: Path) -> None:
     with pytest.raises(UsageError, match="task 'digit' is unknown"):
         audit("digit")
-    with pytest.raises(UsageError, match="workers=0 is too small"):
+    with pytest.raises(UsageError, match="--workers 0: give at least 1"):
         audit(str(file), workers=0)
     with pytest.raises(UsageError, match=r"--json .*none/x.json cannot be written"):
         audit(str(file), json=file.parent / "none" / "x.json")

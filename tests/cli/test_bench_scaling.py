@@ -99,12 +99,12 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["digits", "--workers", "0"], "workers=0: 0 is no number of workers"),
-        (["digits", "--workers", "2,1,x"], "--workers 2,1,x: give numbers of workers with commas between them"),
+        (["digits", "--workers", "0"], "--workers 0: give numbers of workers, each at least 1"),
+        (["digits", "--workers", "2,1,x"], "--workers 2,1,x: give numbers of workers, each at least 1, with commas between them"),
         (["digits", "--workers", ""], "--workers '': give numbers"),
         (["digits", "--workers", "2,2"], "workers=2,2: 2 is there twice"),
         (["digits", "--strong", "--weak"], "--strong --weak: give one of them"),
-        (["digits", "--workers", "1,2", "--steps", "0"], "steps=0 is too small"),
+        (["digits", "--workers", "1,2", "--steps", "0"], "--steps 0: give at least 1"),
         (["digits", "--workers", "1,2", "--json", "/nowhere/x"], "--json /nowhere/x cannot be written"),
         (["digit", "--workers", "1,2"], "task 'digit' is unknown"),
         (["nothing.py"], "task file 'nothing.py' does not exist"),

@@ -140,7 +140,7 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
         (["all-to-all", "--values", "1,2,3;4,5,6"], "in an all-to-all every rank has one number for each of the 2 ranks"),
         (["broadcast", "--root", "3"], "root=3 is not one of the 3 ranks: they are 0 to 2"),
         (["ring", "--workers", "0"], "--workers 0: give at least 1"),
-        (["hierarchical", "--ranks-per-node", "0"], "ranks_per_node=0"),
+        (["hierarchical", "--ranks-per-node", "0"], "--ranks-per-node 0"),
         (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a file that ends in .svg or .png"),
     ],
 )

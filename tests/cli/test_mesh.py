@@ -43,15 +43,15 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
     [
         (
             ["--mesh", "data=2,pipeline=2", "--workers", "3"],
-            "mesh='data=2,pipeline=2' has 4 ranks (data 2 x pipeline 2), and the run has 3",
+            "--mesh data=2,pipeline=2 has 4 ranks (data 2 x pipeline 2), and the run has 3",
         ),
-        (["--mesh", "pipe=2"], "mesh='pipe=2': there is no axis 'pipe'; there are data, shard, pipeline, tensor"),
+        (["--mesh", "pipe=2"], "--mesh pipe=2: there is no axis 'pipe'; there are data, shard, pipeline, tensor"),
         (
             ["--mesh", "pipeline=2", "--workers", "1:2"],
             "--mesh pipeline=2 has a place for each of 2 ranks: give that number of workers, and no range",
         ),
-        (["--schedule", "gpipe"], "schedule='gpipe' says how a pipeline runs, and there is none: give mesh='pipeline=2', say"),
-        (["--mesh", "shard=2", "--exact"], "exact=True with mesh='shard=2': torch's engines add up in orders of their own; leave one out"),
+        (["--schedule", "gpipe"], "--schedule gpipe says how a pipeline runs, and there is none: give --mesh pipeline=2, say"),
+        (["--mesh", "shard=2", "--exact"], "--exact with --mesh shard=2: torch's engines add up in orders of their own; leave one out"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(words: list[str], message: str, tmp_path: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from lockstep.cli import app
@@ -66,3 +71,110 @@ def test_what_begins_alike_is_suggested_first(
 )
 def test_only_what_was_typed_becomes_an_option(message: str, line: list[str], said: str) -> None:
     assert as_typed(message, line) == said
+
+
+EARLY = """
+import contextlib, io, json, os, sys
+from lockstep.cli.app import main
+said = {}
+for line in json.loads(sys.stdin.read()):
+    sys.argv, before, out = ["lockstep", *line], sorted(os.listdir(".")), io.StringIO()
+    with contextlib.redirect_stderr(out), contextlib.redirect_stdout(out):
+        try:
+            main()
+        except SystemExit as left:
+            code = left.code
+    heavy = [name for name in ("torch", "sklearn") if name in sys.modules]
+    said[" ".join(line)] = [code, heavy, sorted(os.listdir(".")) == before, out.getvalue()]
+print(json.dumps(said))
+"""
+
+REFUSED = """
+train missing.py
+train digit
+train syntax.py
+train nothing.py
+train mine.py --set rate=1
+train mine.py --set lr=fast
+train digits --set rate=1
+train digits --set lr=fast
+train digits --workers 0
+train digits --workers two
+train digits --precision bf8
+train digits --mesh data=2 --workers 3
+train digits --mesh rows=2
+train digits --balance 1,2 --workers 3
+train digits --resume
+train digits --resume --run missing
+train digits --run finished
+train digits --run finished/result.json
+train digits --settings missing.json
+train digits --checkpoints nothing://there
+train digits --nodes 2
+evaluate digits --run missing
+evaluate digits --run finished
+evaluate syntax.py --run finished
+predict digits --run missing
+predict digits --run finished --out rows.txt
+report missing
+checkpoints ls missing
+checkpoints export missing --out model.safetensors
+checkpoints diff missing missing
+verify missing.py
+verify digits --set rate=1
+verify digits --workers 2
+verify missing missing
+run missing.py
+run -m missing.module
+run --workers 0 mine.py
+audit missing.py
+audit digits --workers 0
+tune missing.py
+tune digits --set rate=1
+plan digits --workers 0
+plan digits --network slow
+plan missing.py
+plan --model vgg16 --device none
+slurm missing.py --nodes 2
+slurm syntax.py --nodes 2
+doctor --workers 0
+bench scaling digits --workers 0
+bench train missing.py
+bench train digits --steps 0
+bench collectives --workers 0
+bench collectives --sizes few
+lint missing.py
+show ring --workers 0
+show ring --out picture.txt
+show mesh --mesh rows=2
+show pipeline --schedule none
+show data --workers 0
+show all-reduce --root 1
+"""
+
+
+def test_nothing_heavy_is_imported_to_refuse_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "syntax.py").write_text("def task(:\n")
+    (tmp_path / "nothing.py").write_text("lr = 0.1\n")
+    (tmp_path / "mine.py").write_text("import torch\n\n\ndef task(lr: float = 0.1):\n    return torch\n")
+    (tmp_path / "finished").mkdir()
+    for name in ("lock", "result.json"):
+        (tmp_path / "finished" / name).write_text("{}")
+    lines = [line.split() for line in REFUSED.strip().splitlines()]
+    done = subprocess.run([sys.executable, "-c", EARLY], input=json.dumps(lines), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {line: said for line, said in found.items() if said[:3] != [77 if "--resume --run" in line else 2, [], True]} == {}
+    assert {line: said[3] for line, said in found.items() if not said[3].startswith("error: ") or said[3].count("\n") != 1} == {}
+    assert "syntax.py, line 1" in found["train syntax.py"][3]
+    assert "it takes lr" in found["train mine.py --set rate=1"][3]
+
+
+def test_a_task_that_fails_leaves_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("def task():\n    raise ArithmeticError('no data')\n")
+    command = [sys.executable, "-m", "lockstep", "train", "fails.py", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ArithmeticError: no data" in done.stderr
+    assert "rank-0.log" not in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["fails.py"]

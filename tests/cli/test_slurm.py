@@ -54,7 +54,7 @@ def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("digit", [], {}, r"task 'digit' is unknown: .*did you mean 'digits'"),
         ("nowhere.py", [], {}, "task file 'nowhere.py' does not exist"),
-        ("broken.py", [], {}, "broken.py is not Python that can be read"),
+        ("broken.py", [], {}, "broken.py, line 1: .* is not Python"),
         ("digits", ["--exat"], {}, "after --, for lockstep train: No such option: --exat"),
         ("digits", ["--epochs", "x"], {}, "after --, for lockstep train: .*--epochs"),
         ("digits", ["more"], {}, "after --, for lockstep train: .*more"),

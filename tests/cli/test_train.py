@@ -96,9 +96,12 @@ def test_the_main_job_from_another_folder(folder: Path) -> None:
     settings = json.loads((run / "settings.json").read_text())
     assert settings["task"] == str(folder / "my_task.py")
     assert (settings["workers"], settings["overrides"]) == (2, {"lr": "0.05"})
-    again = lockstep(str(folder / "my_task.py"), "--run", str(run), cwd=folder)
-    assert (again.returncode, again.stdout) == (2, "")
-    assert re.fullmatch(r"error: run directory .* already holds a finished run: choose another --run, or --fresh .*\n", again.stderr)
+    again = lockstep(str(folder / "my_task.py"), "--run", str(run), "--epochs", "3", "--set", "lr=0.05", cwd=folder)
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+    assert "--fresh trains it again" in again.stderr
+    other = lockstep(str(folder / "my_task.py"), "--run", str(run), cwd=folder)
+    assert (other.returncode, other.stdout) == (2, "")
+    assert re.fullmatch(r"error: run directory .* already holds a finished run: choose another --run, or --fresh .*\n", other.stderr)
     shown = lockstep(str(folder / "my_task.py"), "--run", str(run), "--resume", cwd=folder)
     assert (shown.returncode, shown.stdout) == (0, done.stdout)
     anew = lockstep(str(folder / "my_task.py"), "--run", str(run), "--fresh", "--steps", "1", cwd=folder)
@@ -220,6 +223,22 @@ def test_the_users_own_import_error_is_the_users_traceback(folder: Path) -> None
     assert "helper.py" in done.stderr
     assert "No module named 'no_such_module'" in done.stderr.splitlines()[-1]
     assert "lockstep/training" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_schedulers_signal_while_the_launcher_imports_is_75(folder: Path, number: signal.Signals) -> None:
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(1000)\n")
+    command = [sys.executable, "-m", "lockstep", "train", "my_task.py"]
+    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as launcher:
+        while not (folder / "importing").exists():
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        launcher.send_signal(number)
+        assert launcher.stderr is not None
+        assert launcher.stderr.read() == f"stopped by signal {int(number)} ({number.name}); no rank was running\n"
+    assert launcher.returncode == 75
+    assert not (folder / "runs").exists()
 
 
 def test_a_sys_exit_in_the_loss_fails_with_its_line(folder: Path) -> None:

@@ -90,7 +90,9 @@ def one_rank_is_late(world: lockstep.World) -> tuple[str, tuple[int, ...]]:
 def test_a_rank_that_does_not_come_is_named() -> None:
     message, missing = run_ranks(one_rank_is_late, 2)[0]
     assert missing == (1,)
-    assert re.fullmatch(r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within 5 s, or has ended", message)
+    assert re.fullmatch(
+        r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within the timeout of 5 s, or has ended", message
+    )
 
 
 def one_rank_dies(world: lockstep.World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ import psutil
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.launcher import alone
 from lockstep.launcher.supervise import Target, supervise
-from tests.ending import end, wait_gone
+from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.test_spawn import cut_connections
 
 # Ranks that need no torch start fast; those that use it say so.
@@ -29,6 +31,8 @@ _SILENT = f"import os, signal\n{_SAY}\nsignal.pause()\n"
 _JOIN = "import lockstep, os, signal, sys, time, torch\nworld = lockstep.init()\n"
 _SPEAK = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
 _REDUCE = "world.group.all_reduce(torch.ones(3)).wait()\n"
+
+_ALONE = f"{alone.sentence(2)}\n"
 
 _LAUNCHER = """
 import sys
@@ -96,9 +100,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         end(launched.process)
 
 
-def test_a_good_end_prints_nothing_of_ours(run: Run) -> None:
+def test_a_good_end_prints_only_that_the_ranks_never_joined(run: Run) -> None:
     code, out, err = run("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['X'])", environment={"X": "y"})
-    assert (code, sorted(out.splitlines()), err) == (0, ["0 2 y", "1 2 y"], "")
+    assert (code, sorted(out.splitlines()), err) == (0, ["0 2 y", "1 2 y"], _ALONE)
 
 
 def test_ranks_that_use_torch_find_each_other(run: Run) -> None:
@@ -214,6 +218,25 @@ def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Call
     wait_gone(processes)
 
 
+def test_what_a_rank_leaves_running_is_ended_and_said_but_not_what_has_a_session_of_its_own(run: Run, tmp_path: Path) -> None:
+    text = """
+    import os, subprocess, sys
+    own = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=subprocess.DEVNULL, start_new_session=True)
+    left = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=subprocess.DEVNULL)
+    print(own.pid, left.pid)
+    """
+    code, out, err = run(text, workers=1)
+    own, left = (int(pid) for pid in out.split())
+    try:
+        assert code == 0
+        assert re.match(rf"rank 0 has left .* \(pid {left}\) running: ended with it", err)
+        assert str(own) not in err
+        wait_gone([left])
+        assert alive(own)
+    finally:
+        kill([psutil.Process(own)])
+
+
 def test_children_of_the_failed_rank_are_ended(run: Run) -> None:
     text = """
     import os, signal, subprocess, sys
@@ -273,11 +296,11 @@ def test_only_loopback_listens(launch: Callable[..., Launched]) -> None:
 
 
 def test_without_logs_only_the_first_rank_is_heard_if_asked(run: Run) -> None:
-    assert run(_SPEAK, console="first") == (0, "out 0\n", "err 0\n")
+    assert run(_SPEAK, console="first") == (0, "out 0\n", f"err 0\n{_ALONE}")
 
 
 def test_logs_hold_each_ranks_output(run: Run, tmp_path: Path) -> None:
-    assert run(_SPEAK, logs=tmp_path, console="first") == (0, "out 0\n", "err 0\n")
+    assert run(_SPEAK, logs=tmp_path, console="first") == (0, "out 0\n", f"err 0\n{_ALONE}")
     assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr 0\n", "out 1\nerr 1\n"]
 
 

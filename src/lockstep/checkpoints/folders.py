@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 BEST = "best.json"  # which of them has the best metric
@@ -71,9 +72,10 @@ def set_aside(directory: Path, after: int) -> None:
         if step_of(folder) > after:
             aside = directory / f"{_ASIDE}{folder.name}"
             shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
+            with suppress(FileNotFoundError):  # of a model that is divided, replicas of several parts may differ at once
+                folder.rename(aside)
             if best_name(directory) == folder.name:
-                (directory / BEST).unlink()
+                (directory / BEST).unlink(missing_ok=True)
 
 
 def sweep(directory: Path) -> None:

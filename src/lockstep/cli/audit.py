@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import over_run
+from lockstep.cli.given import at_least_one, task_of
 from lockstep.errors import ExitCode
 
 
@@ -24,11 +25,12 @@ def audit(
 
     One process, no training. Exits with 1 where something is wrong.
     """
-    from lockstep.data.audit.findings import audit as look
-    from lockstep.settings import overrides_of
+    at_least_one(workers=workers, epochs=epochs)
+    place, overrides = task_of(task, override)
+    from lockstep.data.audit.findings import audit as look  # imports torch
     from lockstep.training.resolve import resolve
 
-    found = resolve(task, overrides_of(override or []))
+    found = resolve(place, overrides)
     report = look(
         found.train_data,
         global_batch=found.global_batch,

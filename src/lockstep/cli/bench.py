@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import bench_scaling
+from lockstep.cli.given import at_least_one, task_of
 from lockstep.cli.over_run import DeviceName, TaskName
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.measure.files import check_plot, check_writable, write_json
@@ -63,15 +64,16 @@ def collectives(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw time against size, .png or .svg.")] = None,
 ) -> None:
     """Time every algorithm beside the backend's own, in turns, each run checked. Columns as nccl-tests define them."""
-    from lockstep.collectives.algorithms import algorithms_of
-    from lockstep.measure import collectives as measured
-
     every = _sizes(sizes)
+    at_least_one(workers=workers, runs=runs)
     if tune is not None:
         _refuse_with_tune({"--collective": collective, "--algorithms": algorithms, "--runs": runs})
     check_writable(json_file, "--json")
     check_writable(tune, "--tune")
     check_plot(plot)
+    from lockstep.collectives.algorithms import algorithms_of
+    from lockstep.measure import collectives as measured  # imports torch
+
     if tune is not None:
         tuning, found = measured.tune(workers, every, str(tune))
         write_json(tune, tuning.as_json(), "--tune")
@@ -130,13 +132,14 @@ def train(
 
     All take the same micro-batches; loading is not timed. Exits with 1 where weights were not the same in the end.
     """
-    from lockstep.measure import report
-    from lockstep.measure import training_step as measured
-    from lockstep.training.resolve import locate, resolve
-
+    place, overrides = task_of(task, override)
     check_writable(json_file, "--json")
     check_plot(plot)
-    settings = _settings(locate(task), workers, steps, override or [], device)
+    settings = _settings(place, workers, steps, overrides, device)
+    from lockstep.measure import report
+    from lockstep.measure import training_step as measured
+    from lockstep.training.resolve import resolve
+
     names = measured.VARIANTS if variants is None else variants.split(",")
     source = partial(resolve, settings.task, settings.overrides)
     try:
@@ -152,14 +155,14 @@ def train(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _settings(place: str, workers: int | None, steps: int, override: list[str], device: str) -> Settings:
+def _settings(place: str, workers: int | None, steps: int, overrides: dict[str, str], device: str) -> Settings:
     """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have something to say to each other."""
     from lockstep.cli.hardware import fitted
-    from lockstep.settings import Settings, overrides_of
+    from lockstep.settings import Settings
 
     settings = Settings(
         task=place,
-        overrides=overrides_of(override),
+        overrides=overrides,
         workers=1 if workers is None else workers,
         steps=steps,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know

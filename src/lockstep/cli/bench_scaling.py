@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.given import at_least_one, task_of
 from lockstep.cli.over_run import DeviceName, LoaderWorkers, TaskName
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.measure.files import check_plot, check_writable, write_json
@@ -57,12 +58,9 @@ def scaling(
     Efficiency is the speedup over how many times the base's workers there are. Beside it stands what was predicted, from one rank's work
     measured alone and the link between two ranks.
     """
-    from lockstep.settings import overrides_of
-    from lockstep.training.resolve import locate
-
     mode, counts = _mode(strong, weak, both), _counts(workers)
-    overrides = overrides_of(override or [])
-    place = locate(task)
+    at_least_one(steps=steps, rounds=rounds, threads=threads)
+    place, overrides = task_of(task, override)
     check_writable(json_file, "--json")
     check_plot(plot)
     from lockstep.measure.scaling.benchmark import benchmark_scaling
@@ -101,13 +99,18 @@ def _mode(strong: bool, weak: bool, both: bool) -> str:
 
 
 def _counts(text: str | None) -> list[int] | None:
-    """`1,2,4`. Which numbers make sense is the measurement's affair."""
+    """`1,2,4`."""
     if text is None:
         return None
     try:
-        return [int(part) for part in text.split(",")]
+        found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--workers {text or repr(text)}: give numbers of workers with commas between them, such as 1,2,4") from None
+        found = []
+    if not found or min(found) < 1:
+        raise UsageError(
+            f"--workers {text or repr(text)}: give numbers of workers, each at least 1, with commas between them, such as 1,2,4"
+        )
+    return found
 
 
 def _powers_of_two(device: str) -> list[int]:

@@ -65,11 +65,12 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
 ) -> None:
     """Compare two checkpoints' models, tensor by tensor, to the bit. Exit code 1 where they differ."""
+    folders = [_checkpoint(path) for path in (first, second)]
     import torch
 
     from lockstep.checkpoints import files
 
-    a, b = (files.read(_checkpoint(path)) for path in (first, second))
+    a, b = map(files.read, folders)
     ours, theirs = a.tensors, b.tensors
     differing = sorted(ours.keys() ^ theirs.keys())
     for name in differing:

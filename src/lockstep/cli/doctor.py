@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli.given import at_least_one
 from lockstep.errors import ExitCode, UsageError
 
 _WORKERS, _PORT, _WAIT = 2, 29550, 10.0
@@ -36,6 +37,7 @@ def doctor(
     Ends with "fit to train" and exit code 0, or with what to fix and exit code 1. Warnings do not count.
     """
     _refuse({"--port": port, "--wait": wait} if not hosts else {"--workers": workers}, hosts)
+    at_least_one(workers=workers)
     from lockstep.measure.files import check_writable, write_json
 
     check_writable(json_file, "--json")

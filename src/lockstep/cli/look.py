@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.given import at_least_one, task_of
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def data(
     seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
 ) -> None:
     """Print each rank's positions, and whether counts are equal, ranks overlap, and every sample is there."""
-    from lockstep.data import picture
+    at_least_one(samples=samples, workers=workers, epochs=epochs)
+    from lockstep.data import picture  # imports torch
 
     print(picture.show(samples, workers, split=split.value, drop_last=drop_last, epochs=epochs, shuffle=shuffle, seed=seed))
 
@@ -63,11 +65,12 @@ def mesh(
 
 def _stages(task: str, stages: int) -> list[list[str]]:
     """The names of the layers in every stage of a task's model, balanced by parameters (a training measures, and tells in mesh.json)."""
-    from lockstep.model_parallel.layers import layers_of
+    place, _ = task_of(task, None)
+    from lockstep.model_parallel.layers import layers_of  # imports torch
     from lockstep.model_parallel.split import cut
     from lockstep.training.resolve import resolve
 
-    found = resolve(task)
+    found = resolve(place)
     layers = layers_of(found.model(), found.parts)
     return [list(layers.names[part.start : part.stop]) for part in cut(layers, stages, found.parts)]
 
@@ -102,12 +105,11 @@ def _algorithm(name: str) -> Callable[..., None]:
         out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")] = None,
         ranks_per_node: Annotated[int | None, typer.Option(show_default=False, help="For hierarchical; default 2.")] = None,
     ) -> None:
+        at_least_one(workers=workers, ranks_per_node=ranks_per_node)
         from lockstep.collectives import draw, draw_svg
         from lockstep.collectives.algorithms import schedule
         from lockstep.collectives.prove import prove
 
-        if workers < 1:
-            raise UsageError(f"--workers {workers}: give at least 1")
         if ranks_per_node is not None and name != "hierarchical":
             raise UsageError(f"--ranks-per-node is for hierarchical: to {name} all ranks are alike")
         found = schedule("all_reduce", name.replace("-", "_"), workers, ranks_per_node=2 if ranks_per_node is None else ranks_per_node)
@@ -170,13 +172,11 @@ def pipeline(
     out: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")] = None,
 ) -> None:
     """Who works on which micro-batch when, in the order in which a pipeline really runs it, and how much of the time ranks wait."""
+    at_least_one(stages=stages, micro_batches=micro_batches)
     from lockstep.collectives import draw_svg
     from lockstep.mesh.schedules import Schedule
     from lockstep.model_parallel import chart, chart_svg
 
-    for option, value in (("--stages", stages), ("--micro-batches", micro_batches)):
-        if value < 1:
-            raise UsageError(f"{option} {value}: give at least 1")
     found = chart.chart(Schedule.read(schedule), stages, micro_batches, backward)
     if out is None:
         print(chart.text(found))

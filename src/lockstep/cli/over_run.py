@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli.given import task_of
 from lockstep.errors import UsageError
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task.")]
@@ -39,14 +40,16 @@ def answer(
     from lockstep.cli.hardware import fitted
     from lockstep.inference.apply import Job
     from lockstep.launcher.supervise import Target, supervise
-    from lockstep.settings import Settings, overrides_of
-    from lockstep.training.resolve import locate
+    from lockstep.settings import Settings
+    from lockstep.training.declared import located
 
-    place = locate(task)
+    place, overrides = task_of(task, override)
     trained = _trained(run)
+    overrides = {**trained.overrides, **overrides}
+    located(task, overrides)
     settings = Settings(
         task=place,
-        overrides={**trained.overrides, **overrides_of(override or [])},
+        overrides=overrides,
         workers=1 if workers is None else workers,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
         loader_workers=loader_workers,

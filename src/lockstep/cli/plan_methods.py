@@ -8,6 +8,7 @@ from functools import partial
 
 import typer
 
+from lockstep.cli.given import task_of
 from lockstep.cli.plan_options import Asked
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.measure.files import check_writable, write_json
@@ -24,15 +25,14 @@ def run(asked: Asked) -> None:
 
     link = network_of(asked.network)
     check_writable(asked.json_file, "--json")
+    assert asked.task is not None
+    place, overrides = task_of(asked.task, asked.override)
     from lockstep.plan.methods import measured as were_measured
     from lockstep.plan.methods.cost import Computation
     from lockstep.plan.methods.table import as_json, rows, table
     from lockstep.plan.methods.task import seconds_of, work_of
-    from lockstep.settings import overrides_of
-    from lockstep.training.resolve import locate, resolve, short_name
+    from lockstep.training.resolve import resolve, short_name
 
-    assert asked.task is not None
-    place, overrides = locate(asked.task), overrides_of(asked.override or [])
     name = short_name(place)
     beside = {} if asked.measured is None else were_measured.read(asked.measured, task=name, workers=workers, link=link)
     source = partial(resolve, place, overrides)

@@ -18,8 +18,6 @@ def run(asked: Asked) -> None:
     from lockstep.plan.links.connection import HERE, connection
     from lockstep.plan.models.devices import device_named
     from lockstep.plan.models.known import model_named
-    from lockstep.plan.models.of_model import NCCL, plan_model
-    from lockstep.plan.models.text import describe
 
     if asked.network == HERE:
         raise UsageError("--network here is of this host's own ranks: name a network for devices that are elsewhere, such as NVLink+IB")
@@ -27,10 +25,14 @@ def run(asked: Asked) -> None:
     found_network = connection(asked.network, asked.nodes_of)
     check_writable(asked.json_file, "--json")
     chosen = asked.method()
+    counts = asked.counts("1..64")
+    from lockstep.plan.models.of_model import NCCL, plan_model  # imports torch
+    from lockstep.plan.models.text import describe
+
     plan = plan_model(
         model,
         device,
-        asked.counts("1..64"),
+        counts,
         found_network.network,
         batch=asked.batch,
         method=None if chosen == Method() else chosen,

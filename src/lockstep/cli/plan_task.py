@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from lockstep.cli.given import task_of
 from lockstep.cli.plan_options import Asked
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.measure.files import check_plot, check_writable, write_json
@@ -28,13 +29,12 @@ def run(asked: Asked) -> None:
     for file, option in ((asked.json_file, "--json"), (asked.save_profile, "--save-profile")):
         check_writable(file, option)
     check_plot(asked.plot)
-    question = _question(asked)
-    from lockstep.settings import overrides_of
-    from lockstep.training.resolve import locate, resolve, short_name
-
     assert asked.task is not None
-    place = locate(asked.task)
-    source = partial(resolve, place, overrides_of(asked.override or []))
+    place, overrides = task_of(asked.task, asked.override)
+    question = _question(asked)
+    from lockstep.training.resolve import resolve, short_name
+
+    source = partial(resolve, place, overrides)
     try:
         _answer(asked, question, source, short_name(place))
     except WorkerFailed as error:
@@ -45,14 +45,15 @@ def run(asked: Asked) -> None:
 def _question(asked: Asked) -> Question:
     """Refuses at once what would be found out after the measurement."""
     from lockstep.plan.links.connection import HERE, connection
-    from lockstep.plan.tasks.curve import Question
-    from lockstep.plan.tasks.of_task import Scaling
 
     counts, method = asked.counts("1,2,4,8"), asked.method()
     if asked.network == HERE:
         _check_here(asked, method)
     else:
         connection(asked.network, asked.nodes_of)
+    from lockstep.plan.tasks.curve import Question
+    from lockstep.plan.tasks.of_task import Scaling  # imports torch
+
     base = counts[0] if len(counts) > 1 else 1
     scaling = Scaling(base=base, weak=asked.weak, per_host=asked.per_host(), loaders=asked.loader_workers)
     _check_cores(scaling.on_host(counts[-1]))

@@ -45,6 +45,8 @@ def as_typed(message: str, line: Sequence[str]) -> str:
 
     def pair(found: re.Match[str]) -> str:
         name, value = found[1], pairs[found[1]]
+        if value == "True":
+            return _option(name)
         return f"{_option(name)} {given[name] if name in given and _same(value, given[name]) else value}"
 
     known = pairs.keys() | given.keys()

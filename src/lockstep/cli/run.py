@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lockstep.cli import hosts
+from lockstep.cli.given import at_least_one
 from lockstep.errors import UsageError
 
 # Everything from the script's name on belongs to the script, also what looks like an option of ours.
@@ -59,6 +62,7 @@ def run(
     """
     if not command:
         raise UsageError("nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m package.train)")
+    at_least_one(workers=workers)
     if debug and log is None:
         raise UsageError("--debug writes to the logs, which are removed when all goes well: say where they shall stay, with --log DIR")
     from lockstep.launcher import worker
@@ -94,6 +98,8 @@ def run(
             f"--max-restarts {max_restarts} without --nodes: a script on this host alone is not begun anew; use lockstep train"
         )
     name, args = command[0], command[1:]
+    if module and PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        raise UsageError(f"-m {name}: there is no module {name.partition('.')[0]!r} in {os.getcwd()}, and none is installed")
     target = Target(module=name, args=args) if module else Target(script=name, args=args)
     here = rank_here(workers)
     if here is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -72,33 +71,18 @@ def slurm(
 
 def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
     """The job's name, what each task runs, and the beginning of its run directory's name where it shall have one."""
-    from lockstep.training.resolve import BUNDLED, locate, short_name
+    from lockstep.training.declared import declares_task, located
+    from lockstep.training.resolve import BUNDLED, short_name
 
     lockstep = [sys.executable, "-P", "-m", "lockstep"]
     path = Path(target).expanduser()
-    if target not in BUNDLED and path.is_file() and not _has_task(path):
+    if target not in BUNDLED and path.is_file() and not declares_task(path):
         return path.stem, [*lockstep, "run", str(path.absolute()), *args], None
-    place = locate(target)
+    place = located(target)
     name = short_name(place)
     chosen = _run_of(args)
     run = None if chosen is not None else str(Path("runs", name).absolute())
     return name, [*lockstep, "train", place, *args], run
-
-
-def _has_task(path: Path) -> bool:
-    """Whether the file gives the name `task` a value, anywhere outside of functions. Runs nothing."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{path} is not Python that can be read ({error}): mend it before it waits in a queue") from None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == "task" and node in tree.body:
-            return True
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == "task":
-            return True
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == "task" for alias in node.names):
-            return True
-    return False
 
 
 def _run_of(args: list[str]) -> Path | None:

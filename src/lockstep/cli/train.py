@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import hosts
+from lockstep.cli.given import task_of
 from lockstep.cli.hardware import fitted
 from lockstep.errors import UsageError
 
@@ -179,10 +180,9 @@ def train(
     from lockstep.launcher.supervise import Outcome, Target, supervise
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
     from lockstep.mesh.layout import Mesh
-    from lockstep.settings import Settings, overrides_of
+    from lockstep.settings import Settings
     from lockstep.training import result
-    from lockstep.training.claim import claimed
-    from lockstep.training.resolve import locate
+    from lockstep.training.claim import claimed, finished_before
     from lockstep.training.run_directory import RESULT
     from lockstep.training.tuned import Tuned
 
@@ -216,13 +216,13 @@ def train(
         asked.listen()  # from the first moment on: what it has to load takes seconds
         refuse_watching(here, debug or max_restarts is not None or stalls != Stalls())
         os.environ.update(environment)
-    place = locate(task)
+    place, overrides = task_of(task, override)
     knobs = {"reduce": reduce, "update": update, "bucket_mb": bucket_mb, "threads": threads, "loader_workers": loader_workers}
     given = {name: value for name, value in knobs.items() if value is not None}
     tuned = None if settings_file is None else Tuned.read(settings_file)
     settings = Settings(
         task=place,
-        overrides=overrides_of(override or []),
+        overrides=overrides,
         workers=_ranks(workers, here, plan, len(weights) if weights is not None else None if grid is None else grid.size),
         epochs=epochs,
         steps=steps,
@@ -246,16 +246,16 @@ def train(
     )
     if plan is not None:
         hosts.fits_here(plan, settings)
-    elif here is None:
-        settings = fitted(settings, count_workers=workers is None)
-    if tuned is not None and (here is None or here.rank == 0):
+    if tuned is not None and (plan is not None or (here is not None and here.rank == 0)):
         _say_tuned(tuned, settings, given)
     if here is not None:
         from lockstep.training.as_rank import train_as_rank  # imports torch
 
         work_as(here, lambda: train_as_rank(settings, run, resume=resume, fresh=fresh), may_exit=False)
         return
-    if resume and run is not None and (run / RESULT).exists():
+    if run is not None and finished_before(settings, run, resume=resume, fresh=fresh):
+        if not resume:
+            print(f"run directory {run} holds this training, and it is finished; --fresh trains it again", file=sys.stderr)
         print(result.last_line(result.read(run / RESULT)))
         return
 
@@ -271,6 +271,9 @@ def train(
     if plan is not None:
         raise typer.Exit(hosts.train_over_hosts(plan, settings, claim, run, finished, environment=environment, debug=debug, stalls=stalls))
     with claim() as directory:
+        settings = fitted(settings, count_workers=workers is None)
+        if tuned is not None:
+            _say_tuned(tuned, settings, given)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 

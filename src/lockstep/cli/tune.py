@@ -15,6 +15,7 @@ import typer
 
 import lockstep
 from lockstep.cli import over_run
+from lockstep.cli.given import task_of
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,22 +45,23 @@ def tune(
     """
     from lockstep.cli.hardware import fitted
     from lockstep.measure.files import check_writable
-    from lockstep.settings import Settings, overrides_of
-    from lockstep.training.resolve import locate
-    from lockstep.tuning.search import Found
-    from lockstep.tuning.table import table
+    from lockstep.settings import Settings
 
     if not 0 < seconds < float("inf"):
         raise UsageError(f"seconds={seconds:g}: give the time for measuring, above 0")
     if out is not None:
         check_writable(out, "--out")
+    place, overrides = task_of(task, override)
     settings = Settings(
-        task=locate(task),
-        overrides=overrides_of(override or []),
+        task=place,
+        overrides=overrides,
         workers=1 if workers is None else workers,
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
     )
     settings = fitted(settings, count_workers=workers is None)
+    from lockstep.tuning.search import Found
+    from lockstep.tuning.table import table
+
     answer = _search(task, settings, _FOR_SEARCH * seconds)
     found, here = Found.from_json(answer["found"]), answer["here"]
     settings = replace(settings, device=here["device"])

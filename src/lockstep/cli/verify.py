@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import over_run
+from lockstep.cli.given import task_of
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
@@ -90,16 +91,16 @@ def _settings(
 ) -> tuple[Settings, list[int]]:
     """For the largest of the counts, and all of them."""
     from lockstep.cli.hardware import fitted
-    from lockstep.settings import Settings, overrides_of
-    from lockstep.training.resolve import locate
+    from lockstep.settings import Settings
 
     if Path(task).is_dir():
         raise UsageError(f"{task} is a folder: give two run directories to compare them, or a task to train it")
     counts = _counts(_COUNTS if workers is None else workers)
+    place, overrides = task_of(task, override)
     asked: Any = {"device": device, "reduce": reduce, "update": update}
     settings = Settings(
-        task=locate(task),
-        overrides=overrides_of(override or []),
+        task=place,
+        overrides=overrides,
         workers=max(counts),
         steps=_STEPS if steps is None else steps,
         exact=exact,
@@ -125,7 +126,10 @@ def _refuse_with_runs(given: dict[str, object]) -> None:
 
 
 def _runs(one: Path, other: Path, json: Path | None) -> None:
-    from lockstep.verify.runs import differences, summary
+    for run in (one, other):
+        if not run.is_dir():
+            raise UsageError(f"run {run} does not exist (looked from {Path.cwd()}): give a run directory that `lockstep train` made")
+    from lockstep.verify.runs import differences, summary  # imports torch
 
     found = differences(one, other)
     over_run.write_json(json, {"runs": [str(one), str(other)], "same": not found, "differences": found})

@@ -27,6 +27,7 @@ from lockstep.collectives import by_memory, by_schedule, native
 from lockstep.collectives.algorithms import Algorithm, algorithms_of
 from lockstep.collectives.group import OF_TORCH, Group, Op, Work
 from lockstep.collectives.handle import Handle, Later
+from lockstep.collectives.inference_mode import of_ordinary_tensors
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 
@@ -42,6 +43,7 @@ def all_reduce(
 ) -> Tensor: ...
 @overload
 def all_reduce(tensor: Tensor, op: AnyOp = ..., *, algorithm: Algorithm = ..., group: AnyGroup = ..., async_op: Literal[True]) -> Work: ...
+@of_ordinary_tensors
 def all_reduce(
     tensor: Tensor, op: AnyOp = "sum", *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
 ) -> Tensor | Work:
@@ -58,6 +60,7 @@ def all_reduce(
     return Later(found.in_background(run)) if async_op else run()
 
 
+@of_ordinary_tensors
 def broadcast(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
     """Replace `tensor` on every rank by that of rank `root` of the group, in place; return it, or a handle."""
     found = resolve(group)
@@ -69,6 +72,7 @@ def broadcast(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", g
     return _run(found, by_schedule.broadcast(found, tensor, root, name, _label(algorithm)), async_op)
 
 
+@of_ordinary_tensors
 def reduce(
     tensor: Tensor, root: int = 0, op: AnyOp = "sum", *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
 ) -> Any:
@@ -80,6 +84,7 @@ def reduce(
     return _run(found, by_schedule.reduce(found, tensor, root, op, name, _label(algorithm)), async_op)
 
 
+@of_ordinary_tensors
 def all_gather(
     tensor: Tensor, *, as_list: bool = False, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
 ) -> Any:
@@ -102,6 +107,7 @@ def all_gather(
     return _run(found, lambda: shaped(run()), async_op)
 
 
+@of_ordinary_tensors
 def reduce_scatter(
     tensor: Tensor, op: AnyOp = "sum", *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False
 ) -> Any:
@@ -118,6 +124,7 @@ def reduce_scatter(
     return _run(found, by_schedule.reduce_scatter(found, tensor, op, name, _label(algorithm)), async_op)
 
 
+@of_ordinary_tensors
 def scatter(
     tensors: Sequence[Tensor] | None = None,
     root: int = 0,
@@ -135,6 +142,7 @@ def scatter(
     return _run(found, by_schedule.scatter(found, tensors, root, device, name, _label(algorithm)), async_op)
 
 
+@of_ordinary_tensors
 def gather(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
     """On rank `root` a list of every rank's tensor, elsewhere None; or a handle. Dim 0 may have another length on each rank."""
     found = resolve(group)
@@ -144,6 +152,7 @@ def gather(tensor: Tensor, root: int = 0, *, algorithm: Algorithm = "auto", grou
     return _run(found, by_schedule.gather(found, tensor, root, name, _label(algorithm)), async_op)
 
 
+@of_ordinary_tensors
 def all_to_all(tensors: Sequence[Tensor], *, algorithm: Algorithm = "auto", group: AnyGroup = None, async_op: bool = False) -> Any:
     """A list of what each rank has for this one, or a handle: `tensors[r]` goes to rank r of the group. Shapes may differ, the dtype not."""
     found = resolve(group)

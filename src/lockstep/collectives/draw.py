@@ -12,10 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from lockstep.collectives import in_process
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.prove import Proof, prove
 from lockstep.collectives.schedule import REDUCING, Kind, Schedule, Transfer, held_before
@@ -133,6 +129,10 @@ def before_and_after(kind: Kind, rows: Sequence[Sequence[float]], *, op: str = "
 
     Row r is rank r's tensor; in a scatter the piece that the root has for rank r, in an all-to-all one element for each rank.
     """
+    import torch  # the other pictures need none
+
+    from lockstep.collectives import in_process
+
     dtype = torch.int64 if all(isinstance(number, int) for row in rows for number in row) else torch.float64
     tensors = [torch.tensor(row, dtype=dtype) for row in rows]
     world = len(tensors)
@@ -182,6 +182,6 @@ def _a(kind: Kind) -> str:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, Tensor):
+    if hasattr(value, "tolist"):  # a tensor
         return f"[{' '.join(str(number) if isinstance(number, int) else f'{number:g}' for number in value.tolist())}]"
     return " ".join(_shown(each) for each in value) if isinstance(value, list) else str(value)

@@ -77,7 +77,7 @@ class ExchangedTags:
         message = f"#{number}: {text}: {listed(missing) if missing else 'a rank'} did not come"
         if time.monotonic() < deadline or not missing:
             return PeerFailed(f"{message}: its connection was closed")
-        return CollectiveTimeout(f"{message} within {self._timeout.total_seconds():g} s, or has ended", missing)
+        return CollectiveTimeout(f"{message} within the timeout of {self._timeout.total_seconds():g} s, or has ended", missing)
 
     def _not_waiting(self, number: int) -> list[int]:
         return [world for rank, world in enumerate(self._ranks) if not self._store.check([f"waiting/{number}/{rank}"])]

@@ -374,6 +374,8 @@ def check_op(op: str, tensor: Tensor) -> None:
         raise UsageError(f"op={op!r} of {dtype}: complex numbers have no order")
     if tensor.dtype == torch.bool and op not in ("max", "min"):
         raise UsageError(f"op={op!r} of bool: 'max' is any, 'min' is all; to count, make it an integer first")
+    if tensor.layout != torch.strided:
+        raise UsageError(f"op={op!r} of a sparse tensor: only dense ones are added up here; call its to_dense() first")
     if tensor.dtype not in _WORKING and tensor.dtype not in _WIDER:
         raise UsageError(f"op={op!r} of {dtype}: torch cannot add up this dtype; make it a wider one first")
 

@@ -45,8 +45,10 @@ _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 class Tags:
     """This rank's view of the page of one group whose members share a host."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: Sequence[int], *, places: bool = True) -> None:
+        """`places`: whether ranks must also come to a collective by the same line of the program."""
         self._memory = memory
+        self._places = places
         self._rank = rank
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._others = [other for other in range(len(ranks)) if other != rank]
@@ -83,6 +85,8 @@ class Tags:
             if _NUMBER.unpack_from(self._memory, start)[0] != number:
                 continue  # it is far ahead, and has written over this tag
             if theirs != mine and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]:
+                if not self._places and _without_place(theirs) == _without_place(mine):
+                    continue
                 raise self._mismatch(number)
         return here == len(self._others)
 
@@ -153,13 +157,18 @@ class Tags:
     def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
         missing = [self._ranks[other] for other in self._missing(number)]
         return CollectiveTimeout(
-            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within {timeout.total_seconds():g} s", missing
+            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within the timeout of {timeout.total_seconds():g} s",
+            missing,
         )
 
 
-def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Tags:
+def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, *, places: bool = True) -> Tags:
     """Make or join the page of a group whose members all run on this host. Every member calls it. Linux only."""
-    return Tags(share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout), rank, ranks)
+    return Tags(share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout), rank, ranks, places=places)
+
+
+def _without_place(tag: bytes) -> bytes:
+    return tag.rsplit(b" at ", 1)[0]
 
 
 def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) -> CollectiveMismatch:

@@ -229,6 +229,8 @@ class _Agent(LocalElasticAgent):
         self._over = self._over or now  # asked again, it would show those that were ended here
         if failed or called_off:
             self._end_ranks()
+        else:
+            self._end_left_over()
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
@@ -264,6 +266,17 @@ class _Agent(LocalElasticAgent):
         for process in groups:
             _signal_group(process, signal.SIGKILL)
 
+    def _end_left_over(self) -> None:
+        """All ranks have ended well. What they have started in their process groups ends with them; not what has a session of its own."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while left := {rank: found for rank, process in self._ranks().items() if (found := processes.group(process.pid))}:
+            if time.monotonic() > deadline:  # helpers of multiprocessing go by themselves
+                for rank, found in left.items():
+                    _say_left(rank, found)
+                self._end_ranks()
+                return
+            time.sleep(0.01)
+
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
         if self._over is None:  # stopped from outside; otherwise all have ended
             self._end_ranks()
@@ -284,6 +297,15 @@ def _peek(process: subprocess.Popen[bytes]) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _say_left(rank: int, found: Mapping[int, str]) -> None:
+    listed = ", ".join(f"{name} (pid {pid})" for pid, name in found.items())
+    print(
+        f"rank {rank} has left {listed} running: ended with it. A process that shall outlive the run needs a session of its own (start_new_session=True)",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

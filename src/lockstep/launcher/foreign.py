@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from lockstep import status
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import ending, failures
+from lockstep.launcher import alone, ending, failures
 from lockstep.place import Placement, started_by_others
 
 
@@ -67,6 +68,9 @@ def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = Tr
                 stream.flush()
         os._exit(failure.code)  # threads of a communication library must not keep it
     else:
+        alone.note_groups()
+        if place.rank == 0 and place.size > 1 and not status.was_opened():
+            os.write(terminal, f"{alone.sentence(place.size)}\n".encode())
         ending.announce_to_terminal(place.rank)
     finally:
         os.close(terminal)

@@ -71,6 +71,18 @@ def state(pid: int) -> str:
         return "Z"
 
 
+def group(leader: int) -> dict[int, str]:
+    """The living processes of the process group of `leader`, which is not one of them any more: their names by pid. Linux only; {} elsewhere."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*") if sys.platform == "linux" else ():
+        with suppress(OSError, ValueError):
+            name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            fields = rest.split()
+            if int(fields[2]) == leader and fields[0] not in "ZX":
+                found[int(entry.name)] = name
+    return found
+
+
 def children(pid: int) -> list[int]:
     """Processes that `pid` has started and that live."""
     found = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep import orphans
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import failures
+from lockstep.launcher import alone, failures
 from lockstep.launcher.asked import SPARE, mark
 from lockstep.launcher.failures import Failure, signal_name
 from lockstep.launcher.forward import forwarded
@@ -156,6 +156,8 @@ def _run(
             assert stop.number is not None
             return Outcome(128 + stop.number)
     outcome = _outcome(_without(_failures(directory, ended.codes, ended.pids), spared), ended.codes)
+    if outcome.failure is None and (text := alone.warning(directory, ended.pids, count if share is None else share.roll.size)):
+        print(text, file=sys.stderr, flush=True)
     return outcome if outcome.failure is None else replace(outcome, failure=watch.explained(outcome.failure))
 
 

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from lockstep import status
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import asked, debug, ending, failures, logs, processes, stalls
+from lockstep.launcher import alone, asked, debug, ending, failures, logs, processes, stalls
 from lockstep.launcher.agent_environment import SIGNALS
 from lockstep.launcher.private import sockets_into
 from lockstep.orphans import die_with_launcher
@@ -129,6 +129,7 @@ def _of_ours(options: argparse.Namespace) -> bool:
 
 def _over(records: Path, rank: int) -> None:
     """The target has ended well. Python still waits for what it has left running."""
+    alone.note_groups()
     status.enter("end")
     ending.announce_to_launcher(records, rank)
 

@@ -17,10 +17,10 @@ from lockstep.errors import ExitCode, ReplicaDivergence, UsageError
 from lockstep.launcher import logs
 from lockstep.settings import Settings
 from lockstep.training import result
-from lockstep.training.claim import claimed
+from lockstep.training.claim import claimed, finished_before
 from lockstep.training.opening import world_for
 from lockstep.training.resolve import resolve
-from lockstep.training.run_directory import RESULT, RunDirectory
+from lockstep.training.run_directory import RunDirectory
 from lockstep.training.train import train_as
 from lockstep.world import World
 
@@ -34,8 +34,7 @@ def train_as_rank(settings: Settings, run: Path | None, *, resume: bool = False,
     with world_for(None, settings.device) as world:
         _compare(world, {**asdict(settings), "run": None if run is None else str(run), "resume": resume, "fresh": fresh})
         with _opened(world, settings, run, resume=resume, fresh=fresh) as directory:
-            finished = resume and directory.result.exists()
-            if not finished:
+            if not directory.result.exists():
                 logs.redirect(world.rank, "first", directory.path)
                 train_as(task, settings, directory)
         first = world.rank == 0
@@ -68,7 +67,7 @@ def _opened(world: World, settings: Settings, run: Path | None, *, resume: bool,
 
 
 def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
-    if resume and run is not None and (run / RESULT).exists():
+    if run is not None and finished_before(settings, run, resume=resume, fresh=fresh):
         return RunDirectory.of_launcher(run)
     return claimed(settings, run, resume=resume, fresh=fresh)
 

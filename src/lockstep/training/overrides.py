@@ -6,11 +6,21 @@ import difflib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.errors import TaskError
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One that `task()` takes."""
+
+    kind: Any
+    """Its type."""
+    required: bool
 
 
 def arguments(function: Callable[..., object], overrides: Mapping[str, str], name: str) -> dict[str, Any]:
@@ -19,20 +29,30 @@ def arguments(function: Callable[..., object], overrides: Mapping[str, str], nam
     A parameter's type is its annotation (int, float, bool, str, Literal of these, any of them or None), else its default's.
     Raises TaskError for an unknown key, a value that does not fit, a type that text cannot give, and a parameter left without a value.
     """
+    hints = _hints(function)
     parameters = {
-        key: parameter
-        for key, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        key: Parameter(hints.get(key, type_of_default(None if each.default is each.empty else each.default)), each.default is each.empty)
+        for key, each in inspect.signature(function).parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
+    return converted(parameters, overrides, name)
+
+
+def converted(parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str) -> dict[str, Any]:
+    """`overrides` as values for these parameters of the task `name`. Raises TaskError, as `arguments` does."""
     for key in overrides:
         if key not in parameters:
             known = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
             raise TaskError(f"--set {key}={overrides[key]}: task() in {name} has no parameter {key!r}; {known}{closest(key, parameters)}")
     for key, parameter in parameters.items():
-        if parameter.default is parameter.empty and key not in overrides:
+        if parameter.required and key not in overrides:
             raise TaskError(f"task() in {name} needs {key}: give it a default there, or a value with --set {key}=...")
-    hints = _hints(function)
-    return {key: _convert(key, text, hints.get(key, _type_of_default(parameters[key]))) for key, text in overrides.items()}
+    return {key: _convert(key, text, parameters[key].kind) for key, text in overrides.items()}
+
+
+def type_of_default(default: object) -> Any:
+    """What a parameter without an annotation takes."""
+    return str if default is None else type(default)
 
 
 def _hints(function: Callable[..., object]) -> dict[str, Any]:
@@ -40,10 +60,6 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
         return get_type_hints(function)
     except (NameError, TypeError, AttributeError):
         return {}  # annotated with names that exist for type checkers only: the defaults' types count
-
-
-def _type_of_default(parameter: inspect.Parameter) -> Any:
-    return str if parameter.default is parameter.empty or parameter.default is None else type(parameter.default)
 
 
 def _convert(key: str, text: str, kind: Any) -> Any:

@@ -20,7 +20,7 @@ from lockstep.errors import TaskError
 from lockstep.task import Task
 from lockstep.training.overrides import arguments, closest
 
-BUNDLED = {"digits": "lockstep.tasks.digits", "text": "lockstep.tasks.text"}
+BUNDLED = {name: f"lockstep.tasks.{name}" for name in ("digits", "text")}
 
 
 def locate(name: str) -> str:
@@ -40,6 +40,11 @@ def locate(name: str) -> str:
         f"task {name!r} is unknown: the bundled tasks are {', '.join(BUNDLED)}{closest(name, BUNDLED)}. "
         "For your own, give the path of a .py file whose task() returns a lockstep.Task"
     )
+
+
+def file_of(place: str) -> Path:
+    """The source of a task that `locate` has found."""
+    return Path(__file__).parents[1] / "tasks" / f"{place}.py" if place in BUNDLED else Path(place)
 
 
 def short_name(name: str) -> str:

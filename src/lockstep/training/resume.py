@@ -11,32 +11,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.folders import written
-from lockstep.checkpoints.manifest import check
 from lockstep.checkpoints.plain import encoded
-from lockstep.checkpoints.remote import Remote
 from lockstep.collectives.texts import said_by
-from lockstep.errors import DamagedCheckpoint, UsageError
+from lockstep.errors import UsageError
 from lockstep.settings import Settings
 from lockstep.task import Task
 from lockstep.training.metrics import finite
-from lockstep.training.run_directory import RunDirectory
 from lockstep.training.task_digest import changes
 from lockstep.world import World
-
-
-def why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
-    """For --resume: a sentence where there is no checkpoint to go on from, else nothing."""
-    if remote is not None and remote.steps():
-        return ""
-    why = "it has none"
-    for folder in reversed(written(directory.checkpoints)):
-        try:
-            check(folder)
-            return ""
-        except DamagedCheckpoint as error:
-            why = str(error)
-    return f"error: --resume: no checkpoint in {directory.path} can be gone on from: {why}"
 
 
 def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,10 +40,11 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 class RunDirectory:
     """A claimed folder: `path` and what lies in it. Made by `claim`, or by `of_launcher` in a rank whose launcher holds the claim."""
 
-    def __init__(self, path: Path, lock: int | None = None, *, made_here: bool = False) -> None:
+    def __init__(self, path: Path, lock: int | None = None, *, made_here: bool = False, above: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock = lock
         self.made_here = made_here
+        self._above = above  # folders that were made for it, the innermost first
         self._lock_file = (path / _LOCK).absolute()
         self._identity = _identity(self._lock_file) if lock is None else _identity(lock)
         self._look_next = 0.0
@@ -104,6 +105,7 @@ class RunDirectory:
         run or anything else.
         """
         chosen = Path(path) if path is not None else _unused(name)
+        above = [folder for folder in chosen.parents if not folder.exists()]
         made_here, lock = _locked(chosen)
         try:
             with _sentences(chosen):
@@ -118,7 +120,7 @@ class RunDirectory:
         except BaseException:
             cls(chosen, lock, made_here=made_here).release()
             raise
-        return cls(chosen, lock, made_here=made_here)
+        return cls(chosen, lock, made_here=made_here, above=above)
 
     @classmethod
     def of_launcher(cls, path: Path) -> RunDirectory:
@@ -151,6 +153,9 @@ class RunDirectory:
             return
         if self.made_here and _identity(self._lock_file) == self._identity and (self.says_nothing or (failed and not self.trained)):
             shutil.rmtree(self.path, ignore_errors=True)
+            for folder in self._above:
+                with suppress(OSError):  # another run has come there
+                    folder.rmdir()
         os.close(self._lock)
         self._lock = None
 

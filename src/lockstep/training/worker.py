@@ -8,13 +8,15 @@ from pathlib import Path
 from lockstep.settings import Settings
 from lockstep.training.resolve import resolve
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.train import train_as
 
 
-def main(directory: Path) -> None:
-    """Train as `directory`/settings.json says. The task is loaded before the ranks meet: a mistake in it needs no meeting."""
-    settings = Settings.read(directory)
-    train_as(resolve(settings.task, settings.overrides), settings, RunDirectory.of_launcher(directory))
+def main(path: Path) -> None:
+    """Train as `path`/settings.json says. The task is loaded before the ranks meet, and before the training's own modules: a mistake shows at once."""
+    settings = Settings.read(path)
+    task = resolve(settings.task, settings.overrides)
+    from lockstep.training.train import train_as
+
+    train_as(task, settings, RunDirectory.of_launcher(path))
 
 
 if __name__ == "__main__":

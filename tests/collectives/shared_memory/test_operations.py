@@ -98,7 +98,7 @@ def late(world: lockstep.World) -> str:
 def test_who_does_not_come_is_named() -> None:
     said = run_ranks(late, 2)[0]
     assert said.startswith("#1: all_reduce sum f32[3] at test_operations.py")
-    assert said.endswith("rank 1 did not come within 0.3 s")
+    assert said.endswith("rank 1 did not come within the timeout of 0.3 s")
 
 
 def test_elsewhere_it_is_refused() -> None:

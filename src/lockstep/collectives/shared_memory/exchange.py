@@ -176,13 +176,19 @@ class ReduceScatter(Exchange):
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its elements side by side: itself, or a copy."""
+    """Its elements side by side: itself, or a copy. Of a tensor of inference mode a copy, which can be written to anywhere."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            return tensor.reshape(-1).to(dtype, copy=True)
     tensor = tensor.detach()
     return tensor.view(-1) if dtype == tensor.dtype and tensor.is_contiguous() else tensor.reshape(-1).to(dtype, copy=True)
 
 
 def _copy_back(flat: Tensor, tensor: Tensor) -> None:
-    if flat.data_ptr() != tensor.data_ptr():
+    if tensor.is_inference():
+        with torch.inference_mode():
+            tensor.copy_(flat.view(tensor.shape))
+    elif flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 

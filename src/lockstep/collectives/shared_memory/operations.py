@@ -55,7 +55,8 @@ def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) 
     def more(octets: int) -> mmap.mmap:
         return share(store, f"{key}/{next(numbers)}", group.rank, group.size, octets, timeout)
 
-    return SharedMemory(more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group)))
+    with torch.inference_mode(False):  # as in `slot`
+        return SharedMemory(more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group)))
 
 
 def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
@@ -242,7 +243,8 @@ class SharedMemory:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             start = self._slots_begin + key[0] * PIECE + skip
-            found = self._views[key] = self._octets[start : start + numel * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):  # it is kept: a view made in inference mode could not be written to after it
+                found = self._views[key] = self._octets[start : start + numel * dtype.itemsize].view(dtype)
         return found
 
     def finish(self, work: Exchange | Sum) -> None:
@@ -267,4 +269,4 @@ class SharedMemory:
     def _late(self, missing: Sequence[int]) -> Exception:
         ranks = [self._group.ranks[rank] for rank in missing]
         what = self._group.tags.said(self._number) if self._group.tags is not None else "shared memory"
-        return CollectiveTimeout(f"#{self._number}: {what}: {listed(ranks)} did not come within {self._timeout:g} s", ranks)
+        return CollectiveTimeout(f"#{self._number}: {what}: {listed(ranks)} did not come within the timeout of {self._timeout:g} s", ranks)
