@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Any
 
 import pytest
 
+from lockstep.launcher.logs import Tee
 from lockstep.training import progress
 from lockstep.training.progress import Live, Plain, clock, time_left
 
@@ -66,8 +68,42 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(time: Clock, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert out == ""
     assert "loss 0.1235, 5,210 samples/s, 10 s left" in err
-    assert "epoch 2/2" in err
+    assert "epoch 2/2, step 20/20" in err
     assert "accuracy [0.9] " + "long " * 29 in err
+
+
+def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
+    time: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, log = sys.stderr, io.StringIO()
+    monkeypatch.setattr(sys, "stderr", Tee(terminal, log))
+    monkeypatch.setattr(sys, "stdout", Tee(sys.stdout, log))
+    shown = progress.progress(20, 2)
+    assert isinstance(shown, Live)
+    for step in range(1, 21):
+        time.now += 6
+        shown.step(record(step))
+    shown.say("epoch 1/2: accuracy [0.9]")
+    print("from the task", file=sys.stderr)
+    print("to a file")
+    shown.close()
+    print("after it", file=sys.stderr)
+    lines = log.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        *(f"epoch {1 + step // 11}/2, step {step}/20" for step in range(2, 21, 2)),
+        "epoch 1/2",
+        "from the task",
+        "to a file",
+        "after it",
+    ]
+    out, err = capsys.readouterr()
+    assert out == "to a file\n"
+    assert "step 20/20" in err
+    assert err.endswith("after it\n")
+    assert "from the task" in err
 
 
 def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ def test_one_of_each_and_a_loss_that_is_no_number(tmp_path: Path) -> None:
     assert last_line(read(tmp_path / "result.json")) == last_line(found)
 
 
+def test_no_epoch_is_counted_where_training_ends_inside_the_first() -> None:
+    assert last_line(result(epochs=0, steps=6).as_json()).startswith("digits: 6 steps, 2 workers, replicated")
+
+
 def test_paths_are_relative_to_the_run() -> None:
     assert result().as_json()["checkpoint"] == "checkpoints/step-0000276"
     assert result(run=None, checkpoint=None).as_json()["checkpoint"] is None

@@ -108,6 +108,8 @@ def run(
         os.environ.update({**exported(here, os.environ), **environment})
         work_as(here, lambda: worker.main([*(["--logs", str(logs)] if logs is not None else []), *target.arguments()]))
         return
+    if workers is not None and workers > 1 and sys.stderr.isatty():  # what is imported now takes seconds
+        print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
     outcome = supervise(
         target, workers, logs=directory_for_logs(log), console="joined", environment=environment, debug=debug, stalls=stalls
     )

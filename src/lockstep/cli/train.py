@@ -271,6 +271,9 @@ def train(
     if plan is not None:
         raise typer.Exit(hosts.train_over_hosts(plan, settings, claim, run, finished, environment=environment, debug=debug, stalls=stalls))
     with claim() as directory:
+        if sys.stderr.isatty():  # what is imported now takes seconds
+            ranks = "the ranks" if workers is None else f"{settings.workers} rank{'s' * (settings.workers > 1)}"
+            print(f"starting {ranks} ...; run directory {directory.path}", file=sys.stderr, flush=True)
         settings = fitted(settings, count_workers=workers is None)
         if tuned is not None:
             _say_tuned(tuned, settings, given)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from lockstep.launcher.forward import connect
 from lockstep.launcher.log_place import log_of
@@ -51,38 +51,41 @@ def redirect(rank: int, console: Console, directory: Path | None, *, pipes: Path
 
 
 class Tee(io.TextIOBase):
-    """A terminal stream whose text is copied to a file. Redraws of a live display stay out of the copy, and so do colours."""
+    """A terminal stream whose text is copied to a file. Redraws of a live display stay out of the copy, and so do colours.
+
+    `stream` may be replaced for a while by one that leads there too; `copy` may be written to by whoever draws on the terminal itself.
+    """
 
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
-        self._stream = stream
-        self._copy = copy
+        self.stream: Any = stream
+        self.copy = copy
 
     def write(self, text: str) -> int:
-        self._stream.write(text)
+        self.stream.write(text)
         if not _REDRAW.search(text):
-            self._copy.write(_COLOUR.sub("", text))
+            self.copy.write(_COLOUR.sub("", text))
         return len(text)
 
     def flush(self) -> None:
-        self._stream.flush()
-        self._copy.flush()
+        self.stream.flush()
+        self.copy.flush()
 
     def __del__(self) -> None:
         """It owns nothing: a stream would be flushed here, which others may have closed."""
 
     def isatty(self) -> bool:
-        return self._stream.isatty()
+        return bool(self.stream.isatty())
 
     def fileno(self) -> int:
-        return self._stream.fileno()
+        return int(self.stream.fileno())
 
     def writable(self) -> bool:
         return True
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in the base class, but never assigned here
-        return self._stream.encoding
+        return str(self.stream.encoding)
 
     @property
     def buffer(self) -> object:
-        return self._stream.buffer
+        return self.stream.buffer

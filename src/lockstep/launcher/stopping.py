@@ -52,7 +52,7 @@ class Stop:
         if not self._told:
             self._told = True
             if asked:
-                print(f"{self.name}: stopping after this step; once more to stop now", file=sys.stderr, flush=True)
+                say(f"{self.name}: stopping after this step; once more to stop now")
             for pid in pids.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
@@ -68,6 +68,11 @@ class Stop:
         """Of a run that was stopped: 75 for a scheduler's signals where a training can go on from its checkpoint, else 128 + n."""
         assert self.number is not None
         return ExitCode.PREEMPTED if saved and self.number in _PREEMPTION else 128 + self.number
+
+
+def say(text: str) -> None:
+    """On stderr while ranks run. A terminal may show a rank's bar, or what Ctrl-C has left, which has no end of line."""
+    print(f"\n{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from lockstep.launcher.ending import Endings
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.memory import oom_kills
 from lockstep.launcher.stalls import Elsewhere, Stall, Watcher
-from lockstep.launcher.stopping import Stop
+from lockstep.launcher.stopping import Stop, say
 
 TIMEOUT = "LOCKSTEP_TIMEOUT"
 """Environment variable: seconds that a collective may take, where `init` is not told."""
@@ -66,7 +65,7 @@ class Watch:
         if self.stop.now(self.directory, pids):
             return True
         for text in self._endings.look(pids):
-            _say(text)
+            say(text)
         stall = self._watcher.look(pids)
         if self._elsewhere is not None:
             stall = self._elsewhere.verdict()
@@ -76,9 +75,9 @@ class Watch:
                     return False  # its own host ends the run
                 self.failure = _failure(stall, pids)
                 return True
-            _say("\n".join(part for part in (stall.stack, stall.message) if part))
+            say("\n".join(part for part in (stall.stack, stall.message) if part))
         if (slow := self._watcher.slow(pids)) is not None:
-            _say(slow)
+            say(slow)
         return False
 
     def explained(self, failure: Failure) -> Failure:
@@ -100,7 +99,3 @@ def _failure(stall: Stall, pids: Mapping[int, int]) -> Failure:
         monotonic_ns=time.monotonic_ns(),
         traceback=stall.stack,
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bars
+
+from lockstep.launcher.logs import Tee
 
 _REDRAW_SECONDS = 0.1
 _LINE_SECONDS = 10.0
@@ -35,12 +38,13 @@ def progress(steps: int | None, epochs: int | None) -> Progress:
 class Plain:
     """Lines, at most one every ten seconds besides what is said."""
 
-    def __init__(self, steps: int | None, epochs: int | None) -> None:
-        self._steps, self._epochs = steps, epochs
+    def __init__(self, steps: int | None, epochs: int | None, out: TextIO | None = None) -> None:
+        """`out`: where they go; None: stderr."""
+        self._steps, self._epochs, self._out = steps, epochs, out
         self._began = self._shown = time.monotonic()
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=self._out or sys.stderr, flush=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -54,32 +58,48 @@ class Plain:
 
 
 class Live:
-    """One line that is redrawn; what is said stands above it."""
+    """One line that is redrawn; what is said stands above it. A log that copies the terminal gets the plain lines in its place."""
 
     def __init__(self, steps: int | None, epochs: int | None) -> None:
         self._steps, self._epochs = steps, epochs
-        self._console = Console(stderr=True)
+        error = sys.stderr
+        self._log = Plain(steps, epochs, error.copy) if isinstance(error, Tee) else None
+        self._console = Console(file=error.stream) if isinstance(error, Tee) else Console(stderr=True)
+        self._tees = [each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()]
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[state]}", markup=False))
-        self._bars = Bars(*columns, console=self._console, auto_refresh=False, transient=True)
+        theirs = self._log is None  # then rich has what others print stand above the bar, else it is done here, and copied
+        self._bars = Bars(
+            *columns, console=self._console, auto_refresh=False, transient=True, redirect_stdout=theirs, redirect_stderr=theirs
+        )
         self._bar = self._bars.add_task("starting", total=steps, state="")
         self._began = time.monotonic()
         self._drawn = 0.0
         self._bars.start()
+        for each in self._tees:
+            each.stream = FileProxy(self._console, each.stream)
 
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._log is not None:
+            self._log.say(line)
 
     def step(self, record: Mapping[str, Any]) -> None:
+        if self._log is not None:
+            self._log.step(record)
         now = time.monotonic()
         if now - self._drawn < _REDRAW_SECONDS and record["step"] != self._steps:
             return
         self._drawn = now
         state = describe(record, time_left(record["step"], self._steps, now - self._began))
-        self._bars.update(self._bar, completed=record["step"], description=f"epoch {of(record['epoch'], self._epochs)}", state=state)
+        where = f"epoch {of(record['epoch'], self._epochs)}, step {of(record['step'], self._steps)}"
+        self._bars.update(self._bar, completed=record["step"], description=where, state=state)
         self._bars.refresh()
 
     def close(self) -> None:
         self._bars.stop()
+        for each in self._tees:
+            each.flush()
+            each.stream = each.stream.rich_proxied_file
 
 
 def of(done: int, total: int | None) -> str:

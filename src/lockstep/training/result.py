@@ -72,7 +72,8 @@ class Result:
 
 def last_line(result: Mapping[str, Any]) -> str:
     """The command's last line, from what result.json holds."""
-    counts = ", ".join(_count(result[f"{what}s"], what) for what in ("epoch", "step", "worker"))
+    whole = ("epoch", "step", "worker") if result["epochs"] else ("step", "worker")  # it may end inside the first epoch
+    counts = ", ".join(_count(result[f"{what}s"], what) for what in whole)
     headline = result["headline"]
     metric = f"{headline['name']} {float(headline['value']):.4f}"
     return f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights sha256 {result['sha256']}"
