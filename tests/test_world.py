@@ -258,3 +258,29 @@ def test_the_launchers_timeout_counts_where_none_is_given_and_one_that_nobody_re
     monkeypatch.setenv("NCCL_TIMEOUT", "60")
     with pytest.warns(LockstepWarning, match="NCCL_TIMEOUT=60 is set, but neither NCCL nor torch reads it; use --timeout"), lockstep.init():
         pass
+
+
+def destroys_inside(world: lockstep.World, used_after: bool) -> None:
+    part = world.subgroup(range(world.size))
+    world.mean(1.0, 1.0)
+    dist.destroy_process_group()
+    if used_after:
+        for use in (lambda: world.mean(1.0, 1.0), world.barrier, lambda: lockstep.collectives.all_reduce(torch.ones(2), group=part)):
+            with pytest.raises(UsageError, match=r"#\d+.*destroy_process_group"):
+                use()
+        for find in (lambda: lockstep.collectives.all_reduce(torch.ones(2)), lockstep.World.current):
+            with pytest.raises(UsageError, match="destroy_process_group"):
+                find()
+
+
+@pytest.mark.parametrize("used_after", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_process_group_that_the_program_destroyed(workers: int, used_after: bool) -> None:
+    """Not missed at the end of the world, as torch's examples end; named where something comes after it."""
+    run_ranks(destroys_inside, workers, args=(used_after,))
+
+
+def test_a_world_left_open_whose_group_the_program_destroyed() -> None:
+    code = "import lockstep, torch.distributed as dist; lockstep.init(); dist.destroy_process_group(); lockstep.init(); dist.destroy_process_group()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep import meeting, status
 from lockstep.collectives.choose import share_tuning
-from lockstep.collectives.group import Group
+from lockstep.collectives.group import DESTROYED, Group
 from lockstep.collectives.tags import call_site
 from lockstep.determinism import Determinism
 from lockstep.errors import LockstepError, UsageError
@@ -90,7 +90,8 @@ class World:
     def current() -> World:
         """The world of torch's default process group. One that the user's own code initialised is adopted: used, never closed."""
         if not dist.is_initialized():
-            raise UsageError("no world is open: call lockstep.init() first (it needs no arguments, also for one process)")
+            why = DESTROYED if len(World._open) else "call lockstep.init() first (it needs no arguments, also for one process)"
+            raise UsageError(f"no world is open: {why}")
         assert dist.group.WORLD is not None
         if dist.group.WORLD in World._failed:
             raise UsageError(
@@ -215,10 +216,13 @@ class World:
         """
         if self._open.get(self.group.process_group) is not self:
             return
+        destroyed = self.group.within is not dist.group.WORLD  # by the user's own code, as torch's examples end
+        self.group.within = None
         try:
             if not failed and not self.adopted:
-                self.group.say("end of the world (close)")
-                self.group.wait_for_all(self.group.number)
+                if not destroyed or self._groups.on_one_host:  # elsewhere ranks compare by messages of groups that are gone
+                    self.group.say("end of the world (close)")
+                    self.group.wait_for_all(self.group.number)
                 self._meet(self.timeout)
         except BaseException:
             failed = True
@@ -232,15 +236,16 @@ class World:
             for group in set(self._groups.made):
                 group.forget()
             if not self.adopted:
-                self._end_process_group(failed)
+                self._end_process_group(failed, destroyed)
 
-    def _end_process_group(self, failed: bool) -> None:
+    def _end_process_group(self, failed: bool, destroyed: bool) -> None:
         if failed and self.size > 1:
             # Destroying it would wait for collectives whose partners never come; its sockets end with the process.
             self._failed.add(self.group.process_group)
             return
         atexit.unregister(self._at_exit)
-        dist.destroy_process_group()
+        if not destroyed:
+            dist.destroy_process_group()
         if self.size > 1:
             # Whoever hosts the store must leave last: a rank that still looks at it would find its host gone.
             with suppress(dist.DistError, LockstepError):

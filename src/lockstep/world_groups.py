@@ -81,6 +81,7 @@ class WorldGroups:
     def take(self, group: Group, *, one_host: bool = False) -> Group:
         """Fit out a group that is there. `one_host`: its ranks are on one, those of the world are not."""
         self.made.append(group)
+        group.within = dist.group.WORLD
         self._describe(group)
         self._share_tags(group, one_host=one_host)
         self._share_host(group)
@@ -149,5 +150,6 @@ class WorldGroups:
         if self._device.type == "cpu" or group.host is not group:
             return
         group.host = Group.of(self.twin(group))
+        group.host.within = group.within
         self.made.append(group.host)
         self._share_tags(group.host, host=True)

@@ -47,6 +47,12 @@ OF_TORCH: dict[Any, Op] = {
 }
 
 
+DESTROYED = (
+    "the program has called torch.distributed.destroy_process_group(); call it after the last step, "
+    "or leave it to Lockstep: `with lockstep.init():` ends the group"
+)
+
+
 class Work(Protocol):
     """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
 
@@ -160,6 +166,8 @@ class Group:
         self.size = len(self.ranks)
         self.number = 0
         self.bytes_sent = 0
+        self.within: dist.ProcessGroup | None = None
+        """torch's default process group, of which this group is a part and with which it ends; None where nobody looks."""
         self.watched = False
         """All ranks of the world: what its collectives are stands on each rank's status page."""
         self.tags: Comparison | None = None
@@ -209,7 +217,8 @@ class Group:
     def default(cls) -> Group:
         """The Group of torch's default process group, whoever has opened it: what its collectives are stands on the status page."""
         if not dist.is_initialized():
-            raise UsageError("no process group is open: call lockstep.init() first (it needs no arguments, also for one process)")
+            why = DESTROYED if len(cls._of_process_group) else "call lockstep.init() first (it needs no arguments, also for one process)"
+            raise UsageError(f"no process group is open: {why}")
         world = dist.group.WORLD
         assert world is not None
         group = cls.of(world)
@@ -335,6 +344,9 @@ class Group:
     def say(self, text: str) -> None:
         """Take the next number for something that all ranks do together, in words. Raises CollectiveMismatch."""
         self.number += 1
+        if self.within is not None and dist.group.WORLD is not self.within:
+            what = f"collective #{self.number}{f', {text},' if text else ''}"
+            raise UsageError(f"{what} comes after the end of its process group: {DESTROYED}")
         if self.watched:
             status.collective(self.number, text)
         if self.tags is not None:
