@@ -118,6 +118,19 @@ def test_an_optimizer_over_another_models_parameters_is_refused(world: lockstep.
         lockstep.Stepper(zoo.build("mlp"), torch.optim.SGD(zoo.build("mlp").parameters(), lr=0.1))
 
 
+def test_sparse_gradients_become_dense_ones_which_is_said_and_sparse_adam_is_refused(world: lockstep.World) -> None:
+    model = nn.Embedding(9, 3, sparse=True)
+    with pytest.raises(UsageError, match="SparseAdam needs sparse gradients"):
+        lockstep.Stepper(model, torch.optim.SparseAdam(model.parameters()))
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    for rows in stepper.micro_batches([torch.tensor([1, 2, 2])]):
+        with pytest.warns(LockstepWarning, match="the gradient of 'weight' is sparse"):
+            stepper.backward(model(rows).sum(), weight=1)
+    stepper.step()
+    assert (before - model.weight)[:, 0].tolist() == pytest.approx([0, 1, 2, 0, 0, 0, 0, 0, 0], abs=1e-6)
+
+
 def test_an_optimizer_that_needs_a_closure_and_a_model_without_shapes_are_refused_by_name(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):

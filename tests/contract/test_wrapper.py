@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils.checkpoint import checkpoint
 
 import lockstep
-from lockstep.errors import LateGradient, UsageError
+from lockstep.errors import LateGradient, UsageError, WorkerFailed
 from lockstep.testing import run_ranks
 from tests import zoo
 
@@ -381,6 +381,41 @@ def test_communication_hooks_are_checked() -> None:
             ddp.register_comm_hook(None, hook)
             with pytest.raises(UsageError, match=words):
                 zoo.loss_sum(ddp(x), y).backward()
+
+
+def diverged(world: lockstep.World) -> None:
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    with torch.no_grad():
+        ddp.module[0].weight += world.rank
+    for number in range(2):
+        x, y = batch(world.rank, number)
+        zoo.loss_sum(ddp(x), y).backward()
+
+
+def without_gradients(world: lockstep.World) -> None:
+    ddp = lockstep.DistributedDataParallel(Branches())
+    x, y = batch(world.rank, 0)
+    zoo.loss_sum(ddp(x, True), y).backward()
+
+
+def mismatched(world: lockstep.World) -> None:
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    x, y = batch(world.rank, 0)
+    if world.rank:
+        world.group.all_gather(torch.ones(3), place="of rank 1 alone")
+    zoo.loss_sum(ddp(x), y).backward()
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [(diverged, "ReplicaDivergence"), (without_gradients, "UnusedParameters"), (mismatched, "CollectiveMismatch")],
+)
+def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep(use: Callable[..., None], error: str) -> None:
+    with pytest.raises(WorkerFailed) as found:
+        run_ranks(use, 2)
+    assert error in found.value.traceback
+    assert __file__ in found.value.traceback
+    assert str(Path(lockstep.__file__).parent) not in found.value.traceback
 
 
 class Changing(nn.Module):

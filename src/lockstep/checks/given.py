@@ -31,6 +31,11 @@ def check_kinds(model: object, optimizer: object) -> None:
             f"{type(optimizer).__name__}.step() needs a closure, because it computes the loss several times in a step, and a Stepper's step() "
             "has none: choose an optimizer that steps without one, or use lockstep.DistributedDataParallel and optimizer.step(closure)"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "SparseAdam needs sparse gradients, and a Stepper sums dense ones: use lockstep.DistributedDataParallel and optimizer.step(), which "
+            "keeps those of nn.Embedding(sparse=True) sparse, or another optimizer"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise UsageError(

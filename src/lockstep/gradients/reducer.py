@@ -41,6 +41,14 @@ CLEARED = (
     "the gradient of {!r} was cleared, replaced or added to between stepper.backward() and stepper.step(), when it belonged to the sum over "
     "all ranks: leave out zero_grad() (every window begins with cleared gradients) and other backwards"
 )
+_NO_GRAPH = (
+    "backward(create_graph=True): the graph on the gradient of {!r} does not reach the other ranks, and their mean has none: take derivatives of "
+    "gradients with torch.autograd.grad"
+)
+_DENSE = (
+    "the gradient of {!r} is sparse, and is summed and given to the optimizer as a dense one. lockstep.DistributedDataParallel without a Stepper "
+    "keeps the gradients of nn.Embedding(sparse=True) sparse"
+)
 
 
 class Reducer:
@@ -82,7 +90,7 @@ class Reducer:
         self._times: list[int] | None = None  # how many, by parameter, once known
         self._known: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # parameters that have been made equal on all ranks
         self.departures = Departures()  # of the window that is open, or was finished last
-        self.graph_said = False
+        self._said: set[str] = set()
         self._taken = False
         self._first = 0  # the rank that has slot 0 of the window
         self._here: list[bool] = []
@@ -236,7 +244,7 @@ class Reducer:
 
     @contextmanager
     def window(self, *, last: bool) -> Iterator[None]:
-        """Say whether full buckets may leave during the backwards in this block. The only writer of `closing`."""
+        """Say whether full buckets may leave during the backwards in this block."""
         before, self.closing = self.closing, last
         self._fold.open()
         try:
@@ -256,8 +264,10 @@ class Reducer:
         if bucket.index < len(self._works) or (self.closing and (self._closed[number] or self._is_unforeseen(number))):
             raise LateGradient(self._late(number))
         if parameter.grad is not None and parameter.grad.requires_grad:
-            self._say_no_graph(number)
+            self._say_once(_NO_GRAPH, number)
             parameter.grad = parameter.grad.detach()
+        if parameter.grad is not None and parameter.grad.is_sparse and self._laid[number].numel:
+            self._say_once(_DENSE, number)
         if self.closing and not self._under_way:
             self._under_way = True
             if self.end_of_backward is not None and not self._began:
@@ -301,16 +311,10 @@ class Reducer:
             "(static_graph=True with the wrapper, or use_reentrant=False)"
         )
 
-    def _say_no_graph(self, number: int) -> None:
-        if self.graph_said:
-            return
-        self.graph_said = True
-        warnings.warn(
-            f"backward(create_graph=True): the graph on the gradient of {self.names[number]!r} does not reach the other ranks. Its mean has no graph; "
-            "take derivatives of gradients with torch.autograd.grad. This is said once.",
-            LockstepWarning,
-            stacklevel=2,
-        )
+    def _say_once(self, what: str, number: int) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(what.format(self.names[number]) + ". This is said once.", LockstepWarning, stacklevel=2)
 
     def backward_begins(self, *_: object) -> None:
         """The outermost backward has begun: its end is the end, also where reentrant checkpointing runs others inside it."""
