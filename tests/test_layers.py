@@ -17,6 +17,8 @@ LAYERS = [
         "balance",
         "cores",
         "errors",
+        "extras",
+        "load",
         "host_generators",
         "place",
         "slurm",

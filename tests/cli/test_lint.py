@@ -25,9 +25,10 @@ def scripts(tmp_path: Path) -> tuple[str, str, str]:
     return str(clean), str(wrong), str(broken)
 
 
-def test_clean_is_silent_and_0(scripts: tuple[str, str, str]) -> None:
+def test_clean_is_one_line_and_0(scripts: tuple[str, str, str]) -> None:
     done = CliRunner().invoke(app, ["lint", scripts[0]])
-    assert (done.exit_code, done.output) == (0, "")
+    assert (done.exit_code, done.output) == (0, "no mistakes found in 1 file\n")
+    assert CliRunner().invoke(app, ["lint", scripts[0], scripts[0]]).output == "no mistakes found in 2 files\n"
 
 
 def test_a_finding_is_a_line_and_1(scripts: tuple[str, str, str]) -> None:

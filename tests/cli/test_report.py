@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
+from lockstep.extras import install
 from tests.measure.page.runs import anatomy, make, metrics
 
 
@@ -103,7 +104,7 @@ def test_without_matplotlib_the_verdict_is_printed_all_the_same(tmp_path: Path, 
     done = CliRunner().invoke(app, ["report", str(run)])
     assert done.stdout.startswith("4 ranks: ")
     assert isinstance(done.exception, UsageError)
-    assert "pip install 'lockstep-train[plot]'" in str(done.exception)
+    assert install("plot") in str(done.exception)
     assert not (run / "report.html").exists()
 
 

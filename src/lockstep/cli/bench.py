@@ -14,6 +14,7 @@ from lockstep.cli import bench_scaling
 from lockstep.cli.given import at_least_one, task_of
 from lockstep.cli.over_run import DeviceName, TaskName
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.load import warn_if_busy
 from lockstep.measure.files import check_plot, check_writable, write_json
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ app.command("scaling")(bench_scaling.scaling)
 def sampler(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, as JSON, too.")] = None,
     largest_torch: Annotated[
-        int, typer.Option(metavar="N", help="Samples up to which torch's DistributedSampler is measured, at 64 bytes of memory each.")
-    ] = 10**8,
+        int, typer.Option(metavar="N", help="Samples up to which torch's DistributedSampler is measured, at about 50 bytes of memory each.")
+    ] = 10**7,
 ) -> None:
     """Start-up time, memory and time per index of a shuffled order beside torch's DistributedSampler, each in a fresh process."""
     from lockstep.measure import sampler as measured
@@ -71,6 +72,7 @@ def collectives(
     check_writable(json_file, "--json")
     check_writable(tune, "--tune")
     check_plot(plot)
+    warn_if_busy()
     from lockstep.collectives.algorithms import algorithms_of
     from lockstep.measure import collectives as measured  # imports torch
 
@@ -136,6 +138,7 @@ def train(
     check_writable(json_file, "--json")
     check_plot(plot)
     settings = _settings(place, workers, steps, overrides, device)
+    warn_if_busy()
     from lockstep.measure import report
     from lockstep.measure import training_step as measured
     from lockstep.training.resolve import resolve

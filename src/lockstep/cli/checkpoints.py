@@ -10,13 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli import latest
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
 
 _TORCH = (".pt", ".pth")
 
 app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints.")]
+Run = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints; latest: the newest run under runs/.")
+]
 Step = Annotated[
     int | None, typer.Option("--step", metavar="N", show_default=False, help="The checkpoint of that step; default: the newest.")
 ]
@@ -132,6 +135,7 @@ def export(
 
 
 def _directory(run: Path) -> Path:
+    run = latest.run_of(run)
     inner = run / "checkpoints"
     if not run.is_dir():
         raise UsageError(f"{run} does not exist (looked from {Path.cwd()}): give the run directory that `lockstep train` made")

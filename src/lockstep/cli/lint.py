@@ -37,6 +37,7 @@ def lint(
         raise typer.Exit(ExitCode.USAGE)
     if findings:
         raise typer.Exit(ExitCode.FAILED)
+    print(f"no mistakes found in {len(files)} file{'s' * (len(files) != 1)}")
 
 
 def _write(file: Path, content: object) -> None:

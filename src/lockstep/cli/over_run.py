@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli import latest
 from lockstep.cli.given import task_of
 from lockstep.errors import UsageError
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task.")]
-Run = Annotated[Path, typer.Option(metavar="DIR", help="The run directory of `lockstep train`.")]
+Run = Annotated[Path, typer.Option(metavar="DIR", help="The run directory of `lockstep train`; latest: the newest under runs/.")]
 Workers = Annotated[int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 1.")]
 Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric, not the newest.")]
 Override = Annotated[
@@ -44,6 +45,7 @@ def answer(
     from lockstep.training.declared import located
 
     place, overrides = task_of(task, override)
+    run = latest.run_of(run)
     trained = _trained(run)
     overrides = {**trained.overrides, **overrides}
     located(task, overrides)

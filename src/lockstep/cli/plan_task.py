@@ -13,6 +13,7 @@ import typer
 from lockstep.cli.given import task_of
 from lockstep.cli.plan_options import Asked
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.load import warn_if_busy
 from lockstep.measure.files import check_plot, check_writable, write_json
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def run(asked: Asked) -> None:
     from lockstep.training.resolve import resolve, short_name
 
     source = partial(resolve, place, overrides)
+    if asked.profile is None:
+        warn_if_busy()
     try:
         _answer(asked, question, source, short_name(place))
     except WorkerFailed as error:

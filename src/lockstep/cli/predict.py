@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli import over_run
+from lockstep.cli import latest, over_run
 
 
 def predict(
@@ -29,6 +29,7 @@ def predict(
     """
     from lockstep.inference import out_file
 
+    run = latest.run_of(run)
     file = out_file.check(run / "predictions.npy" if out is None else out)
     found = over_run.answer("predict", task, run, workers, best, override, device, loader_workers, out=file)
     over_run.write_json(json, found)

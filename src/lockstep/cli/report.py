@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.cli import latest
 from lockstep.errors import UsageError
 
 NO_ANATOMY = "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its time went is not known."
@@ -15,7 +16,10 @@ NO_STEP = "No step was recorded: there is nothing to judge yet."
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of `lockstep train`; the run may be under way.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="The run directory of `lockstep train`, also while it trains; latest: the newest under runs/."),
+    ],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", show_default=False, help="The page; default: RUN/report.html.")
     ] = None,
@@ -32,6 +36,7 @@ def report(
     from lockstep.measure.page.rows import as_json
     from lockstep.measure.verdict.verdict import verdict
 
+    run = latest.run_of(run)
     recorded = read(run)
     file = out or run / FILE
     check_writable(file, "--out")

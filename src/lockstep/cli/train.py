@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import hosts
+from lockstep.cli import hosts, latest
 from lockstep.cli.given import task_of
 from lockstep.cli.hardware import fitted
+from lockstep.cores import cores
 from lockstep.errors import UsageError
+from lockstep.load import busy
 
 if TYPE_CHECKING:
     from lockstep.launcher.failures import Failure
@@ -172,6 +174,7 @@ def train(
     """
     if resume and (fresh or run is None):
         raise UsageError("--resume goes on with the run of a directory: give --run DIR, and no --fresh")
+    run = latest.run_of(run) if resume else latest.refused(run)
     from lockstep.balance import Balance
     from lockstep.launcher import asked
     from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
@@ -266,6 +269,7 @@ def train(
         directory.check()
         if not directory.result.exists():
             raise UsageError(f"task {task!r} ended its process before the training was over: let task() return, and do not call sys.exit()")
+        print(f"run directory: {directory.path}", file=sys.stderr, flush=True)
         print(result.last_line(result.read(directory.result)))
 
     if plan is not None:
@@ -277,6 +281,7 @@ def train(
         settings = fitted(settings, count_workers=workers is None)
         if tuned is not None:
             _say_tuned(tuned, settings, given)
+        _warn_of_load(settings)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 
@@ -320,6 +325,19 @@ def _ranks(workers: str | None, here: Placement | None, plan: Plan | None, asked
     if plan is not None:  # what the hosts bring is known when they have met
         return 1 if asked_for is None else asked_for if plan.workers is None else plan.workers * plan.most
     return 1 if workers is None else Workers.read(workers).most
+
+
+def _warn_of_load(settings: Settings) -> None:
+    """Threads of one rank wait at every operation for the one that another program has taken the core from."""
+    threads = cores() // settings.workers
+    chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
+    if chosen or threads < 2 or (found := busy()) is None:
+        return
+    from lockstep.launcher import agent  # imports torch
+
+    if settings.device == "cpu" or not agent.gpus():
+        slow = f"the {threads} threads of a worker wait for each other on a busy host; --threads 1 may be faster"
+        print(f"warning: {found}: {slow}", file=sys.stderr, flush=True)
 
 
 def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:

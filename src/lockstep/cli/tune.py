@@ -17,6 +17,7 @@ import lockstep
 from lockstep.cli import over_run
 from lockstep.cli.given import task_of
 from lockstep.errors import UsageError
+from lockstep.load import warn_if_busy
 
 if TYPE_CHECKING:
     from lockstep.settings import Settings
@@ -59,6 +60,7 @@ def tune(
         device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
     )
     settings = fitted(settings, count_workers=workers is None)
+    warn_if_busy()
     from lockstep.tuning.search import Found
     from lockstep.tuning.table import table
 

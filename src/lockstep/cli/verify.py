@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli import over_run
+from lockstep.cli import latest, over_run
 from lockstep.cli.given import task_of
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 
@@ -58,7 +58,7 @@ def verify(
     if len(what) == 2:
         given = {"--workers": workers, "--steps": steps, "--exact": exact or None, "--set": override or None}
         _refuse_with_runs({**given, "--device": device, "--reduce": reduce, "--update": update})
-        _runs(Path(what[0]), Path(what[1]), json)
+        _runs(latest.run_of(Path(what[0])), latest.run_of(Path(what[1])), json)
         return
     if len(what) != 1:
         raise UsageError(f"{len(what)} arguments were given: give one task, or two run directories")

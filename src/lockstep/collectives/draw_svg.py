@@ -12,6 +12,7 @@ from lockstep.collectives.draw import SHOWN, Step, complete, letter, steps, titl
 from lockstep.collectives.prove import prove
 from lockstep.collectives.schedule import REDUCING, Schedule
 from lockstep.errors import UsageError
+from lockstep.extras import install
 
 _FEW, _MANY, _DONE = (222, 235, 247), (107, 160, 210), (161, 217, 155)  # light blue to blue; green when complete
 _INK, _ARROW, _EMPTY = "#222222", "#b5541c", "#f4f4f4"
@@ -150,7 +151,7 @@ def _png(drawing: str, file: Path) -> None:
         from matplotlib.patches import FancyArrowPatch, Rectangle
         from matplotlib.path import Path as Curve
     except ImportError:
-        raise UsageError("a .png needs matplotlib: pip install 'lockstep-train[plot]', or write an .svg") from None
+        raise UsageError(f"a .png needs matplotlib: {install('plot')}, or write an .svg") from None
     import xml.etree.ElementTree as tree
 
     root = tree.fromstring(drawing)

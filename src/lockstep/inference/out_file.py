@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lockstep.errors import LockstepError, UsageError
+from lockstep.extras import install
 
 SUFFIXES = (".npy", ".parquet")
 
@@ -18,7 +19,7 @@ def check(path: Path) -> Path:
     if path.is_dir():
         raise UsageError(f"out={path} is a folder: give the name of a file in it")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise UsageError(f"out={path} needs pyarrow, which is not installed: `pip install pyarrow`, or write .npy")
+        raise UsageError(f"out={path} needs pyarrow, which is not installed: {install('parquet')}, or write .npy")
     return path
 
 

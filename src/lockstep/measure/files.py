@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.extras import install
 
 
 def check_writable(file: Path | None, option: str) -> None:
@@ -51,7 +52,7 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'lockstep-train[plot]'") from None
+        raise UsageError(f"--plot needs matplotlib: {install('plot')}") from None
     return plt
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
 from lockstep.errors import TaskError
+from lockstep.extras import install
 from lockstep.task import Task
 from lockstep.tasks.warmup import warmup_and_cosine
 
@@ -99,9 +100,7 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise TaskError(
-            'digits needs scikit-learn, which brings the images: pip install "lockstep-train[tasks]" (or scikit-learn)'
-        ) from None
+        raise TaskError(f"digits needs scikit-learn, which brings the images: {install('tasks')}") from None
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)
     targets = torch.tensor(labels)

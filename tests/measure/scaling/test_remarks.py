@@ -73,3 +73,14 @@ def test_above_the_ideal_within_noise() -> None:
 
 def test_fewer_workers_than_the_base_are_above_it_as_a_rule() -> None:
     assert remarks([row(4, 1, efficiency=1.0), row(1, 0.4, efficiency=1.6)], cores=4, device="cpu") == []
+
+
+def test_a_busy_host_is_named_first() -> None:
+    said = remarks([row(1, 1), row(2, 1.9)], cores=2, device="cpu", busy="load 6.0 on 2 cores")
+    assert "load 6.0 on 2 cores" in said[0]
+
+
+def test_what_is_far_above_the_ideal_is_no_matter_of_caches() -> None:
+    (said,) = remarks([row(1, 1), row(2, 30.0)], cores=2, device="cpu")
+    assert "efficiency 1500 %" in said
+    assert "--threads 1" in said

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import UsageError
+from lockstep.extras import install
 
 INK, FAINT, PAPER, ACCENT, SECOND = "#010101", "#010102", "#010103", "#010104", "#010105"
 PHASE_COLOURS: Mapping[str, str] = {
@@ -95,5 +96,5 @@ def _matplotlib() -> Any:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("the page's figures need matplotlib: pip install 'lockstep-train[plot]'") from None
+        raise UsageError(f"the page's figures need matplotlib: {install('plot')}") from None
     return matplotlib, Figure

@@ -18,6 +18,7 @@ from lockstep.collectives.network import Link
 from lockstep.cores import cores
 from lockstep.data.windows import counted, whole
 from lockstep.errors import UsageError
+from lockstep.load import busy
 from lockstep.measure.scaling.counts import Mode, busiest, check_samples, check_workers, global_batches, in_words, modes_of, uneven
 from lockstep.measure.scaling.prediction import Measured, step_seconds
 from lockstep.measure.scaling.remarks import remarks
@@ -140,6 +141,7 @@ class _Measurement:
     loading: bool
 
     def run(self, source: Source) -> Scaling:
+        before = busy()
         works = self.works.all()
         teams = sizes(works)
         links = next((size for size in teams if size > 1), None)
@@ -165,7 +167,7 @@ class _Measurement:
             where=_where(number, self.settings.device),
             how=self._how(widest.reduction, known.link),
             remarks=(
-                *remarks(found, cores=number, device=self.settings.device),
+                *remarks(found, cores=number, device=self.settings.device, busy=before),
                 *(line for mode in batches for line in uneven(mode, batches[mode], micro_batch)),
             ),
             cores=number,

@@ -8,9 +8,22 @@ from lockstep.data.windows import counted
 from lockstep.measure.scaling.result import Row
 
 
-def remarks(rows: Sequence[Row], *, cores: int, device: str) -> list[str]:
-    """In the order of importance. `cores`: of this host, or its GPUs where `device` is cuda."""
-    return [*_alone(rows), *(_crowded(rows, cores) if device == "cpu" else ()), *_threads(rows, device), *_above_one(rows)]
+def remarks(rows: Sequence[Row], *, cores: int, device: str, busy: str | None = None) -> list[str]:
+    """In the order of importance. `cores`: of this host, or its GPUs where `device` is cuda. `busy`: its load before, where that was high."""
+    return [
+        *_busy(rows, busy),
+        *_alone(rows),
+        *(_crowded(rows, cores) if device == "cpu" else ()),
+        *_threads(rows, device),
+        *_above_one(rows),
+    ]
+
+
+def _busy(rows: Sequence[Row], busy: str | None) -> Iterator[str]:
+    """Threads of one rank wait for the one that another program has taken the core from: that slows few ranks of many threads most."""
+    if busy is not None:
+        threads = " and threads of one rank wait for each other; --threads 1 suffers least," if max(row.threads for row in rows) > 1 else ""
+        yield f"this host was busy before the measurement ({busy}): other programs take time from it{threads or ','} so measure again on a quiet host"
 
 
 def _alone(rows: Sequence[Row]) -> Iterator[str]:
@@ -51,10 +64,12 @@ def _above_one(rows: Sequence[Row]) -> Iterator[str]:
         base = next(each for each in rows if each.mode == row.mode)
         if row.efficiency > 1 and row.workers > base.workers:  # fewer than the base are expected above it
             within = row.low / row.samples_per_s * row.efficiency <= 1 or base.high / base.samples_per_s >= row.efficiency
-            why = "the quartiles reach below it: noise would explain it" if within else _WHY_ABOVE
+            why = "the quartiles reach below it: noise would explain it" if within else _WHY_FAR if row.efficiency > _FAR else _WHY_ABOVE
             yield f"{row.mode}, {counted(row.workers, 'worker')}: efficiency {100 * row.efficiency:.0f} % is above the ideal, shown as measured; {why}"
 
 
+_FAR = 1.5  # what caches do not explain
+_WHY_FAR = "so far above it, the base was held up: by other programs on this host, or by threads of one rank that wait for each other (--threads 1)"
 _WHY_ABOVE = "smaller shares may fit a cache that the whole does not, or one process uses several threads worse than several processes one"
 
 

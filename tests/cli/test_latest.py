@@ -1,0 +1,59 @@
+"""`latest`: the newest run under runs/."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import latest
+from lockstep.errors import UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_run_that_was_begun_last(folder: Path) -> None:
+    for when, name in enumerate(("b", "c", "a")):
+        file = folder / "runs" / name / "settings.json"
+        file.parent.mkdir(parents=True)
+        file.touch()
+        os.utime(file, (when, when))
+    (folder / "runs" / "no-run").mkdir()
+    assert latest.run_of(Path("latest")) == Path("runs/a")
+
+
+def test_other_names_are_left_alone(folder: Path) -> None:
+    assert latest.run_of(None) is None
+    assert latest.run_of(Path("runs/mine")) == Path("runs/mine")
+    (folder / "latest").mkdir()
+    assert latest.run_of(Path("latest")) == Path("latest")
+
+
+def test_without_a_run_it_is_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="no run under runs"):
+        latest.run_of(Path("latest"))
+    with pytest.raises(UsageError, match="--resume"):
+        latest.refused(Path("latest"))
+    assert latest.refused(Path("mine")) == Path("mine")
+
+
+def test_a_training_says_where_its_run_is_and_latest_finds_it(folder: Path) -> None:
+    done = command("train", "digits", "--steps", "2", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()  # the last line alone
+    assert line.startswith("digits: ")
+    (named,) = [line for line in done.stderr.splitlines() if line.startswith("run directory: ")]
+    assert named == f"run directory: {next((folder / 'runs').iterdir()).relative_to(folder)}"
+    assert "step-0000002" in command("checkpoints", "ls", "latest").stdout
+    assert command("train", "digits", "--steps", "2", "--resume", "--run", "latest").stdout.splitlines() == [line]
+
+
+def command(*line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "lockstep", *line], capture_output=True, text=True, check=False)
