@@ -119,3 +119,26 @@ def test_the_recipe_is_one_object_and_says_what_must_be_equal() -> None:
         "balance": None,
     }
     assert loader(Numbers(32), seed=3, rank=0, size=3, num_workers=1).recipe == ours.recipe
+
+
+class Full(Numbers):
+    """What torch raises in a worker that finds no room for a batch."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)")
+
+
+def no_room(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_full_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = loader(Full(32), num_workers=1)
+    with pytest.raises(RuntimeError) as caught:
+        everything(ours)
+    ours.close()
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", no_room)  # of a queue, before a worker is started
+    with pytest.raises(OSError, match="No space left") as nameless:
+        everything(loader(Numbers(32), num_workers=1))
+    for error in (caught.value, nameless.value):
+        assert "/dev/shm is full" in error.__notes__[-1]

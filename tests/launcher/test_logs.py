@@ -83,3 +83,11 @@ def test_the_terminal_is_still_one() -> None:
         assert tee.encoding == stream.encoding
     del tee  # its stream is closed: it has no business there any more
     os.close(controller)
+
+
+def test_a_full_disk_leaves_the_terminal(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with open("/dev/full", "wb", buffering=0) as full:
+        tee = Tee(shown, io.TextIOWrapper(full, write_through=True))
+        print("still here", file=tee, flush=True)
+    assert shown.getvalue() == "still here\n"

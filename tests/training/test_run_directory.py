@@ -202,3 +202,10 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\)"):
         RunDirectory.claim(tmp_path / "run", "x")
     assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_do_not_fit_on_the_disk_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunDirectory.claim(tmp_path / "run", "x") as run:
+        monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(UsageError, match=r"run cannot be written \(No space left on device\)"):
+            take_over(run, Settings(task="x"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.util
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -127,6 +129,7 @@ class Walk:
                 self._await_end()  # what it left in shared memory went before it did
             if death := self._death():
                 raise death from error
+            _say_full(error)
             raise
         self._sampler.came()
         return batch
@@ -222,11 +225,19 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
                 f"{name} cannot be sent to num_workers={loader.num_workers} loader workers, which are started by {method} and get a pickled "
                 f"copy ({why}): make it picklable (no lambdas, open files or local classes), or set num_workers=0"
             ) from error
+        _say_full(error)
         raise
     if getattr(iterator, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     return iterator
+
+
+def _say_full(error: Exception) -> None:
+    """Name /dev/shm where it is full: torch's and the standard library's errors name no folder."""
+    nameless = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    if nameless or ("</torch_" in str(error) and os.strerror(errno.ENOSPC) in str(error)):
+        error.add_note(f"Loader workers send batches through /dev/shm{_LIKELY[signal.SIGBUS]}.")
 
 
 def _here(loader: DataLoader[Any], sampler: KeysSampler) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -63,12 +64,14 @@ class Tee(io.TextIOBase):
     def write(self, text: str) -> int:
         self.stream.write(text)
         if not _REDRAW.search(text):
-            self.copy.write(_COLOUR.sub("", text))
+            with suppress(OSError):  # a full disk: the terminal has it
+                self.copy.write(_COLOUR.sub("", text))
         return len(text)
 
     def flush(self) -> None:
         self.stream.flush()
-        self.copy.flush()
+        with suppress(OSError):
+            self.copy.flush()
 
     def __del__(self) -> None:
         """It owns nothing: a stream would be flushed here, which others may have closed."""

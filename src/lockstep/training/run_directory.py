@@ -189,7 +189,8 @@ def take_over(directory: RunDirectory, settings: Settings) -> None:
                 f"run directory {directory.path} holds another training that did not come to its end: {'; '.join(different)}. "
                 "Train on as it was, or give --fresh, or another --run"
             )
-    settings.write(directory.path)
+    with _sentences(directory.path):
+        settings.write(directory.path)
 
 
 def _set_aside(path: Path) -> None:
