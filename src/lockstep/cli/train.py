@@ -281,7 +281,7 @@ def train(
         settings = fitted(settings, count_workers=workers is None)
         if tuned is not None:
             _say_tuned(tuned, settings, given)
-        _warn_of_load(settings)
+        crowded = _crowded(settings)
         target = Target(module="lockstep.training.worker", args=[str(directory.path.absolute())])
         allowed = Workers(settings.workers, settings.workers) if workers is None else Workers.read(workers)
 
@@ -309,6 +309,8 @@ def train(
         restarts = (RESTARTS if allowed.elastic or stalls.then == "restart" else 0) if max_restarts is None else max_restarts
         outcome = run_generations(generation, allowed, restarts, directory.grow.exists, after_stalls=stalls.then == "restart")
         if not outcome.exit_code:
+            if crowded is not None:
+                print(crowded, file=sys.stderr)
             finished(directory)
         elif outcome.failure is not None and leaves_nothing(outcome.failure):
             directory.release(failed=True)
@@ -327,17 +329,17 @@ def _ranks(workers: str | None, here: Placement | None, plan: Plan | None, asked
     return 1 if workers is None else Workers.read(workers).most
 
 
-def _warn_of_load(settings: Settings) -> None:
-    """Threads of one rank wait at every operation for the one that another program has taken the core from."""
+def _crowded(settings: Settings) -> str | None:
+    """A warning for a busy host: threads of one rank wait at every operation for the one that another program has taken the core from."""
     threads = cores() // settings.workers
     chosen = settings.threads is not None or settings.exact or "OMP_NUM_THREADS" in os.environ
     if chosen or threads < 2 or (found := busy()) is None:
-        return
+        return None
     from lockstep.launcher import agent  # imports torch
 
-    if settings.device == "cpu" or not agent.gpus():
-        slow = f"the {threads} threads of a worker wait for each other on a busy host; --threads 1 may be faster"
-        print(f"warning: {found}: {slow}", file=sys.stderr, flush=True)
+    if settings.device != "cpu" and agent.gpus():
+        return None
+    return f"warning: {found} at the start: the {threads} threads of a worker wait for each other on a busy host; --threads 1 may be faster"
 
 
 def _say_tuned(tuned: Tuned, settings: Settings, given: Mapping[str, Any]) -> None:
