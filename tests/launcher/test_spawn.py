@@ -49,6 +49,26 @@ def test_lockstep_init_needs_no_arguments_and_a_world_left_open_is_closed() -> N
     assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2), (1, 2)]
 
 
+LINES = """
+import lockstep
+def say():
+    print("one", "line")
+if __name__ == "__main__":
+    lockstep.launch(say, 2)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_ranks_print_whole_lines(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """They share what they print to, such as a notebook's cell. A pipe in packet mode keeps pieces apart."""
+    (tmp_path / "script.py").write_text(LINES)
+    reading, writing = os.pipe2(os.O_DIRECT)
+    subprocess.run([sys.executable, *options, "script.py"], cwd=tmp_path, stdout=writing, check=True)
+    os.close(writing)
+    assert [os.read(reading, 100) for _ in range(3)] == [b"one line\n", b"one line\n", b""]
+    os.close(reading)
+
+
 def test_the_environment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TEST", "here")
     assert run_ranks(_variables, 2) == [("here", "0", "0", "2"), ("here", "1", "1", "2")]

@@ -32,9 +32,7 @@ def redirect(rank: int, console: Console, directory: Path | None, *, pipes: Path
     """
     if pipes is not None:
         connect(pipes, rank)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)  # python -u would write each word of a line for itself
+    whole_lines()
     on_console = console != "first" or rank == 0
     if not on_console:
         handle = os.open(os.devnull if directory is None else log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -49,6 +47,13 @@ def redirect(rank: int, console: Console, directory: Path | None, *, pipes: Path
             os.dup2(copy.fileno(), 2)
         sys.stdout = Tee(sys.stdout, copy)
         sys.stderr = Tee(sys.stderr, copy)
+
+
+def whole_lines() -> None:
+    """Have this process print whole lines, each as it ends: ranks share a terminal, a file or a notebook's cell. `python -u` would write words."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 class Tee(io.TextIOBase):

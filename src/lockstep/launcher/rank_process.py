@@ -21,7 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launcher import ending, failures
+from lockstep.launcher import ending, failures, logs
 from lockstep.orphans import die_with_maker, die_with_parent
 
 UNGUARDED = 78
@@ -103,6 +103,7 @@ def main(seat: Seat, payload: Payload, pipe: Connection) -> None:
     code = 0
     try:
         seat.take()
+        logs.whole_lines()
         pipe.send(("started", None))
         fn, args, kwargs = payload.open()
         answer = fn(*args, **kwargs)
