@@ -41,7 +41,7 @@ SECONDS = 0.05  # of reading, after which no further sample is begun
 _FIELDS = ("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler", "metrics")
 _PYTHON = "python"
 _DATA = "train_data"
-_SAMPLE = "sample "
+SAMPLE = "sample "  # begins the name of a sample's digest
 _SHA = "sha256:"
 _LARGEST = 2**16  # bytes of an array, and a tenth of it in parts of a container, that are compared as a value
 _UNCOMPARED = {
@@ -100,7 +100,7 @@ def sample_digests(dataset: Any, seed: int, *, count: int = SAMPLES, seconds: fl
             if once != again:  # it draws from a generator of its own: nothing can be compared
                 return {_DATA: found[_DATA]}
             if once is not None:
-                found[f"{_SAMPLE}{index}"] = once
+                found[f"{SAMPLE}{index}"] = once
     return found
 
 
@@ -111,10 +111,10 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     said = [
         _said(name, before[name], now[name])
         for name in differing
-        if not name.startswith(_SAMPLE) and name != _PYTHON and (code or name == _DATA)
+        if not name.startswith(SAMPLE) and name != _PYTHON and (code or name == _DATA)
     ]
-    if samples := [name.removeprefix(_SAMPLE) for name in differing if name.startswith(_SAMPLE)]:
-        compared = sum(name.startswith(_SAMPLE) and name in before for name in now)
+    if samples := [name.removeprefix(SAMPLE) for name in differing if name.startswith(SAMPLE)]:
+        compared = sum(name.startswith(SAMPLE) and name in before for name in now)
         said.append(f"{len(samples)} of {compared} samples of train_data that were compared have changed (number {', '.join(samples)})")
     return said
 

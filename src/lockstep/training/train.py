@@ -36,6 +36,7 @@ from lockstep.settings import METHOD, SCHEDULE, SPLITS, Device, Settings
 from lockstep.step_result import StepResult
 from lockstep.stepper import Stepper
 from lockstep.task import Precision, Task
+from lockstep.training.alike import compare_tasks
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.forward import Forward, grad_scaler, matmul_precision
@@ -211,6 +212,7 @@ class Training:
             self.evaluation = Evaluation(task, self.forward, world, loader_workers=settings.loader_workers, split=self.part)
         self.recipe, self.machine = recipe, machine()
         self.digests = task_digests(task) if run is not None else {}
+        compare_tasks(world.control, self.digests)
         self.changed = ""
         self.checkpoints: Checkpoints | None = None
         if run is not None:
