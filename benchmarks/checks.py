@@ -21,8 +21,8 @@ import torch
 import lockstep
 from against_ddp import CASES, loss
 from lockstep import status
-from lockstep.data_parallel import Checks
 from lockstep.launcher.stalls import Watcher
+from lockstep.wrapper_arguments import Checks
 
 VARIANTS = ("off", "start", "full", "untagged", "noted", "sharded off", "sharded")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,21 +37,20 @@ from lockstep.gradients.sparse import KeepsSparse
 from lockstep.gradients.torch_hook import TorchHook, check_hook
 from lockstep.uneven import Uneven
 from lockstep.world import World
-from lockstep.wrapper_arguments import bucket_caps, buffer_policy, check_module, device_of, group_of, refuse
-
-Checks = Literal["full", "start", "off"]
-_TIED = (
-    "_world",
-    "group",
-    "process_group",
-    "device_mesh",
-    "_reducer",
-    "_unused",
-    "_replicas",
-    "_uneven",
-    "_buffers_of_all",
-    "_join_config",
+from lockstep.wrapper_arguments import (
+    Checks,
+    bucket_caps,
+    buffer_policy,
+    check_checks,
+    check_module,
+    check_use,
+    device_of,
+    group_of,
+    inputs_on,
+    refuse,
 )
+
+_TIED = ("_world", "group", "process_group", "device_mesh", "_reducer", "_unused", "_replicas", "_uneven", "_buffers_of_all")
 _TORCHS = nn.parallel.DistributedDataParallel
 
 
@@ -76,7 +75,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     The hooks are on the parameters, so a forward through `.module` is reduced as well, any output will do, and several forwards may
     precede one backward. Parameters may be frozen, unfrozen and added between steps. What needs to know of a whole step (clipping, weights,
-    sharded updates) needs a Stepper. What differs from torch's class is listed in the guide (data-parallelism).
+    sharded updates) needs a Stepper. What differs from torch's class is listed in the guide (torch-ddp).
     Raises UsageError for what cannot be meant, ReplicaDivergence and UnusedParameters on all ranks alike.
     """
 
@@ -165,7 +164,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ignored=self.ignored,
         )
         reducer.closing = True
-        reducer.static = self.static_graph
+        reducer.static_graph.on = self.static_graph
         reducer.scale = 1 / self.group.size
         reducer.end_of_backward = self._finish
         self._reducer: Reducer | None = reducer
@@ -209,7 +208,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         self.static_graph = True
         if self._reducer is not None:
-            self._reducer.static = True
+            self._reducer.static_graph.on = True
             self._unused = UnusedCheck(self._reducer, "skip")
 
     def _remove_autograd_hooks(self) -> None:
@@ -251,7 +250,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         status.enter("forward")
         if self.is_copy and self.training and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.parameters()):
             self._tie_copy()
-        moved = self._inputs(args, kwargs)
+        moved = inputs_on(self.device, self._world, args, kwargs)
         if self._reducer is None:
             return moved
         joining = self._joining
@@ -260,7 +259,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             Join.notify_join_context(self)
             joining.count(1, reduced)
         if reduced:
-            self._check_use()
+            check_use(self.module if self._unchecked == 0 else None)
             self._before_forward()
         if self.will_sync_module_buffers() and not self._buffers_of_all.after_forward:
             self._share_buffers(True)
@@ -287,18 +286,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def _joining(self) -> Uneven | None:
         return self._uneven if self._uneven is not None and self._join_config.enable else None
-
-    def _check_use(self) -> None:
-        """Refuse what would train without an average."""
-        if dist.rpc.is_available() and dist.rpc.api._is_current_rpc_agent_set() and _in_distributed_autograd():
-            raise UsageError(
-                "a forward in a distributed autograd context: its gradients go into the context, not into .grad, and this wrapper would not "
-                "average them. Use torch's DistributedDataParallel there, or loss.backward()"
-            )
-        if self._unchecked == 0 and any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.parameters()):
-            raise UsageError(
-                "_apply_optimizer_in_backward steps with a rank's own gradients, before they are averaged: step after backward() instead"
-            )
 
     def _before_forward(self) -> None:
         """What all ranks do together before a forward that will be reduced."""
@@ -337,28 +324,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._unchecked += 1
         self._buffers_of_all.wait()
         self._unused()
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inputs on the module's device: CPU tensors are moved to its GPU, tensors on another device are refused by name."""
-        names = [*(f"argument {number}" for number in range(len(args))), *kwargs]
-        values = [self._moved(value, name) for name, value in zip(names, [*args, *kwargs.values()], strict=True)]
-        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
-
-    def _moved(self, value: Any, name: str) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.device == self.device:
-                return value
-            if value.device.type == "cpu":
-                return value.to(self.device, non_blocking=True)
-            raise UsageError(
-                f"{name} is on {value.device}, the module on {self.device} (rank {self._world.rank}, local rank {self._world.local_rank}): "
-                "move it to world.device; cuda:{rank} is right on the first host only, use local_rank"
-            )
-        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return type(value)(self._moved(part, f"{name}[{number}]") for number, part in enumerate(value))
-        if type(value) is dict:
-            return {key: self._moved(part, f"{name}[{key!r}]") for key, part in value.items()}
-        return value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -435,16 +400,3 @@ class DistributedDataParallel(nn.Module, Joinable):
         reducer.scale = 1.0
         reducer.dense()
         return reducer
-
-
-def check_checks(checks: str) -> None:
-    if checks not in ("full", "start", "off"):
-        raise UsageError(f"checks={checks!r}: choose 'full', 'start' or 'off'")
-
-
-def _in_distributed_autograd() -> bool:
-    try:
-        dist.autograd._current_context()
-    except RuntimeError:
-        return False
-    return True

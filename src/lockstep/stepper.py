@@ -33,7 +33,6 @@ from lockstep.checks.unused import UnusedCheck, shortly
 from lockstep.collectives.group import Group
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
-from lockstep.data_parallel import Checks, check_checks
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.alone import Alone
 from lockstep.gradients.buffers import MovingBuffers
@@ -53,6 +52,7 @@ from lockstep.updates.applied import Applied
 from lockstep.updates.choice import choose_update
 from lockstep.updates.held import Held, SplitNorm
 from lockstep.world import World
+from lockstep.wrapper_arguments import Checks, check_checks
 
 Batch = TypeVar("Batch")
 

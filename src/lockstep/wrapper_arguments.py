@@ -1,10 +1,11 @@
-"""The wrapper's arguments: what torch's takes and this one cannot mean, where the module is, and which ranks average."""
+"""The wrapper's arguments: what torch's takes and this one cannot mean, where the module and its inputs are, and which ranks average."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ _WITHOUT_MEANING = {
     "mixed_precision": "use torch.autocast, or parameters in bfloat16",
 }
 _MIB = 2**20
+Checks = Literal["full", "start", "off"]
 
 
 def refuse(more: dict[str, object], dim: int) -> None:
@@ -116,3 +118,55 @@ def group_of(world: World, process_group: dist.ProcessGroup | None, device_mesh:
             )
         process_group = device_mesh.get_group()
     return world.group if process_group is None else world.group_of(process_group)
+
+
+def check_checks(checks: str) -> None:
+    if checks not in ("full", "start", "off"):
+        raise UsageError(f"checks={checks!r}: choose 'full', 'start' or 'off'")
+
+
+def check_use(module: nn.Module | None) -> None:
+    """Refuse what would train without an average. `module` is looked at where it is given."""
+    if dist.rpc.is_available() and dist.rpc.api._is_current_rpc_agent_set() and _in_distributed_autograd():
+        raise UsageError(
+            "a forward in a distributed autograd context: its gradients go into the context, not into .grad, and this wrapper would not "
+            "average them. Use torch's DistributedDataParallel there, or loss.backward()"
+        )
+    if module is not None and any(hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()):
+        raise UsageError(
+            "_apply_optimizer_in_backward steps with a rank's own gradients, before they are averaged: step after backward() instead"
+        )
+
+
+def _in_distributed_autograd() -> bool:
+    try:
+        dist.autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def inputs_on(
+    device: torch.device, world: World | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs on the module's device: CPU tensors are moved to its GPU, tensors on another device are refused by name."""
+
+    def moved(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device == device:
+                return value
+            if value.device.type == "cpu":
+                return value.to(device, non_blocking=True)
+            who = "" if world is None else f" (rank {world.rank}, local rank {world.local_rank})"
+            raise UsageError(
+                f"{name} is on {value.device}, the module on {device}{who}: move it to world.device; cuda:{{rank}} is right on the first host "
+                "only, use local_rank"
+            )
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)(moved(part, f"{name}[{number}]") for number, part in enumerate(value))
+        if type(value) is dict:
+            return {key: moved(part, f"{name}[{key!r}]") for key, part in value.items()}
+        return value
+
+    placed = [moved(value, f"argument {number}") for number, value in enumerate(args)]
+    return tuple(placed), {name: moved(value, name) for name, value in kwargs.items()}

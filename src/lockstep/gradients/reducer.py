@@ -32,6 +32,7 @@ from lockstep.gradients.departures import Departures
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
+from lockstep.gradients.static_graph import StaticGraph
 from lockstep.gradients.trainable import Trainable
 
 _MISSING = "for the number of missing gradients"
@@ -40,6 +41,11 @@ _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 CLEARED = (
     "the gradient of {!r} was cleared, replaced or added to between stepper.backward() and stepper.step(), when it belonged to the sum over "
     "all ranks: leave out zero_grad() (every window begins with cleared gradients) and other backwards"
+)
+_LATE = (
+    "a second gradient of {!r} arrived in one window's last backward, when its sum was on its way to the other ranks. "
+    "Usual causes: two backwards (add the losses and call backward once); a block used twice under reentrant checkpointing "
+    "(static_graph=True with the wrapper, or use_reentrant=False)"
 )
 _NO_GRAPH = (
     "backward(create_graph=True): the graph on the gradient of {!r} does not reach the other ranks, and their mean has none: take derivatives of "
@@ -86,8 +92,7 @@ class Reducer:
         self.someone_misses = 0.0  # after `finish`: above 0 where a rank had parameters without a gradient
         self.bucket_bytes = bucket_bytes
         self._caps = bucket_caps or (min(FIRST_BUCKET, bucket_bytes), bucket_bytes)
-        self.static = False  # every backward is like the first one: a parameter may get several gradients in it
-        self._times: list[int] | None = None  # how many, by parameter, once known
+        self.static_graph = StaticGraph()
         self._known: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # parameters that have been made equal on all ranks
         self.departures = Departures()  # of the window that is open, or was finished last
         self._said: set[str] = set()
@@ -118,7 +123,7 @@ class Reducer:
             owner = self._owners.get(parameter, lambda: None)()
             if owner is not None and owner is not self:
                 owner._give_up()
-        self._times = None
+        self.static_graph.forget()
         self._arrivals: list[int] | None = []  # the order of one backward of the first window; None once the buckets follow it
         self._finished = False  # at least one window has been summed
         self._here = [id(parameter) in landed for parameter in self.parameters]  # landed in this window
@@ -175,7 +180,7 @@ class Reducer:
     def _arm(self) -> None:
         """Be ready for a closing backward."""
         self._under_way = self._began = False
-        self._count = [0] * len(self.parameters)  # gradients in the closing backward
+        self.static_graph.begin(len(self.parameters))
         self._closed = [False] * len(self.parameters)  # landed in its closing backward, and scaled
         self._expected = [len(bucket.spans) for bucket in self.buckets]  # still to land in the closing backward
         self._works.clear()
@@ -261,8 +266,8 @@ class Reducer:
         bucket = self._home[number]
         if self.guarded and self._here[number] and self._fold.cleared(number, landing=True):
             raise UsageError(CLEARED.format(self.names[number]))
-        if bucket.index < len(self._works) or (self.closing and (self._closed[number] or self._is_unforeseen(number))):
-            raise LateGradient(self._late(number))
+        if bucket.index < len(self._works) or (self.closing and (self._closed[number] or self.static_graph.has_all(number))):
+            raise LateGradient(self.static_graph.changed(number, self.names[number]) or _LATE.format(self.names[number]))
         if parameter.grad is not None and parameter.grad.requires_grad:
             self._say_once(_NO_GRAPH, number)
             parameter.grad = parameter.grad.detach()
@@ -276,7 +281,7 @@ class Reducer:
             return
         if self.on_landed is not None and parameter.grad is not None:
             self.on_landed(number, parameter.grad)
-        last = self.closing and self._is_last(number)
+        last = self.closing and self.static_graph.is_last(number)
         self._fold.land(number, self.scale if last else 1.0)
         self._here[number] = True
         if self._arrivals is not None and self._fold.sets_order(closing=self.closing):
@@ -289,27 +294,6 @@ class Reducer:
         self._expected[bucket.index] -= 1
         while len(self._works) < len(self.buckets) and self._expected[len(self._works)] == 0:
             self._leave(self.buckets[len(self._works)])
-
-    def _is_last(self, number: int) -> bool:
-        """Whether a parameter gets no further gradient in this closing backward. In the first one of a static graph nobody knows."""
-        self._count[number] += 1
-        return not self.static or (self._times is not None and self._count[number] >= self._times[number])
-
-    def _is_unforeseen(self, number: int) -> bool:
-        return self.static and self._times is not None and self._count[number] == self._times[number]
-
-    def _late(self, number: int) -> str:
-        name = self.names[number]
-        if self.static and self._times is not None:
-            return (
-                f"Your training graph has changed in this iteration, and static_graph=True says that it does not: {name!r} got gradient "
-                f"{self._count[number] + 1}, and {self._times[number]} in the first backward. Leave out static_graph"
-            )
-        return (
-            f"a second gradient of {name!r} arrived in one window's last backward, when its sum was on its way to the other ranks. "
-            "Usual causes: two backwards (add the losses and call backward once); a block used twice under reentrant checkpointing "
-            "(static_graph=True with the wrapper, or use_reentrant=False)"
-        )
 
     def _say_once(self, what: str, number: int) -> None:
         if what not in self._said:
@@ -372,8 +356,7 @@ class Reducer:
         self.someone_misses = self._missing_everywhere()
         self._finished = True
         self._landed_here = self._here
-        if self.static and self._times is None:
-            self._times = self._count
+        self.static_graph.learn()
         self._here = [False] * len(self.parameters)
         self._arm()
 
