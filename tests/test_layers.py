@@ -16,6 +16,7 @@ LAYERS = [
         "anatomy",
         "balance",
         "cores",
+        "documented",
         "errors",
         "extras",
         "load",
@@ -40,7 +41,7 @@ LAYERS = [
     {"updates"},
     {
         "data_parallel",
-        "shared_memory_hook",
+        "comm_hook",
         "sharded_optimizer",
         "stepper",
         "step_result",

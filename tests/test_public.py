@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import re
 import subprocess
 import sys
 
@@ -13,6 +16,7 @@ NAMES = [
     "Checkpoints",
     "DistributedDataParallel",
     "DistributedSampler",
+    "EarlyStopping",
     "Loader",
     "Replicas",
     "ShardedOptimizer",
@@ -55,3 +59,35 @@ def test_an_unknown_name_lists_the_known() -> None:
 def test_import_and_help_do_not_import_torch() -> None:
     code = "import sys, lockstep, lockstep.cli, lockstep.settings, lockstep.launcher.supervise; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+CALLABLE = [name for name in NAMES if name not in ("backend", "collectives", "errors", "testing")]
+NO_LIST = {
+    "DistributedDataParallel": "torch's keywords, in a table",
+    "World": "made by init()",
+}
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_help_shows_every_parameter(name: str) -> None:
+    """Real parameters in the signature, and where there are more than three, each with a line of the Args list."""
+    found = getattr(lockstep, name)
+    parameters = inspect.signature(found).parameters
+    assert "options" not in parameters
+    if len(parameters) <= 3 or name in NO_LIST:
+        return
+    text = inspect.getdoc(found) or ""
+    _, heading, listed = text.partition("Args:\n")
+    assert heading, f"{name} has no Args list"
+    told = {each for names in re.findall(r"^    ([a-z_, ]+): ", listed, re.MULTILINE) for each in names.split(", ")}
+    assert set(parameters) <= told
+
+
+def test_a_loaders_signature_is_its_own() -> None:
+    assert list(inspect.signature(lockstep.Loader).parameters)[:3] == ["dataset", "order", "global_batch"]
+
+
+@pytest.mark.parametrize("name", CALLABLE)
+def test_a_public_name_is_no_module_of_that_name(name: str) -> None:
+    """Importing lockstep.NAME would put the module in its place."""
+    assert importlib.util.find_spec(f"lockstep.{name}") is None

@@ -14,6 +14,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "Checkpoints": "lockstep.checkpointing",
     "DistributedDataParallel": "lockstep.data_parallel",
     "DistributedSampler": "lockstep.data.sampler",
+    "EarlyStopping": "lockstep.task",
     "Loader": "lockstep.data.loader",
     "Replicas": "lockstep.replicas",
     "ShardedOptimizer": "lockstep.sharded_optimizer",
@@ -28,7 +29,7 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "predict": "lockstep.inference.predict",
     "scale_lr": "lockstep.learning_rate",
     "seed": "lockstep.streams",
-    "shared_memory_hook": "lockstep.shared_memory_hook",
+    "shared_memory_hook": "lockstep.comm_hook",
     "stream": "lockstep.streams",
     "train": "lockstep.training.train",
 }
@@ -38,6 +39,7 @@ __all__ = [
     "Checkpoints",
     "DistributedDataParallel",
     "DistributedSampler",
+    "EarlyStopping",
     "Loader",
     "Replicas",
     "ShardedOptimizer",
@@ -64,6 +66,7 @@ __all__ = [
 if TYPE_CHECKING:
     from lockstep import backend, collectives, errors, testing
     from lockstep.checkpointing import Checkpoints
+    from lockstep.comm_hook import shared_memory_hook
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.data_parallel import DistributedDataParallel
@@ -75,10 +78,9 @@ if TYPE_CHECKING:
     from lockstep.measure.scaling.benchmark import benchmark_scaling
     from lockstep.replicas import Replicas
     from lockstep.sharded_optimizer import ShardedOptimizer
-    from lockstep.shared_memory_hook import shared_memory_hook
     from lockstep.stepper import Stepper
     from lockstep.streams import seed, stream
-    from lockstep.task import Task
+    from lockstep.task import EarlyStopping, Task
     from lockstep.training.train import train
     from lockstep.world import World, init
 

@@ -51,18 +51,22 @@ class Position(Protocol):
 class Checkpoints:
     """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, step) and its Loader in `directory`, a folder that all ranks see.
 
-    `every`: steps from one to the next; None: as often as costs less than 2 % of the time. `keep`: how many stay, beside the best.
     They are written in the background by all ranks, hold no pickled objects and no number of ranks, and are there whole or not at all.
 
     Replicas are compared before every save (`Stepper.check_replicas`), and the state says after which step they were equal last. Where they
     differ, nothing is saved, and what was saved after that step is set aside: `resume` does not see it.
 
-    `remote`: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when it is whole here; `resume` also looks there.
-    An upload that fails is warned of and made up for with the next; where the last one fails, `close` raises.
-
-    `guard` is called before anything is written, on every rank, and raises LockstepError where `directory` must not be written to any more.
-
     Every rank makes it and calls its methods alike. What goes wrong with a save is raised by the next call, on all ranks, as LockstepError.
+
+    Args:
+        directory: a folder that all ranks see.
+        stepper: what is saved: model, optimizer, scheduler, scaler, step.
+        loader: a Loader, or anything else whose place in the data is its `state_dict`.
+        every: steps from one to the next; None: as often as costs less than 2 % of the time.
+        keep: how many stay, beside the best.
+        remote: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when it is whole here; `resume` also looks there.
+            An upload that fails is warned of and made up for with the next; where the last one fails, `close` raises.
+        guard: called before anything is written, on every rank; raises LockstepError where `directory` must not be written to any more.
     """
 
     def __init__(

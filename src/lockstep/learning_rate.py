@@ -21,8 +21,15 @@ Rule = Literal["linear", "sqrt"]
 def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear") -> float:
     """The learning rate for `global_batch` samples a step, given one that is good for `base_batch`.
 
-    "linear": times the ratio of the batches, for SGD, with a warm-up (Goyal et al. 2017, section 2.1). "sqrt": times its square root, usual
-    for Adam and its kin. Raises UsageError for batches below 1, a rate that is not above 0, and an unknown rule.
+    Args:
+        lr: the learning rate that is good for `base_batch`.
+        base_batch: samples a step that it was chosen for.
+        global_batch: samples a step now, over all ranks.
+        rule: "linear": times the ratio of the batches, for SGD, with a warm-up (Goyal et al. 2017, section 2.1). "sqrt": times its square root,
+            usual for Adam and its kin.
+
+    Raises:
+        UsageError: batches below 1, a rate that is not above 0, an unknown rule.
     """
     if base_batch < 1 or global_batch < 1:
         raise UsageError(f"base_batch={base_batch} and global_batch={global_batch}: a batch holds at least 1 sample")

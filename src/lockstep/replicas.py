@@ -42,13 +42,19 @@ class Replicas:
             replicas.average_gradients()
             replicas.update()
 
-    `replicas`: how many; by default one for each of `devices`. `devices`: where they are, repeated if there are fewer; by default every GPU,
-    or the CPU, which the replicas then share: no faster than one, and the same arithmetic. `algorithm`: how gradients are added,
-    "ring" (every replica sends and receives 2(N-1)/N of the gradient), "central" (all to replica 0 and back),
-    "tree", "recursive_doubling", "halving_doubling" or "direct".
+    Buffers (BatchNorm's statistics) are each replica's own until `sync_buffers()`. Replicas on several devices run in threads, which do not
+    inherit autocast: enter it in the function.
 
-    Raises UsageError for a number of replicas below 1, no devices, and an unknown algorithm. Buffers (BatchNorm's statistics) are each
-    replica's own until `sync_buffers()`. Replicas on several devices run in threads, which do not inherit autocast: enter it in the function.
+    Args:
+        module: what is copied; the first replica is the module itself.
+        replicas: how many; by default one for each of `devices`.
+        devices: where they are, repeated if there are fewer; by default every GPU, or the CPU, which the replicas then share: no faster than
+            one, and the same arithmetic.
+        algorithm: how gradients are added: "ring" (every replica sends and receives 2(N-1)/N of the gradient), "central" (all to replica 0
+            and back), "tree", "recursive_doubling", "halving_doubling" or "direct".
+
+    Raises:
+        UsageError: a number of replicas below 1, no devices, an unknown algorithm.
     """
 
     def __init__(

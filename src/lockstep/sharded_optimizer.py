@@ -38,8 +38,17 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     `optim` is this rank's optimizer. With `torch.distributed.algorithms.join.Join` a rank that has no more inputs goes on updating its share.
     `step`, `consolidate_state_dict`, `load_state_dict` and `add_param_group` are collective: every rank of the group calls them.
-    Raises UsageError for an optimizer whose step needs a closure, for sparse parameters, and for `overlap_with_ddp`, which only torch's own
-    hooks can do.
+
+    Args:
+        params: parameters, or groups of them, equal on all ranks.
+        optimizer_class: the optimizer that updates a share.
+        process_group: the ranks that share the state; default: all.
+        parameters_as_bucket_view: no effect: slices are views of one memory in any case.
+        overlap_with_ddp: refused: only torch's own hooks can do that.
+        defaults: the arguments of `optimizer_class`.
+
+    Raises:
+        UsageError: an optimizer whose step needs a closure, sparse parameters, `overlap_with_ddp`.
     """
 
     def __init__(

@@ -65,28 +65,39 @@ NOTHING = "every rank's weight is 0: the window holds nothing to learn from"
 class Stepper:
     """Trains `model` with `optimizer`, one window at a time.
 
-    `clip` bounds the gradient's norm, once, after the sum is divided; `scaler` is a `torch.amp.GradScaler` for fp16; `scheduler` steps
-    after every applied update; `seed` keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that it does
-    not depend on which rank runs it; `reduce` names how gradients are summed (auto, native, central, ring, tree, halving_doubling, shared_memory,
-    hierarchical), `update` who applies them: "replicated", or "sharded": each rank updates its share of the parameters, with its share of the
-    optimizer's state, and all exchange them; the weights are the same, bit for bit; or "server": ranks draw micro-batches (`draws`) and wait for
-    nobody, up to `staleness` steps ahead. `sync_every` and `outer`: every rank steps alone, and the replicas meet every so many steps.
-    `exact` has the same bits come out on any number of ranks: every sum follows one tree over the window's slots, and the process computes
-    deterministically, on one intra-op thread, until the world closes (`world.compute_deterministically` says otherwise); it needs a Loader's windows.
-    The optimizer's groups then hold pieces of parameters: use `optimizer_state_dict`.
-    `model` is a bare module (it is made equal on all ranks here) or a `lockstep.DistributedDataParallel`, whose reducer is then used.
-    `unused` says what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None). `checks`:
-    "full" compares the replicas (`check_replicas`) after steps 1 and 2 and at least every 100 steps, and the set-up at the start; "start" only that;
-    "off" nothing.
-    `compress` has gradients travel in fewer bytes: bf16, fp16, int8, powersgd:RANK, topk:SHARE; what is left out comes in later steps.
-    `bucket_mb`: the MiB of gradients that travel together (25), for a bare module.
-    `held`: of a model that is split over a mesh, this rank's part (`lockstep train --mesh`); `model` is then its `module`.
-    `trace_nonfinite` looks at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan
-    or inf came up first; without it that is looked for in the window after a skipped one.
     On a GPU no step waits for the device, but for what was true before its last backward (the weights, the losses); with `clip`, an
     optimizer that is not fused, or a scheduler, has the host wait for the gradient's norm.
-    Raises UsageError for an optimizer over other parameters, and where `backward` and `step` are called out of their place;
-    ReplicaDivergence and UnusedParameters on all ranks alike.
+
+    Args:
+        model: a bare module (it is made equal on all ranks here), or a `lockstep.DistributedDataParallel`, whose reducer is then used.
+        optimizer: over the model's parameters.
+        clip: the largest norm of the gradient, applied once, after the sum is divided.
+        scaler: a `torch.amp.GradScaler`, for fp16.
+        scheduler: stepped after every applied update.
+        seed: keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so that no rank decides it.
+        reduce: how gradients are summed: auto, native, central, ring, tree, halving_doubling, shared_memory, hierarchical.
+        update: who applies them. "replicated": every rank. "sharded": each rank its share of the parameters, with its share of the optimizer's
+            state, and all exchange them: the same weights, bit for bit; the optimizer's groups then hold pieces of parameters, so use
+            `optimizer_state_dict`. "server": ranks draw micro-batches (`draws`) and do not wait for each other.
+        exact: the same bits on any number of ranks: every sum follows one tree over the window's slots, and the process computes
+            deterministically, on one intra-op thread, until the world closes (`world.compute_deterministically` says otherwise). It needs a
+            Loader's windows.
+        compress: gradients travel in fewer bytes: bf16, fp16, int8, powersgd:RANK, topk:SHARE; what is left out comes in later steps.
+        staleness: at the server: how many steps a rank may be ahead of the slowest.
+        sync_every: every rank steps alone, and the replicas are averaged every so many steps.
+        outer: what is done with that average: "average" or "nesterov".
+        bucket_mb: MiB of gradients that travel together (25), for a bare module.
+        unused: what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip" (its `.grad` stays None).
+        checks: "full" compares the replicas (`check_replicas`) after steps 1 and 2 and at least every 100 steps, and the set-up at the start;
+            "start" only that; "off" nothing.
+        trace_nonfinite: look at every gradient before it is summed, so that a skipped step names the rank and the parameter in which a nan or
+            inf came up first; without it that is looked for in the window after a skipped one.
+        held: of a model that is split over a mesh, this rank's part (`lockstep train --mesh`); `model` is then its `module`.
+        world: default: the world of torch's process group.
+
+    Raises:
+        UsageError: an optimizer over other parameters, or `backward` and `step` called out of their place.
+        ReplicaDivergence, UnusedParameters: on all ranks alike.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.documented import documented
 from lockstep.errors import TaskError
 from lockstep.mesh.parts import Parts
 
@@ -27,6 +28,7 @@ UNUSED: tuple[Unused, ...] = ("error", "zeros", "skip")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
 
 
+@documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyStopping:
     """Stop when `metric` has not improved for `patience` evaluations in a row. All ranks stop together."""
@@ -47,6 +49,7 @@ def _first(batch: Any) -> tuple[Any, ...]:
     return (batch[0],)
 
 
+@documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """A piece of training, defined once. `lockstep train my_task.py` calls the file's `task()` and expects one of these.
@@ -75,11 +78,13 @@ class Task:
     order: Callable[[Any], Any] | None = None
     """train_data -> what comes when: an order of lockstep.data.orders (weighted, mixed, in blocks) or a torch sampler. Default: shuffled."""
     epochs: int = 1
+    """Passes over train_data; --epochs and --steps come before it."""
     seed: int = 0
     """Keys initialisation, order, augmentation and dropout."""
     scheduler: Callable[[Optimizer, int], LRScheduler] | None = None
     """(optimizer, how often the scheduler will be stepped) -> scheduler: all optimizer steps, or all epochs with scheduler_per="epoch"."""
     scheduler_per: Literal["step", "epoch"] = "step"
+    """When the scheduler is stepped: after every optimizer step, or after every epoch."""
     clip: float | None = None
     """The largest norm of the gradient."""
     unused: Unused = "error"
@@ -99,6 +104,7 @@ class Task:
     best_mode: Mode | None = None
     """Whether the largest or the smallest value of `best` is the best; needed with `best`."""
     early_stopping: EarlyStopping | None = None
+    """When training ends before its epochs are over: a lockstep.EarlyStopping."""
     on_step: Callable[[Record], None] | None = None
     """Called with the record of every optimizer step, as it stands in metrics.jsonl."""
     on_evaluate: Callable[[Record], None] | None = None

@@ -286,15 +286,22 @@ def init(
 
     Without arguments the launcher's variables decide (`lockstep run`, torchrun, mpirun, srun, PyTorchJob), else this is a world of one.
     Ranks that your own code spawned pass `rank` and `world_size`; without an address they find each other on this host.
-    `backend`: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where torch was built with it.
-    `timeout`: the longest that one collective may take; default: what `--timeout` of the launcher says, else torch's own.
-    `tags`: whether ranks compare what they are about to call: "host", where all of them are on one host, which costs nothing; "all", on
-    several hosts too, at one small message a collective (to find a mistake); "off".
-    `tuning`: a file that `lockstep bench collectives --tune FILE` wrote; rank 0 reads it (default: the file that LOCKSTEP_TUNING names),
-    and every rank chooses algorithms by it.
     It sets the device to the local rank's GPU, and the intra-op threads to cores / local ranks unless OMP_NUM_THREADS is set by you.
     A second call returns the open world; a process group that your code initialised is adopted, never closed.
-    Raises UsageError for contradictory arguments or variables, and for more ranks on a host than it has GPUs.
+
+    Args:
+        rank: this process's number, where your own code spawned it.
+        world_size: how many processes there are; with `rank`.
+        backend: "nccl" for GPUs, "gloo" for CPUs (the default follows the hardware), "mpi" where torch was built with it.
+        init_method: where ranks meet, as torch takes it, such as "tcp://host:port"; default: the launcher's variables.
+        timeout: the longest that one collective may take; default: what `--timeout` of the launcher says, else torch's own.
+        tags: whether ranks compare what they are about to call: "host", where all of them are on one host, which costs nothing; "all", on
+            several hosts too, at one small message a collective (to find a mistake); "off".
+        tuning: a file that `lockstep bench collectives --tune FILE` wrote; rank 0 reads it (default: the file that LOCKSTEP_TUNING names),
+            and every rank chooses algorithms by it.
+
+    Raises:
+        UsageError: contradictory arguments or variables, or more ranks on a host than it has GPUs.
     """
     if tags not in get_args(Tagging):
         raise UsageError(f"tags={tags!r}: choose one of {', '.join(get_args(Tagging))}")

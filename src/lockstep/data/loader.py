@@ -6,6 +6,7 @@ micro-batches are fetched here, so what a micro-batch holds, augmentation includ
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,26 +30,35 @@ from lockstep.errors import UsageError
 class Loader:
     """Loads a map-style `dataset` as windows: the micro-batches of one optimizer step that are this rank's.
 
-    `global_batch` samples a step, cut into micro-batches of `micro_batch` samples; both belong to the training, the number of ranks
-    does not. Without `micro_batch` every rank has one micro-batch a step, as with plain DDP: then what BatchNorm and dropout see depends
-    on the number of ranks. `batch_per_rank` instead of `global_batch` lets the step grow with the ranks (weak scaling): another recipe at
-    every world size. `depends_on_world_size` says so, and `describe()`, the line to print.
-
-    `shuffle` (the default) draws another order every epoch from `seed`. `order` gives another one: an Order, whose positions are cut in
-    the same way; a torch Sampler, which is asked for the whole epoch on every rank; or, with `micro_batches` of them a step in place of
-    `global_batch` and `micro_batch`, something that makes the micro-batches itself: a Batches or a torch batch sampler.
-
-    `num_workers`, `pin_memory` (default: where the device is a GPU), `collate_fn` and `drop_last` (of the short last step, on all ranks)
-    are DataLoader's; workers live as long as the Loader, and a rank that never has samples starts none. Batches arrive on `device`, by
-    default this rank's; a GPU's are fetched and copied one window ahead. `rank` and `size` default to torch's process group's.
+    Sizes belong to the training, the number of ranks does not. `depends_on_world_size` says where it does, and `describe()`, the line to print.
 
     torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index), in the workers as in this process,
     whose own random states are left alone. Never pads: a ragged tail keeps its true size.
 
-    `balance`, for ranks of different speed: a number for each rank, in proportion to which micro-batches are dealt out; or "auto": shares follow
-    what a Stepper measures, from window to window. Nothing but who computes what depends on it. A resumed run begins evenly again.
+    An iterable dataset gives a StreamLoader (data/iterable/loader.py), which has the same methods.
 
-    An iterable dataset gives a StreamLoader (data/iterable/loader.py), which has the same methods; `sharding` says who divides it.
+    Args:
+        dataset: map-style, or iterable.
+        order: what comes when, in place of `shuffle`: an Order of lockstep.data.orders, whose positions are cut in the same way; a torch Sampler,
+            which is asked for the whole epoch on every rank; or, with `micro_batches`, something that makes the micro-batches itself: a Batches
+            or a torch batch sampler.
+        global_batch: samples of a step, over all ranks.
+        batch_per_rank: in place of `global_batch`: the step grows with the ranks (weak scaling), another recipe at every world size.
+        micro_batch: samples of a forward. Without, every rank has one micro-batch a step, as with plain DDP: then what BatchNorm and dropout
+            see depends on the number of ranks.
+        micro_batches: micro-batches of a step, for an `order` that makes them itself.
+        seed: keys the order and the randomness of samples.
+        shuffle: whether every epoch has an order of its own, the default without `order`.
+        num_workers: processes that load for this rank, as DataLoader's; they live as long as the Loader, and a rank without samples starts none.
+        pin_memory: as DataLoader's; default: where the device is a GPU.
+        collate_fn: as DataLoader's: list of samples -> batch.
+        drop_last: leave out the short last step, on all ranks.
+        device: where batches arrive; default: this rank's. A GPU's are fetched and copied one window ahead.
+        rank: default: torch's process group's.
+        size: how many ranks there are; default: torch's process group's.
+        balance: for ranks of different speed: a number for each rank, in proportion to which micro-batches are dealt out; or "auto": shares
+            follow what a Stepper measures, from window to window. Only who computes what depends on it. A resumed run begins evenly again.
+        sharding: of an iterable dataset: who divides it.
 
     Raises:
         UsageError: an empty dataset, sizes that cannot be cut, a rank that does not exist, num_workers < 0, or
@@ -241,6 +251,9 @@ class Loader:
         """End the workers now, not when the Loader is collected; what was not fetched is lost. A later epoch starts new ones."""
         self._turns.next()
         end_workers(self._loader)
+
+
+setattr(Loader.__new__, "__signature__", inspect.signature(Loader.__init__))  # noqa: B010 - what help() and editors show; __new__ only passes on
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -28,12 +28,20 @@ class DistributedSampler(Sampler[int]):
     """torch's DistributedSampler, index for index, with `split="blocks"` besides.
 
     Every rank draws the same order from (seed + epoch), pads it by repeating it from its head until it divides by the number of ranks (or,
-    with `drop_last`, cuts it until it does), and takes its part. `num_replicas` and `rank` default to torch's process group's, and to a
-    single process without one. Call `set_epoch` before each epoch: iterating does not advance it, so every epoch would repeat the order.
+    with `drop_last`, cuts it until it does), and takes its part. Call `set_epoch` before each epoch: iterating does not advance it, so every
+    epoch would repeat the order.
 
     Prefer a `lockstep.Loader` where you can: it advances the epoch by itself, gives the same batches at every world size and needs no
     padding, which trains some samples twice and, in an evaluation, counts them twice.
-    `drop_last` leaves out up to num_replicas - 1 samples an epoch; the short last batch is DataLoader's `drop_last`, another matter.
+
+    Args:
+        dataset: map-style; only its length is asked for.
+        num_replicas: how many ranks share it; default: torch's process group's, 1 without one.
+        rank: this one's number; default: torch's process group's, 0 without one.
+        shuffle: whether each epoch has an order of its own.
+        seed: what the orders are drawn from, with the epoch; equal on all ranks.
+        drop_last: leave out up to num_replicas - 1 samples an epoch; the short last batch is DataLoader's `drop_last`, another matter.
+        split: "interleaved": rank r has every num_replicas-th sample; "blocks": one block for each rank.
 
     Raises:
         UsageError: a rank that does not exist, an unknown split, an empty dataset or one without a length.

@@ -59,6 +59,8 @@ def evaluate(
     result has the same bits for every world size.
 
     Args:
+        model: a module, or a wrapper around one; equal on all ranks.
+        dataset: map-style.
         fn: (output, batch) -> {name: (sum, weight)}, as Task.metrics: the result is Σ sum / Σ weight in float64, nan where Σ weight is 0.
         metrics: torchmetrics.Metric objects by name. `fn` may give the arguments of one's `update` under its name; one that it does not
             name is updated with `(output, batch[1])`. They are left as they are: neither updated nor reset.

@@ -44,6 +44,7 @@ def predict(
     same bits for every world size.
 
     Args:
+        model: a module, or a wrapper around one; equal on all ranks.
         data: a map-style data set, or one batch: a tensor, or a tuple or dict of tensors with equal first dimensions.
         batch: rows of a forward, at fixed positions; the last has what is left.
         out: a file that ends in .npy (one tensor) or .parquet (columns by name; needs pyarrow). Rows are streamed to it; no rank holds more

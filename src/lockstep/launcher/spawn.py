@@ -50,7 +50,14 @@ def launch(
     Inside `fn`, `lockstep.init()` and torch's `init_process_group("gloo")` both find the other ranks without an address or a port.
     `fn` and the arguments are pickled to each rank, results back; tensors are copied. A script that calls this needs
     `if __name__ == "__main__":` around the call, because each rank imports the script. A world that `fn` leaves open is closed.
-    Ranks die with this process. `timeout` is for the whole call; None waits for ever. Starts nothing on other hosts.
+    Ranks die with this process. Starts nothing on other hosts.
+
+    Args:
+        fn: a function that can be imported, as pickle needs it.
+        workers: how many processes.
+        args: its positional arguments, the same for all ranks.
+        kwargs: its keyword arguments.
+        timeout: for the whole call; None waits without a limit.
 
     Raises:
         UsageError: workers < 1, or a function or argument that new processes cannot be given.

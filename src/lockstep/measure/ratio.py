@@ -122,10 +122,18 @@ def communication_ratio(
 ) -> CommunicationRatio:
     """Communication to computation of `model`, trained by `world_size` ranks that each compute `batch` (one micro-batch) in a step.
 
-    `batch` is what the model is called with: a tensor, a tuple or list of its arguments, or a dict of keyword arguments. `loss` makes one number of the
-    output; default: the sum of its floating-point tensors. `network` as for `lockstep plan`: 1Gbit, 25GbE, free, or microseconds and a rate: "500,50Mbit".
-    `method` as for `lockstep train`: "--compress bf16", "--sync-every 50". Runs some forwards and backwards here, on the model's device, in its mode and
-    with this process's threads, and leaves the model as it was. Raises UsageError.
+    Runs some forwards and backwards here, on the model's device, in its mode and with this process's threads, and leaves the model as it was.
+
+    Args:
+        model: what is trained.
+        batch: what the model is called with: a tensor, a tuple or list of its arguments, or a dict of keyword arguments.
+        world_size: how many ranks there would be.
+        network: as for `lockstep plan`: 1Gbit, 25GbE, free, or microseconds and a rate: "500,50Mbit".
+        loss: makes one number of the output; default: the sum of its floating-point tensors.
+        method: as for `lockstep train`: "--compress bf16", "--sync-every 50".
+
+    Raises:
+        UsageError: values that cannot work, or a loss that depends on no parameter.
     """
     whole("world_size", world_size)
     _link(network)  # before anything is measured

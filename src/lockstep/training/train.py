@@ -85,6 +85,7 @@ def train(
     """Train a task: all ranks of the open world call this, or it opens a world of its own and closes it again.
 
     Args:
+        task: what is trained.
         epochs, steps: when to end; default: the task's epochs. `steps` (optimizer steps) may end inside an epoch.
         run: a folder for settings, metrics, checkpoints and result; None writes nothing.
         device, precision, compile: None or "auto" follows the hardware and the task.
@@ -100,6 +101,7 @@ def train(
         checkpoint_every: steps from one checkpoint to the next; None: as often as costs less than 2 % of the time.
         checkpoints: a URL that fsspec knows (s3://bucket/run): every checkpoint is copied there, and a run directory without one goes on from it.
         loader_workers: processes of each rank that load data. `lockstep tune` finds out which of these are fastest here.
+        world: default: the open one, else one that is opened here.
         allow_changes: resume an exact run although the task's code or samples have changed since its checkpoint. Without `exact` that is a warning.
 
     A run directory with a run that did not come to its end is gone on with, from its newest whole checkpoint.

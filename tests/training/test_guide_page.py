@@ -1,0 +1,23 @@
+"""The example of docs/guide/training.md trains, stops early and calls its callback."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
+
+
+def test_the_fields_that_are_easily_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = [each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "EarlyStopping" in each]
+    names: dict[str, object] = {}
+    exec(text, names)
+    with lockstep.init(backend="gloo"):
+        result = lockstep.train(names["task"](), run=tmp_path / "run", device="cpu")  # type: ignore[operator]
+    assert result.stopped_early is not None
+    assert result.epochs < 20
+    assert capsys.readouterr().out.count("accuracy") == result.epochs
