@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checks.start import model_fields
+from lockstep.checks.trained import check_trained
 from lockstep.collectives.group import Group
 from lockstep.data_parallel import DistributedDataParallel
 from lockstep.errors import UsageError
@@ -52,6 +53,7 @@ def reducer_of(model: nn.Module, method: Method, bucket_mb: float | None, group:
                 f"reduce={method.reduce!r}: the wrapped model has its own reducer; give reduce= to DistributedDataParallel, or the bare module here"
             )
         return model.give_up_reducer(), model.module
+    check_trained(model)
     replicate(model, group)
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:

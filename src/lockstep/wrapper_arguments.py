@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from lockstep.checks.trained import check_trained
 from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET
@@ -85,10 +86,7 @@ def check_module(module: nn.Module, ignored: Collection[str]) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter) and name not in ignored:
             raise UsageError(f"{name!r} has no shape yet (a lazy module): run one forward before you wrap the module")
-    if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):
-                raise UsageError(f"{name!r} is a SyncBatchNorm, which works on GPUs only, and the module is on the CPU: use BatchNorm")
+    check_trained(module, ignored)
 
 
 def device_of(module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None) -> torch.device:
