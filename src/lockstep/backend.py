@@ -101,7 +101,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             each.shape == mine.shape and each.dtype == mine.dtype for into, mine in zip(outputs, inputs, strict=True) for each in into
         )
         if self._memory is None or not alike:
-            return self._by_gloo("allgather", inputs, outputs, inputs, *_given(opts))
+            return self._by_gloo("allgather", inputs if alike else [], outputs, inputs, *_given(opts))
         for into, mine in zip(outputs, inputs, strict=True):
             self._memory.all_gather(into, mine).wait()
         return _done(outputs)
@@ -132,7 +132,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         op = _op(opts.reduceOp, outputs)
         alike = all(part.shape == output.shape for output, parts in zip(outputs, inputs, strict=True) for part in parts)
         if self._memory is None or op is None or not alike:
-            return self._by_gloo("reduce_scatter", outputs, outputs, inputs, opts)
+            return self._by_gloo("reduce_scatter", outputs if alike else [], outputs, inputs, opts)
         for output, parts in zip(outputs, inputs, strict=True):
             self._memory.reduce_scatter(output, parts, op).wait()
         return _done(outputs)
@@ -208,7 +208,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def _by_gloo(self, kind: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
-        """Compared among the ranks like everything else, then gloo's."""
+        """Compared among the ranks like everything else, then gloo's. `tensors` are those that must be alike."""
         if self._group.tags is not None:
             if tensors:
                 self._group.announce(kind, tensors[0], "by gloo", None, sends=0)

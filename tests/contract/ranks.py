@@ -1,4 +1,4 @@
-"""Runs test bodies that torch ships in its wheel, in two gloo ranks that are started once.
+"""Runs test bodies that torch ships in its wheel, in two ranks that are started once.
 
 torch starts new processes for each of its tests, which costs seconds a test. Here the parent imports torch's tests, forks two ranks, and these
 run one body after the other. A body that fails, hangs or leaves the process group unusable ends its ranks; the next one gets new ones.
@@ -85,21 +85,21 @@ def gpus_are_cpus() -> None:
     torch.cuda.device, torch.cuda.stream = nothing, contextmanager(nothing.__wrapped__)  # type: ignore[assignment,misc]
 
 
-def run(names: Sequence[str], case: Case, limit: float = LIMIT) -> dict[str, str]:
+def run(names: Sequence[str], case: Case, limit: float = LIMIT, backend: str = "gloo") -> dict[str, str]:
     """Run every body in both ranks; what became of each."""
     found: dict[str, str] = {}
     left = list(names)
     while left:
-        left = left[_some(left, case, limit, found) :]
+        left = left[_some(left, case, limit, backend, found) :]
     return found
 
 
-def _some(names: Sequence[str], case: Case, limit: float, found: dict[str, str]) -> int:
+def _some(names: Sequence[str], case: Case, limit: float, backend: str, found: dict[str, str]) -> int:
     """Run bodies in two new ranks until the ranks cannot be used any more; how many were run."""
     with tempfile.TemporaryDirectory(prefix="lockstep-contract-") as folder:
         context = mp.get_context("fork")
         pipes = [context.Pipe() for _ in range(RANKS)]
-        ranks = [context.Process(target=_rank, args=(rank, Path(folder), pipes, case)) for rank in range(RANKS)]
+        ranks = [context.Process(target=_rank, args=(rank, Path(folder), pipes, case, backend)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         try:
@@ -130,7 +130,7 @@ def _outcome(pipe: Connection, process: Any, limit: float) -> str:
     return f"process ended with {process.exitcode}" if ready else f"still running after {limit:.0f} s"
 
 
-def _rank(rank: int, folder: Path, pipes: Sequence[tuple[Connection, Connection]], case: Case) -> None:
+def _rank(rank: int, folder: Path, pipes: Sequence[tuple[Connection, Connection]], case: Case, backend: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number, (parents, ours) in enumerate(pipes):  # so that both ranks see when the parent ends
         parents.close()
@@ -145,7 +145,7 @@ def _rank(rank: int, folder: Path, pipes: Sequence[tuple[Connection, Connection]
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     with suppress(EOFError):
         while True:
             pipe.send(_body(case, pipe.recv(), rank))
@@ -172,12 +172,12 @@ def _body(case: Case, name: str, rank: int) -> str:
     return PASSED
 
 
-def main(names: Sequence[str], case: Case) -> None:
+def main(names: Sequence[str], case: Case, backend: str = "gloo") -> None:
     """Run the bodies that the command line asks for, and write what became of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="+", default=names)
     parser.add_argument("--but", nargs="+", default=[])
     asked = parser.parse_args()
-    found = run([name for name in names if name in asked.only and name not in asked.but], case)
+    found = run([name for name in names if name in asked.only and name not in asked.but], case, backend=backend)
     asked.out.write_text(json.dumps(found, indent=1))
