@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 import torch
 
@@ -98,7 +99,8 @@ class Checkpoints:
         self._saved = stepper.steps
         self._extra: Extra = None
         if stepper.replicas is not None:
-            stepper.replicas.on_divergence.append(self._set_aside)
+            set_aside = WeakMethod(self._set_aside)  # else a cycle keeps the loader's processes until it is collected
+            stepper.replicas.on_divergence.append(lambda compared: "" if (found := set_aside()) is None else found(compared))
 
     # -- going on ----------------------------------------------------------------------------------------------------------------------
 
@@ -282,6 +284,7 @@ class Checkpoints:
         """
         if self._stepper.steps > self._saved and not self._stepper.between_meetings and sys.exception() is None:
             self.save(_now(self._extra))
+        self._extra = None  # it may hold the whole training
         with status.inside("checkpoint"):
             self._saver.wait()
         self._saver.close()
