@@ -93,7 +93,7 @@ def train(
         if "update" in method:
             assert result.together
     if checkpoints is not None:
-        checkpoints.close()
+        checkpoints.wait()  # as if it were killed: close() would save the end
     trained = Trained(stepper, scheduler)
     trained.seen, trained.windows, trained.ages = seen, windows, ages
     return trained
