@@ -33,6 +33,8 @@ run_ranks.__defaults__ = ((), None, timedelta(days=1))
 hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("lockstep")
 
+os.environ["LOCKSTEP_LOADAVG"] = str(Path(__file__).parent / "loadavg")  # of a quiet host: commands warn of a busy one
+
 _PATIENCE_SECONDS = 30.0  # for what is ending on its own
 _CLEARING_SECONDS = 120.0  # for the fixtures of a test, at its end
 _AGAIN_SECONDS = 30.0  # until what was interrupted, and goes on waiting, is interrupted once more

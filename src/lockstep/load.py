@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-_FILE = Path("/proc/loadavg")
+_FILE = Path(os.environ.get("LOCKSTEP_LOADAVG", "/proc/loadavg"))  # a test's host must not be busier at one time than at another
 
 
 def busy(file: Path = _FILE) -> str | None:

@@ -257,8 +257,8 @@ def test_sizes_go_up_by_four(text: str, sizes: list[int]) -> None:
         (["--sizes", "1.5K"], "--sizes 1.5K: '1.5K' is no number of bytes"),
         (["--sizes", "64K..4K"], "--sizes 64K..4K: give FROM..TO, such as 4K..64M"),
         (["--sizes", "1..2..3"], "--sizes 1..2..3: give FROM..TO, such as 4K..64M"),
-        (["--runs", "0"], "runs=0: give a whole number, 1 or more"),
-        (["--runs", "-1"], "runs=-1: give a whole number, 1 or more"),
+        (["--runs", "0"], "--runs 0: give at least 1"),
+        (["--runs", "-1"], "--runs -1: give at least 1"),
     ],
 )
 def test_mistakes_are_sentences_and_start_nothing(args: list[str], message: str) -> None:
@@ -271,7 +271,7 @@ def test_mistakes_are_sentences_and_start_nothing(args: list[str], message: str)
 def test_no_ranks_at_all() -> None:
     done = bench("collectives", "--workers", "0")
     assert isinstance(done.exception, UsageError)
-    assert str(done.exception) == "workers=0: give a whole number of ranks, at least 1"
+    assert str(done.exception) == "--workers 0: give at least 1"
 
 
 @pytest.mark.parametrize(
