@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
+from lockstep.extras import install
 from lockstep.measure import collectives as measured
 from lockstep.measure.collectives import KINDS, TUNED, Measured, bus_factor, thresholds
 from lockstep.testing import run_ranks
@@ -262,5 +264,5 @@ def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, name: st
 
 def test_without_matplotlib_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"^--plot needs matplotlib: pip install 'lockstep-train\[plot\]'$"):
+    with pytest.raises(UsageError, match=f"^--plot needs matplotlib: {re.escape(install('plot'))}$"):
         measured.plot([one()], str(tmp_path / "times.png"))

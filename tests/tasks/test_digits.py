@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 from lockstep import train
 from lockstep.errors import TaskError
+from lockstep.extras import install
 from lockstep.tasks import digits
 
 
@@ -53,5 +55,5 @@ def test_it_learns() -> None:
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(TaskError, match=r'digits needs scikit-learn.*: pip install "lockstep-train\[tasks\]"'):
+    with pytest.raises(TaskError, match=f"digits needs scikit-learn.*: {re.escape(install('tasks'))}"):
         digits.task()

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from lockstep.errors import UsageError
+from lockstep.extras import install
 from lockstep.measure.page import svg
 from lockstep.measure.page.svg import ACCENT, INK, PHASE_COLOURS, Picture
 
@@ -54,5 +55,5 @@ def test_it_is_the_same_every_time() -> None:
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install 'lockstep-train\[plot\]'"):
+    with pytest.raises(UsageError, match=re.escape(install("plot"))):
         svg.Picture("one", 1.0)
