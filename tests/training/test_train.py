@@ -18,7 +18,7 @@ from lockstep import World
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.data.orders import Weighted
-from lockstep.errors import LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
+from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
 from lockstep.settings import Settings
 from lockstep.task import EarlyStopping, Precision
 from lockstep.testing import run_ranks
@@ -210,7 +210,8 @@ def test_compile_keeps_the_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_a_skipped_step_is_said_once_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weightless = toy.task(loss=lambda output, batch: (output.sum() * 0, 0), metrics=None, eval_data=None)
-    with pytest.warns(LockstepWarning, match="step 1 was skipped: every rank's weight is 0"):
+    said = pytest.warns(LockstepWarning, match="step 1 was skipped: every rank's weight is 0")
+    with said, pytest.raises(LockstepError, match="none of the 1 steps was applied"):
         train(weightless, steps=1, run=tmp_path / "run")
     assert "skipped" not in capsys.readouterr().err
     skipped = records(tmp_path / "run", "event")[1]
@@ -221,7 +222,8 @@ def test_a_skipped_step_is_said_once_and_recorded(tmp_path: Path, capsys: pytest
 
 def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overflowing = toy.task(loss=lambda output, batch: (output.sum() * 1e30, len(output)), metrics=None, eval_data=None, precision="fp16")
-    train(overflowing, steps=1, run=tmp_path / "run")
+    with pytest.raises(LockstepError, match="none of the 1 steps was applied"):
+        train(overflowing, steps=1, run=tmp_path / "run")
     assert "step 1 was skipped: gradients overflowed at loss scale 65536" in capsys.readouterr().err
     assert records(tmp_path / "run", "event")[1]["event"] == "step skipped"
 
