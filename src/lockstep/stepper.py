@@ -377,7 +377,7 @@ class Stepper:
 
     def _send(self, facts: FactsMessage) -> None:
         if self._overwritten is not None and self.group.size > 1:
-            self._overwritten.tell(facts, self.steps, self.update.overwritten())
+            self._overwritten.tell(facts, self.steps, [*self.update.overwritten(), *self._buffers.starts])
         facts.send(stop=self._wants_stop(), newly_moving=self._buffers.newly_moving)
 
     def _wants_stop(self) -> bool:
@@ -423,14 +423,15 @@ class Stepper:
             self._send(opened.facts)
         self._window = None
         facts, divisor = self._finish(opened, scale)
+        if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
+            self._buffers.open()  # as they were when the step began
+            self.check_replicas(f"in step {self.steps + 1}")
         self._loss_scale.note(facts.weight)
         if opened.ours is not None and opened.ours.balancer is not None:
             opened.ours.balancer.note(facts.each_by_rank)
         self._buffers.finish(facts.weight, facts.newly_moving > 0)
         if facts.weight:
             self._unused()
-        if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
-            self.check_replicas(f"in step {self.steps + 1}")
         with randomness.update(self._seed, opened.step):
             ended = self.update.end(self.steps, facts, lambda: self._apply(facts, divisor))
         self.steps, self.everyone = ended.steps, ended.everyone or self.everyone

@@ -173,3 +173,19 @@ def unchecked(world: lockstep.World) -> object:
 
 def test_checks_that_are_off_compare_nothing() -> None:
     assert run_ranks(unchecked, 2) == [None, None]
+
+
+def rounded_away(world: lockstep.World) -> tuple[int, str, tuple[int, ...]]:
+    stepper = stepper_of(world)
+    for number in range(30):
+        if number == 7 and world.rank == 1:
+            flip(statistics(stepper), element=2)
+        try:
+            step_of(stepper, world, number)
+        except ReplicaDivergence as error:
+            return stepper.steps, error.parameter, error.ranks
+    return stepper.steps, "", ()
+
+
+def test_a_low_bit_of_a_moving_buffer_is_compared_in_the_step_that_would_round_it_away() -> None:
+    assert run_ranks(rounded_away, 2) == [(7, "1.running_var", (1,))] * 2

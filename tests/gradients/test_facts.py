@@ -20,7 +20,7 @@ def told(world: World, slots: int) -> Facts:
     message.add(2.0 + rank, torch.tensor(10.0 * (rank + 1)), slot=rank)
     message.add_samples(5 + rank)
     message.add_times(busy=0.25 * (rank + 1), waited=0.5 * rank, each=0.125 * rank)
-    message.add_weights([0, 2**51 + 1, 2**52][rank], seconds=0.5 * rank)
+    message.add_digest([0, 2**51 + 1, 2**52][rank], seconds=0.5 * rank)
     message.send(stop=rank == 1, newly_moving=False)
     return message.wait()
 
@@ -38,7 +38,7 @@ def test_what_each_rank_says_stands_at_its_own_place() -> None:
                 busy_by_rank=(0.25, 0.5, 0.75),
                 waited_by_rank=(0.0, 0.5, 1.0),
                 each_by_rank=(0.0, 0.125, 0.25),
-                weights_by_rank=(0.0, 2.0**51 + 1, 2.0**52),
+                digests_by_rank=(0.0, 2.0**51 + 1, 2.0**52),
                 digesting_by_rank=(0.0, 0.5, 1.0),
             )
 

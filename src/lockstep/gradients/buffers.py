@@ -96,6 +96,11 @@ class MovingBuffers:
         self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
         self._seen = self._marks()
 
+    @property
+    def starts(self) -> list[Tensor]:
+        """What every micro-batch of the step starts from, flat: equal on all ranks."""
+        return [kind.start for kind in self._kinds]
+
     @torch.no_grad()
     def open(self) -> None:
         """A micro-batch begins: it finds the step's starting values."""

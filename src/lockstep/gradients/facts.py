@@ -17,7 +17,7 @@ from lockstep.collectives.tree import ABSENT, add_rows
 from lockstep.gradients.reading import Reading
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
-_ROWS = ("samples", "losses", "busy", "waited", "each", "weights", "digesting")  # one number of each rank
+_ROWS = ("samples", "losses", "busy", "waited", "each", "digests", "digesting")  # one number of each rank
 
 
 def numbers(ranks: int) -> int:
@@ -30,7 +30,7 @@ class Facts:
     """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses.
 
     And how the step before went, by rank, in seconds: what it computed, what it waited for others, and what one of its micro-batches took it,
-    loading included (0: it had none). `weights_by_rank` are digests of the weights (0: not taken), each taken in `digesting_by_rank` seconds.
+    loading included (0: it had none). `digests_by_rank` are of what a step overwrites (0: not taken), each taken in `digesting_by_rank` seconds.
     """
 
     weight: float
@@ -42,7 +42,7 @@ class Facts:
     busy_by_rank: tuple[float, ...] = ()
     waited_by_rank: tuple[float, ...] = ()
     each_by_rank: tuple[float, ...] = ()
-    weights_by_rank: tuple[float, ...] = ()
+    digests_by_rank: tuple[float, ...] = ()
     digesting_by_rank: tuple[float, ...] = ()
 
 
@@ -82,9 +82,9 @@ class FactsMessage:
         self._values[self._mine("waited")] = waited
         self._values[self._mine("each")] = each
 
-    def add_weights(self, digest: int, seconds: float) -> None:
-        """A digest of this rank's weights (52 bits, so that float64 has it exactly), and what it took."""
-        self._values[self._mine("weights")] = digest
+    def add_digest(self, digest: int, seconds: float) -> None:
+        """A digest of what this rank began the step with (52 bits, so that float64 has it exactly), and what it took."""
+        self._values[self._mine("digests")] = digest
         self._values[self._mine("digesting")] = seconds
 
     def _mine(self, row: str) -> int:

@@ -107,7 +107,7 @@ class Update(ABC):
         return ()
 
     def overwritten(self) -> Sequence[Tensor]:
-        """Flat memory of parameters that every step overwrites with other ranks' results: a change on one rank does not last."""
+        """Flat memory of parameters that every step overwrites with other ranks' results."""
         return ()
 
     def open(self, world: World, scheduler: LRScheduler | None, clip: float | None, wants_stop: Callable[[], bool]) -> None:
