@@ -28,7 +28,7 @@ class SharedBuffers:
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
 
     def register(self, state: object, hook: Hook, *, after_forward: bool) -> None:
-        """Have `hook(state, {name: buffer})` in place of the broadcast. It may return futures, which are waited for after the backward."""
+        """Have `hook(state, {name: buffer})` in place of the broadcast. It may return futures; the backward ends by waiting for them."""
         self._hook, self._state, self.after_forward = hook, state, after_forward
 
     @torch.no_grad()
