@@ -136,12 +136,7 @@ class NativeWork:
         if work is None:
             return
         self._group.wait_for_all(self._number, timeout)
-        status.waits(True)
-        if timeout is None:
-            work.wait()
-        else:
-            work.wait(timeout)
-        status.waits(False)
+        wait_on_page(work, timeout)
         self._work = None  # only now: a wait that raised can be tried again
         if self._finish is not None:
             self._finish()
@@ -410,3 +405,13 @@ _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype in which backends reduce a tensor: its own where they know it."""
     return _WIDER.get(tensor.dtype, tensor.dtype)
+
+
+def wait_on_page(work: dist.Work, timeout: timedelta | None = None) -> None:
+    """Wait for what a backend does, and say on the status page that this rank waits."""
+    status.waits(True)
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
+    status.waits(False)

@@ -7,17 +7,15 @@ What arrives is added as soon as it is there, in the order of the schedule: the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import status
 from lockstep.collectives.algorithms import schedule as schedule_of
 from lockstep.collectives.cells import Cells, FlatCells
-from lockstep.collectives.group import Group
+from lockstep.collectives.group import Group, wait_on_page
 from lockstep.collectives.schedule import Kind, Schedule, Transfer, spans
 from lockstep.errors import PeerFailed
 
@@ -72,7 +70,7 @@ class _Lane:
         """Take what arrives in this round, then post the next."""
         for transfer, places, works in self._arriving:
             for work in works:
-                _wait(work, self._group.timeout)
+                wait_on_page(work, self._group.timeout)
             if transfer.reduce:
                 self._wait_for(transfer.cells)
                 self._cells.combine(transfer.cells, places, self._op)
@@ -82,7 +80,7 @@ class _Lane:
 
     def end(self) -> None:
         for work, _ in self._leaving:
-            _wait(work, self._group.timeout)
+            wait_on_page(work, self._group.timeout)
 
     def _post(self) -> None:
         self._arriving = []
@@ -108,7 +106,7 @@ class _Lane:
             if theirs.isdisjoint(cells):
                 still.append((work, theirs))
             else:
-                _wait(work, self._group.timeout)
+                wait_on_page(work, self._group.timeout)
         self._leaving = still
 
     def _isend(self, piece: Tensor, rank: int) -> dist.Work:
@@ -139,21 +137,12 @@ def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str
                     group.bytes_sent += piece.numel() * piece.element_size()
                     operations.append(dist.P2POp(dist.isend, piece, group.ranks[transfer.dst], group.process_group))
             for work in dist.batch_isend_irecv([each for each in operations if each.tensor.numel()]) if operations else ():
-                _wait(work)
+                wait_on_page(work)
             for transfer, arrived in zip(receives, places, strict=True):
                 if transfer.reduce:
                     cells.combine(transfer.cells, arrived, op)
                 else:
                     cells.replace(transfer.cells, arrived)
-
-
-def _wait(work: dist.Work, timeout: timedelta | None = None) -> None:
-    status.waits(True)
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
-    status.waits(False)
 
 
 def lanes_of(flat: Tensor, schedule: Schedule) -> list[Cells]:
