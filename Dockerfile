@@ -1,4 +1,4 @@
-# Lockstep and its bundled tasks, by the README's command. For a pod of a PyTorchJob (docs/guide/kubernetes.md), or any other container.
+# Lockstep and its bundled tasks, by the README's command. For a pod of a TrainJob, a PyTorchJob or, with Ray added, a RayJob (docs/guide/kubernetes.md), or any other container.
 #   docker build --tag lockstep .
 # PIP_INDEX_URL: where pip looks, for example for torch's wheels without CUDA, which are much smaller.
 FROM python:3.11-slim

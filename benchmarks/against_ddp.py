@@ -1,14 +1,18 @@
-"""One training step against torch's DistributedDataParallel, Accelerate's and Fabric's, in turns, in one run, on the same ranks.
+"""One training step against torch's DistributedDataParallel, Accelerate's and Fabric's, in turns,
+in one run, on the same ranks.
 
     python benchmarks/against_ddp.py --workers 2 --models small-mlp,small-mlp128,cnn4,transformer
-    python benchmarks/against_ddp.py --workers 4 --models small-mlp,cnn4 --json four.json --plot four.png
+    python benchmarks/against_ddp.py --workers 4 --models small-mlp,cnn4 --json four.json \\
+        --plot four.png
     python benchmarks/against_ddp.py --device cuda --workers 1
 
-What is measured, and how, is `lockstep bench train`'s (src/lockstep/measure/training_step.py); here are the models, as tasks on made-up
-data, other data on each rank. DDP has gradient_as_bucket_view and buckets of 5, 25 and 100 MB; every way the same fused optimizer. Lockstep's
-ways: its DistributedDataParallel and its Stepper, over native collectives and through shared memory, and with a sharded update. "local"
-does not communicate: on one rank it is the bare loop. `--compile` compiles every model; `--memory` measures peak memory too, of each way in
-ranks of its own.
+What is measured, and how, is `lockstep bench train`'s (src/lockstep/tools/bench/training_step.py);
+here are the models, as tasks on made-up data, other data on each rank. DDP has
+gradient_as_bucket_view and buckets of 5, 25 and 100 MB; every way the same fused optimizer.
+Lockstep's ways: its DistributedDataParallel and its Stepper, over native collectives and through
+shared memory, and with a sharded update. "local" does not communicate: on one rank it is the bare
+loop. `--compile` compiles every model; `--memory` measures peak memory too, of each way in ranks of
+its own.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +30,22 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
+import rivals
 from lockstep.errors import UsageError
-from lockstep.measure import report
-from lockstep.measure.files import check_plot, check_writable, write_json
-from lockstep.measure.given import WINDOWS
-from lockstep.measure.training_step import BASELINES, measure
+from lockstep.tools.bench import step_table
+from lockstep.tools.bench.training_step import BASELINES, measure
+from lockstep.tools.bench.weighed import WINDOWS
+from lockstep.tools.timing.files import check_plot, check_writable, write_json
 
-VARIANTS = (*BASELINES, "wrapper:native", "wrapper:shared", "stepper:native", "stepper:shared", "stepper:sharded")
+VARIANTS = (
+    *BASELINES,
+    *rivals.WRAPPERS,
+    "wrapper:native",
+    "wrapper:shared",
+    "stepper:native",
+    "stepper:shared",
+    "stepper:sharded",
+)
 Samples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 
@@ -43,11 +56,17 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.attend = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        parts = self.attend(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.attend(self.norms[0](x))
+            .view(batch, length, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.project(y.transpose(1, 2).reshape(batch, length, width))
         out: Tensor = x + self.feed(self.norms[1](x))
@@ -68,14 +87,26 @@ class Transformer(nn.Module):
 
 def mlp() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(1024, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 3072), nn.ReLU(), nn.Linear(3072, 1024)
+        nn.Linear(1024, 3072),
+        nn.ReLU(),
+        nn.Linear(3072, 3072),
+        nn.ReLU(),
+        nn.Linear(3072, 3072),
+        nn.ReLU(),
+        nn.Linear(3072, 1024),
     )
 
 
 def small_mlp() -> nn.Module:
     """24 MiB of gradients."""
     return nn.Sequential(
-        nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 16), nn.ReLU(), nn.Linear(16, 1024)
+        nn.Linear(1024, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 16),
+        nn.ReLU(),
+        nn.Linear(16, 1024),
     )
 
 
@@ -84,7 +115,11 @@ def convolutions(*widths: int) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for place, (inside, outside) in enumerate(zip((3, *widths[:-1]), widths, strict=True)):
         stride = 2 if 0 < place < 4 else 1
-        layers += [nn.Conv2d(inside, outside, 3, padding=1, stride=stride, bias=False), nn.BatchNorm2d(outside), nn.ReLU()]
+        layers += [
+            nn.Conv2d(inside, outside, 3, padding=1, stride=stride, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(),
+        ]
     return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()]
 
 
@@ -94,7 +129,9 @@ def cnn() -> nn.Module:
 
 def cnn4() -> nn.Module:
     """4 MiB of gradients."""
-    return nn.Sequential(*convolutions(32, 64, 128, 256, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(
+        *convolutions(32, 64, 128, 256, 256), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +147,9 @@ def rows(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def texts(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    return torch.randint(0, 256, (count, 64), generator=g), torch.randint(0, 256, (count, 64), generator=g)
+    return torch.randint(0, 256, (count, 64), generator=g), torch.randint(
+        0, 256, (count, 64), generator=g
+    )
 
 
 def images(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -146,7 +185,10 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Of classes [batch, classes], or of bytes [batch, length, 256]."""
-    return F.cross_entropy(output.flatten(0, -2), batch[1].flatten(), reduction="sum"), batch[1].numel()
+    return (
+        F.cross_entropy(output.flatten(0, -2), batch[1].flatten(), reduction="sum"),
+        batch[1].numel(),
+    )
 
 
 def task_of(name: str, workers: int, compiled: bool) -> lockstep.Task:
@@ -155,7 +197,9 @@ def task_of(name: str, workers: int, compiled: bool) -> lockstep.Task:
     return lockstep.Task(
         name=name,
         model=lambda: Compilable(case.model()),
-        train_data=TensorDataset(*case.samples(WINDOWS * workers * case.batch, torch.Generator().manual_seed(0))),
+        train_data=TensorDataset(
+            *case.samples(WINDOWS * workers * case.batch, torch.Generator().manual_seed(0))
+        ),
         loss=loss,
         optimizer=optimizer,
         global_batch=workers * case.batch,
@@ -165,9 +209,15 @@ def task_of(name: str, workers: int, compiled: bool) -> lockstep.Task:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--models", default="small-mlp,small-mlp128,cnn4,transformer", help=f"some of {', '.join(CASES)}")
+    parser.add_argument(
+        "--models",
+        default="small-mlp,small-mlp128,cnn4,transformer",
+        help=f"some of {', '.join(CASES)}",
+    )
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -191,21 +241,26 @@ def compare(names: list[str], options: argparse.Namespace) -> bool:
     check_writable(options.json, "--json")
     check_plot(options.plot)
     every = []
+    variants = options.variants.split(",")
+    left_out = rivals.left_out(variants, "fp32")
     for name in names:
-        every.append(
-            measure(
-                partial(task_of, name, options.workers, options.compile),
-                workers=options.workers,
-                variants=options.variants.split(","),
-                steps=options.steps,
-                device=options.device,
-                memory=options.memory,
-            )
+        found = measure(
+            partial(task_of, name, options.workers, options.compile),
+            workers=options.workers,
+            variants=[variant for variant in variants if variant not in left_out],
+            steps=options.steps,
+            device=options.device,
+            memory=options.memory,
+            others=rivals.WRAPPERS,
         )
-        print(report.table(every[-1]), end="\n\n", flush=True)
-    write_json(options.json, {"models": [found.as_json() for found in every]})
+        every.append(replace(found, left_out={**left_out, **found.left_out}))
+        print(step_table.text(every[-1]), end="\n\n", flush=True)
+    write_json(
+        options.json,
+        {"models": [found.as_json() for found in every], "versions": rivals.versions()},
+    )
     if options.plot is not None:
-        report.plot(every, options.plot)
+        step_table.plot(every, options.plot)
     return any(found.wrong for found in every)
 
 

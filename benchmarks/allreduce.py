@@ -1,11 +1,14 @@
-"""All-reduce of float32 tensors among ranks of one host: gloo, Lockstep's shared memory, MPICH through mpi4py where installed, and the limit.
+"""All-reduce of float32 tensors among ranks of one host: gloo, Lockstep's shared memory, MPICH
+through mpi4py where installed, and the limit.
 
     python benchmarks/allreduce.py --workers 2
     python benchmarks/allreduce.py --workers 4 --sizes 4K,64K,1M,25M
 
-Different data on each rank; every timed result is compared as well. The ways take turns, call by call; 25th percentile and median, of the
-slowest rank. "in place" sums a tensor that lies in shared memory itself, as a bucket of gradients does. The limit is S / the time of one
-Tensor.copy_ of S bytes, one thread a rank, all ranks at once: no all-reduce of private tensors can do without reading and writing them once.
+Different data on each rank; every timed result is compared as well. The ways take turns, call by
+call; 25th percentile and median, of the slowest rank. "in place" sums a tensor that lies in shared
+memory itself, as a bucket of gradients does. The limit is S / the time of one Tensor.copy_ of S
+bytes, one thread a rank, all ranks at once: no all-reduce of private tensors can do without reading
+and writing them once.
 """
 
 from __future__ import annotations
@@ -66,7 +69,9 @@ def measure(sizes: list[int]) -> dict[int, dict[str, list[float]]]:
             expected = mine.clone()
             group.all_reduce(expected).wait()
             room, copy = mine.clone(), torch.empty_like(mine)
-            ways: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {"gloo": (room, torch.distributed.all_reduce)}
+            ways: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {
+                "gloo": (room, torch.distributed.all_reduce)
+            }
             if memory is not None:
                 (everybodys,) = memory.allocate([size // 4], [torch.float32])
                 ways["lockstep"] = room, partial(_through, memory)
@@ -116,15 +121,22 @@ def by_mpi(sizes: list[int], workers: int) -> dict[int, tuple[float, float]]:
     if done.returncode:
         print(f"mpi4py did not run: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
         return {}
-    return {int(size): (quarter, median) for size, (quarter, median) in json.loads(done.stdout).items()}
+    return {
+        int(size): (quarter, median) for size, (quarter, median) in json.loads(done.stdout).items()
+    }
 
 
-def summary(found: dict[int, dict[str, list[float]]], mpi: dict[int, tuple[float, float]]) -> list[dict[str, Any]]:
+def summary(
+    found: dict[int, dict[str, list[float]]], mpi: dict[int, tuple[float, float]]
+) -> list[dict[str, Any]]:
     rows = []
     for size, ways in found.items():
         row: dict[str, Any] = {"bytes": size}
         for name, seconds in ways.items():
-            row[name] = {"p25": statistics.quantiles(seconds, n=4)[0], "median": statistics.median(seconds)}
+            row[name] = {
+                "p25": statistics.quantiles(seconds, n=4)[0],
+                "median": statistics.median(seconds),
+            }
         if size in mpi:
             row["mpich"] = {"p25": mpi[size][0], "median": mpi[size][1]}
         rows.append(row)
@@ -137,8 +149,19 @@ def plot(rows: list[dict[str, Any]], workers: int, file: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for name in [name for name in rows[0] if name != "bytes"]:
         having = [row for row in rows if name in row]
-        axes.plot([row["bytes"] for row in having], [1e6 * row[name]["p25"] for row in having], marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="25th percentile, us", title=f"all-reduce, {workers} ranks of one host")
+        axes.plot(
+            [row["bytes"] for row in having],
+            [1e6 * row[name]["p25"] for row in having],
+            marker="o",
+            label=name,
+        )
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes",
+        ylabel="25th percentile, us",
+        title=f"all-reduce, {workers} ranks of one host",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -147,25 +170,40 @@ def plot(rows: list[dict[str, Any]], workers: int, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    sizes = [int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text) for text in options.sizes.split(",")]
+    sizes = [
+        int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
+        for text in options.sizes.split(",")
+    ]
     found = lockstep.launch(measure, workers=options.workers, args=(sizes,))[0]
     rows = summary(found, by_mpi(sizes, options.workers))
     names = [name for name in rows[0] if name != "bytes"]
-    print(f"{options.workers} ranks, torch {torch.__version__}: 25th percentile / median in us, gloo's p25 over it, and share of the limit")
+    print(
+        f"{options.workers} ranks, torch {torch.__version__}: 25th percentile / median in us,"
+        " gloo's p25 over it, and share of the limit"
+    )
     for row in rows:
         print(f"{row['bytes']:>10} B")
         for name in names:
             quarter, median = row[name]["p25"], row[name]["median"]
             ratio, share = row["gloo"]["p25"] / quarter, row["limit"]["p25"] / quarter
-            print(f"  {name:<10} {1e6 * quarter:10.1f} {1e6 * median:10.1f}   {ratio:6.2f}x   {100 * share:5.0f} %")
+            print(
+                f"  {name:<10} {1e6 * quarter:10.1f} {1e6 * median:10.1f}   {ratio:6.2f}x  "
+                f" {100 * share:5.0f} %"
+            )
     if options.json:
-        options.json.write_text(json.dumps({"workers": options.workers, "torch": torch.__version__, "rows": rows}, indent=1))
+        options.json.write_text(
+            json.dumps(
+                {"workers": options.workers, "torch": torch.__version__, "rows": rows}, indent=1
+            )
+        )
     if options.plot:
         plot(rows, options.workers, options.plot)
 

@@ -1,9 +1,12 @@
-"""What it costs to know where the time of a step goes: notes of phases and waits, the end of a step, and its line in RUN/anatomy.
+"""What it costs to know where the time of a step goes: notes of phases and waits, the end of a
+step, and its line in RUN/anatomy.
 
     python benchmarks/anatomy.py --workers 2 --models mlp,transformer,cnn --steps 60
 
-It is too little to be told from noise by timing steps with it and without. So notes are counted and one is timed, in a loop of them, as what it takes more than
-without a clock; the end of a step and the line are timed where they happen. The share is of the median step, on the rank where it is largest.
+It is too little to be told from noise by timing steps with it and without. So notes are counted and
+one is timed, in a loop of them, as what it takes more than without a clock; the end of a step and
+the line are timed where they happen. The share is of the median step, on the rank where it is
+largest.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import torch
 
 import lockstep
 from against_ddp import CASES, loss
-from lockstep import status
 from lockstep.data.windows import Cut, Window
-from lockstep.step_clock import StepClock
+from lockstep.runtime import status
+from lockstep.runtime.step_clock import StepClock
 from lockstep.training.anatomy import AnatomyFile
 
 _LOOP = 20_000
@@ -80,7 +83,9 @@ def measure(name: str, steps: int, folder: str) -> list[Cost]:
         generator = torch.Generator().manual_seed(world.rank)
         torch.manual_seed(0)
         model = case.model()
-        stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+        stepper = lockstep.Stepper(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        )
         end = stepper.clock.end = Timed(stepper.clock.end)  # type: ignore[method-assign, assignment]  # timed
         notes = [0]
 
@@ -98,7 +103,12 @@ def measure(name: str, steps: int, folder: str) -> list[Cost]:
             line = Timed(file.step)
             for step in range(steps + _WARM_UP):
                 batch = case.samples(case.batch, generator)
-                window = Window(Cut(step, 0, 0, case.batch, case.batch, world.size), world.rank, world.size, tuple)
+                window = Window(
+                    Cut(step, 0, 0, case.batch, case.batch, world.size),
+                    world.rank,
+                    world.size,
+                    tuple,
+                )
                 world.group.all_reduce(torch.zeros(1)).wait()
                 begin = time.perf_counter()
                 for micro in stepper.micro_batches([batch]):
@@ -106,25 +116,36 @@ def measure(name: str, steps: int, folder: str) -> list[Cost]:
                 result = stepper.step()
                 taken.append(time.perf_counter() - begin)
                 line(result, window, None)
-        medians = [statistics.median(each[_WARM_UP:]) for each in (taken, end.seconds, line.seconds)]
-        mine = torch.tensor([medians[0], notes[0] / len(taken), one_note(), medians[1], medians[2]], dtype=torch.float64)
+        medians = [
+            statistics.median(each[_WARM_UP:]) for each in (taken, end.seconds, line.seconds)
+        ]
+        mine = torch.tensor(
+            [medians[0], notes[0] / len(taken), one_note(), medians[1], medians[2]],
+            dtype=torch.float64,
+        )
         return [Cost(*row.tolist()) for row in world.group.all_gather(mine).view(world.size, -1)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", default="mlp,transformer,cnn")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    print(f"{'model':<14}{'a step':>12}{'notes':>8}{'a note':>11}{'the end':>11}{'the line':>11}{'share':>10}")
+    print(
+        f"{'model':<14}{'a step':>12}{'notes':>8}{'a note':>11}{'the end':>11}{'the line':>11}{'share':>10}"
+    )
     for name in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            every = lockstep.launch(measure, workers=options.workers, args=(name, options.steps, folder))[0]
+            every = lockstep.launch(
+                measure, workers=options.workers, args=(name, options.steps, folder)
+            )[0]
         cost = max(every, key=lambda each: each.share)
         print(
-            f"{name:<14}{1e3 * cost.step:>9.2f} ms{cost.notes:>8.1f}{1e6 * cost.note:>8.2f} us{1e6 * cost.end:>8.1f} us{1e6 * cost.line:>8.1f} us"
-            f"{cost.share:>10.3%}"
+            f"{name:<14}{1e3 * cost.step:>9.2f} ms{cost.notes:>8.1f}{1e6 * cost.note:>8.2f}"
+            f" us{1e6 * cost.end:>8.1f} us{1e6 * cost.line:>8.1f} us{cost.share:>10.3%}"
         )
 
 

@@ -1,9 +1,11 @@
-"""Does the verdict name the rank that is slow, and where? One of four ranks is 200 ms slower a step, in each of five places, on each of several ranks.
+"""Does the verdict name the rank that is slow, and where? One of four ranks is 200 ms slower a
+step, in each of five places, on each of several ranks.
 
     sudo python benchmarks/attribution.py --times 5
 
-Loader, forward, backward and optimizer sleep on one rank of this host (planted_task.py). The network is a real one: every rank has a host of its own, a
-namespace of this machine (namespaces.py; root, ip and tc), and one host's link is so slow that a step takes 200 ms more. Every case is one
+Loader, forward, backward and optimizer sleep on one rank of this host (planted_task.py). The
+network is a real one: every rank has a host of its own, a namespace of this machine (namespaces.py;
+root, ip and tc), and one host's link is so slow that a step takes 200 ms more. Every case is one
 `lockstep train`, read as `lockstep report` reads it. Exits with 1 where one was wrong.
 """
 
@@ -20,14 +22,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import namespaces
-from lockstep.anatomy.read import read
-from lockstep.measure.verdict.verdict import Verdict, verdict
+from lockstep.tools.report.verdict.verdict import Verdict, verdict
+from lockstep.training.timeline.lanes import read
 
 PLACES = ("loader", "forward", "backward", "optimizer", "network")
 CAUSES = {"loader": "data"}
 WORKERS = 4
 TASK = Path(__file__).with_name("planted_task.py")
-_SLOW, _QUICK = "10mbit", "1gbit"  # at 10 Mbit/s the 240 kB that a ring sends of the gradients take 190 ms
+# at 10 Mbit/s the 240 kB that a ring sends of the gradients take 190 ms
+_SLOW, _QUICK = "10mbit", "1gbit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,18 @@ class Case:
 
 def train_here(place: str, rank: int, steps: int, run: Path) -> None:
     planted = [f"--set=where={place}", f"--set=rank={rank}"]
-    words = [sys.executable, "-m", "lockstep", "train", str(TASK), "--workers", str(WORKERS), f"--steps={steps}", f"--run={run}", *planted]
+    words = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        str(TASK),
+        "--workers",
+        str(WORKERS),
+        f"--steps={steps}",
+        f"--run={run}",
+        *planted,
+    ]
     subprocess.run(words, check=True, capture_output=True)
 
 
@@ -61,9 +75,18 @@ def train_on_hosts(slow: int, steps: int, run: Path) -> None:
                 "MASTER_ADDR": hosts[0].address,
                 "MASTER_PORT": "29500",
                 "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
-                "OMP_NUM_THREADS": "1",  # each host takes itself for the only one that has these cores
+                # each host takes itself for the only one that has these cores
+                "OMP_NUM_THREADS": "1",
             }
-            words = [sys.executable, "-m", "lockstep", "train", str(TASK), f"--steps={steps}", f"--run={run}"]
+            words = [
+                sys.executable,
+                "-m",
+                "lockstep",
+                "train",
+                str(TASK),
+                f"--steps={steps}",
+                f"--run={run}",
+            ]
             started.append(host.start(words, environment=environment, log=f"{run}.{rank}.log"))
         for rank, process in enumerate(started):
             if process.wait():
@@ -72,15 +95,28 @@ def train_on_hosts(slow: int, steps: int, run: Path) -> None:
 
 def judge(place: str, rank: int, found: Verdict) -> Case:
     if place == "network":
-        named = found.slow_link is not None and found.slow_link.ranks == (rank,) and not found.stragglers
+        named = (
+            found.slow_link is not None
+            and found.slow_link.ranks == (rank,)
+            and not found.stragglers
+        )
     else:
-        named = [(each.place, each.cause) for each in found.stragglers] == [(rank, CAUSES.get(place, place))]
+        named = [(each.place, each.cause) for each in found.stragglers] == [
+            (rank, CAUSES.get(place, place))
+        ]
     return Case(place, rank, named, found.sentences()[0])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=5, help="of each place, each time another rank where there are as many")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--times",
+        type=int,
+        default=5,
+        help="of each place, each time another rank where there are as many",
+    )
     parser.add_argument("--places", default=",".join(PLACES))
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
@@ -101,7 +137,11 @@ def main() -> None:
             found = verdict(anatomy)
             assert found is not None
             cases.append(judge(place, rank, found))
-            print(f"{'right' if cases[-1].right else 'WRONG'}  {place} of rank {rank}: {cases[-1].said}", flush=True)
+            print(
+                f"{'right' if cases[-1].right else 'WRONG'}  {place} of rank {rank}:"
+                f" {cases[-1].said}",
+                flush=True,
+            )
     for place in options.places.split(","):
         mine = [case.right for case in cases if case.place == place]
         print(f"{place:<10} {sum(mine)} of {len(mine)}")

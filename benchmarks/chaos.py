@@ -3,12 +3,15 @@
     python benchmarks/chaos.py --seed 0 --faults 200
     python benchmarks/chaos.py --seed 0 --faults 10
 
-One exact training of this file's task. A SIGKILL from outside hits a rank, the launcher, or a rank's loader worker, while it starts, takes
-steps, saves a checkpoint or evaluates; then the same command is given again with another number of workers, 1 to 4, all drawn from the
-seed. When the faults are used up the training is left to end. It must have the SHA-256 of a run without faults, every restart must go
-on from a checkpoint, and 5 s after a fault no process of the run may live. Ends with 1 where any of it does not hold.
+One exact training of this file's task. A SIGKILL from outside hits a rank, the launcher, or a
+rank's loader worker, while it starts, takes steps, saves a checkpoint or evaluates; then the same
+command is given again with another number of workers, 1 to 4, all drawn from the seed. When the
+faults are used up the training is left to end. It must have the SHA-256 of a run without faults,
+every restart must go on from a checkpoint, and 5 s after a fault no process of the run may live.
+Ends with 1 where any of it does not hold.
 
-goodput   the undisturbed run's seconds as a share of this one's; "ideal" is what it would be if a fault cost a start-up and nothing else
+goodput   the undisturbed run's seconds as a share of this one's; "ideal" is what it would be if a
+          fault cost a start-up and nothing else
 """
 
 from __future__ import annotations
@@ -39,16 +42,17 @@ from torch.utils.data import Dataset
 
 import lockstep
 
-VICTIMS = ("rank", "launcher", "loader worker")
+VICTIMS = ("rank", "launcher", "fork server", "loader worker")
 PHASES = ("start-up", "step", "save", "evaluation")
 MOST_STEPS = 9  # that are taken after a start, before a step is hit
-STEPS_PER_FAULT = 4  # of the whole training: it must not be over before the faults are, half of which bring it no further
+STEPS_PER_FAULT = 12  # of the whole training: it must not be over before the faults are
 EVALUATING = "LOCKSTEP_CHAOS_EVALUATING"
 START, STEP = b'"event": "start"', b'"kind": "step"'  # in metrics.jsonl
 PATIENCE = 120.0  # seconds for a phase to be reached
+STARTING = 0.02  # seconds between two looks at a run that imports torch: a look reads all records
 
 
-# -- what is trained: small, with everything whose bits could depend on who computes what -----------------------------------------------
+# -- what is trained: small, with everything whose bits could depend on who computes what --------
 
 
 class Noisy(Dataset[Any]):
@@ -69,7 +73,9 @@ class Noisy(Dataset[Any]):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(16, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.layers(x)
@@ -98,14 +104,16 @@ def task() -> lockstep.Task:
         eval_data=Noisy(320, 2),
         loss=loss,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, steps
+        ),
         clip=1.0,
         global_batch=40,
         micro_batch=8,
     )
 
 
-# -- the run, from outside --------------------------------------------------------------------------------------------------------------
+# -- the run, from outside -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +136,12 @@ def faults(count: int, seed: int) -> Iterator[Fault]:
     for _ in range(count):
         phase = draw.choice(PHASES)
         yield Fault(
-            victim=draw.choice(VICTIMS[:2] if phase == "start-up" else VICTIMS),  # loader workers come with the first step
+            # loader workers come with the first step
+            victim=draw.choice(VICTIMS[:3] if phase == "start-up" else VICTIMS),
             phase=phase,
             workers=draw.randint(1, 4),
             steps=draw.randint(1, MOST_STEPS),
-            delay=draw.uniform(0, 4) if phase == "start-up" else draw.uniform(0, 0.01),
+            delay=draw.uniform(0, 2) if phase == "start-up" else draw.uniform(0, 0.01),
             which=draw.random(),
         )
 
@@ -159,15 +168,42 @@ class Run:
         """Give the command, as a person would."""
         self.marker.unlink(missing_ok=True)
         self.generations_before = self._written().count(START)
-        command = [sys.executable, "-m", "lockstep", "train", __file__, "--exact", "--run", str(self.directory)]
-        command += ["--workers", str(workers), "--steps", str(self.steps), "--checkpoint-every", "5", "--loader-workers", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            __file__,
+            "--exact",
+            "--run",
+            str(self.directory),
+        ]
+        command += [
+            "--workers",
+            str(workers),
+            "--steps",
+            str(self.steps),
+            "--checkpoint-every",
+            "5",
+            "--loader-workers",
+            "1",
+        ]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, EVALUATING: str(self.marker)},
+            # without a test suite's warm server: the ranks are to be found among the launcher's
+            # children
+            env={
+                **{
+                    name: value
+                    for name, value in os.environ.items()
+                    if not name.startswith("LOCKSTEP_WARM_SERVER")
+                },
+                EVALUATING: str(self.marker),
+            },
         )
 
     def ended(self) -> str:
@@ -201,11 +237,19 @@ class Run:
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
             found["launcher"] = [launcher]
-            for rank in launcher.children():
-                found["rank"].append(rank)
+            for child in launcher.children():
+                found["fork server"].append(child)
+            for process in launcher.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
-                    found["loader worker"] += rank.children()
+                    if _is_rank(process.parent()):
+                        found["loader worker"].append(process)
+                    elif _is_rank(process):
+                        found["rank"].append(process)
         return found
+
+
+def _is_rank(process: psutil.Process | None) -> bool:
+    return process is not None and process.name().startswith("rank ")
 
 
 @dataclass
@@ -224,7 +268,7 @@ class Report:
         self.problems.append(f"a start on {fault.workers} workers ended by itself:\n{run.ended()}")
 
 
-def wait_for(what: Callable[[], bool], run: Run) -> bool:
+def wait_for(what: Callable[[], bool], run: Run, pause: float = 0.001) -> bool:
     """Until it is so; False where the run ended before."""
     assert run.process is not None
     end = time.monotonic() + PATIENCE
@@ -232,8 +276,11 @@ def wait_for(what: Callable[[], bool], run: Run) -> bool:
         if run.process.poll() is not None:
             return False
         if time.monotonic() > end:
-            raise SystemExit(f"chaos: {PATIENCE:.0f} s have passed and {what.__name__} was not seen; {run.directory} shows how far it came")
-        time.sleep(0.001)
+            raise SystemExit(
+                f"chaos: {PATIENCE:.0f} s have passed and {what.__name__} was not seen;"
+                f" {run.directory} shows how far it came"
+            )
+        time.sleep(pause)
     return True
 
 
@@ -242,7 +289,7 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
     run.start(fault.workers)
     report.workers[fault.workers] += 1
     if fault.phase != "start-up":
-        if not wait_for(run.computing, run):
+        if not wait_for(run.computing, run, STARTING):
             return report.unrecoverable(fault, run)
         report.starts.append(time.monotonic() - run.started)
         reached: dict[str, Callable[[], bool]] = {
@@ -252,11 +299,14 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
         }
         if not wait_for(reached[fault.phase], run):
             return report.unrecoverable(fault, run)
-    elif fault.victim == "rank" and not wait_for(lambda: bool(run.processes()["rank"]), run):
+    elif fault.victim == "rank" and not wait_for(
+        lambda: bool(run.processes()["rank"]), run, STARTING
+    ):
         return report.unrecoverable(fault, run)
     time.sleep(fault.delay)
     alive = run.processes()
-    victim = fault.victim if alive[fault.victim] else "launcher"  # a loader worker lives for an epoch
+    # a loader worker lives for an epoch
+    victim = fault.victim if alive[fault.victim] else "launcher"
     if not alive[victim]:
         return report.unrecoverable(fault, run)
     chosen = alive[victim][int(fault.which * len(alive[victim]))]
@@ -265,12 +315,27 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
     with suppress(psutil.NoSuchProcess):
         chosen.send_signal(signal.SIGKILL)
         report.hits[victim, phase] += 1
+    if (
+        victim == "fork server" and phase == "start-up" and wait_for(run.computing, run)
+    ):  # it had forked no rank: another has taken its place
+        everyone += [process for group in run.processes().values() for process in group]
+        run.processes()["launcher"][0].kill()
     said = run.ended()
     _, left = psutil.wait_procs(everyone, timeout=5)
     if left:
-        report.problems.append(f"5 s after {victim} was killed ({phase}) there still lived {[process.pid for process in left]}")
-    if run.process is not None and run.process.returncode == 0 and victim != "launcher" and not (run.directory / "result.json").exists():
-        report.problems.append(f"{victim} was killed ({phase}) and the command ended with 0:\n{said}")
+        report.problems.append(
+            f"5 s after {victim} was killed ({phase}) there still lived"
+            f" {[process.pid for process in left]}"
+        )
+    if (
+        run.process is not None
+        and run.process.returncode == 0
+        and victim != "launcher"
+        and not (run.directory / "result.json").exists()
+    ):
+        report.problems.append(
+            f"{victim} was killed ({phase}) and the command ended with 0:\n{said}"
+        )
     return None
 
 
@@ -298,15 +363,29 @@ def disturbed(run: Run, count: int, seed: int) -> Report:
     for number, fault in enumerate(faults(count, seed), 1):
         strike(fault, run, report)
         if (run.directory / "result.json").exists():
-            raise SystemExit(f"chaos: the training was over after {number} of {count} faults: raise STEPS_PER_FAULT")
+            raise SystemExit(
+                f"chaos: the training was over after {number} of {count} faults: raise"
+                " STEPS_PER_FAULT"
+            )
         reached = run.last_step()
-        newest = max((int(path.name.removeprefix("step-")) for path in (run.directory / "checkpoints").glob("step-*")), default=0)
+        newest = max(
+            (
+                int(path.name.removeprefix("step-"))
+                for path in (run.directory / "checkpoints").glob("step-*")
+            ),
+            default=0,
+        )
         if newest < before:
-            report.problems.append(f"fault {number}: the newest checkpoint is of step {newest}, and there was one of {before}")
+            report.problems.append(
+                f"fault {number}: the newest checkpoint is of step {newest}, and there was one of"
+                f" {before}"
+            )
         before = newest
-        report.lost.append(max(0, reached - newest) if run.computing() else 0)  # else it was counted before
+        # else it was counted before
+        report.lost.append(max(0, reached - newest) if run.computing() else 0)
         print(
-            f"{number}/{count}: {fault.victim}, {fault.phase}, {fault.workers} workers: at step {reached}, back to {newest}",
+            f"{number}/{count}: {fault.victim}, {fault.phase}, {fault.workers} workers: at step"
+            f" {reached}, back to {newest}",
             file=sys.stderr,
         )
     run.start(4)
@@ -325,8 +404,14 @@ def show(report: Report, plain: float) -> None:
         print(f"{victim:<14}{''.join(f'{report.hits[victim, phase]:>12}' for phase in PHASES)}")
     start = median(report.starts) if report.starts else 0.0
     struck = sum(report.hits.values())
-    print(f"faults {struck}, restarts {len(report.lost)}, on 1 to 4 workers {[report.workers[count] for count in (1, 2, 3, 4)]}")
-    print(f"steps lost {sum(report.lost)}, at most {max(report.lost, default=0)} by one fault (a checkpoint every 5)")
+    print(
+        f"faults {struck}, restarts {len(report.lost)}, on 1 to 4 workers"
+        f" {[report.workers[count] for count in (1, 2, 3, 4)]}"
+    )
+    print(
+        f"steps lost {sum(report.lost)}, at most {max(report.lost, default=0)} by one fault (a"
+        " checkpoint every 5)"
+    )
     ideal = plain / (plain + (struck + 1) * start)
     print(
         f"{report.seconds:.0f} s; {plain:.0f} s without faults; a start takes {start:.1f} s: "
@@ -335,7 +420,9 @@ def show(report: Report, plain: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=200)
     options = parser.parse_args()
@@ -347,11 +434,19 @@ def main() -> int:
         report = disturbed(run, options.faults, options.seed)
         show(report, plain)
         finished = run.directory / "result.json"
-        found = json.loads(finished.read_text(encoding="utf-8"))["sha256"] if finished.exists() else "none: it did not end"
+        found = (
+            json.loads(finished.read_text(encoding="utf-8"))["sha256"]
+            if finished.exists()
+            else "none: it did not end"
+        )
     if found != expected:
         report.problems.append(f"its weights have another hash: {found}")
     print(f"seed {options.seed}: {steps} steps; weights sha256 {expected} without faults")
-    print("\n".join(report.problems) if report.problems else f"seed {options.seed}: {found} with them: the same")
+    print(
+        "\n".join(report.problems)
+        if report.problems
+        else f"seed {options.seed}: {found} with them: the same"
+    )
     return bool(report.problems)
 
 

@@ -1,11 +1,14 @@
-"""What the checks cost: a step with them and without, in turns, in one run; one replica check and a step's notes by themselves.
+"""What the checks cost: a step with them and without, in turns, in one run; one replica check and a
+step's notes by themselves.
 
     python benchmarks/checks.py --workers 2 --models mlp,transformer,cnn --steps 30
 
-`full` is the default; `start` compares no replicas; `off` nothing; `untagged` is full without the comparison of collectives; `noted` is full
-with a status page, as under a launcher; `sharded` compares weights within steps, `sharded off` does not. A check of all replicas is made every
-100 steps, so a hundredth of its time counts: none falls into the steps that are timed. What a step notes on its page is too little to be told
-from noise: the notes of a step are counted, and one is timed; and so is one look of the launcher at all pages.
+`full` is the default; `start` compares no replicas; `off` nothing; `untagged` is full without the
+comparison of collectives; `noted` is full with a status page, as under a launcher; `sharded`
+compares weights within steps, `sharded off` does not. A check of all replicas is made every 100
+steps, so a hundredth of its time counts: none falls into the steps that are timed. What a step
+notes on its page is too little to be told from noise: the notes of a step are counted, and one is
+timed; and so is one look of the launcher at all pages.
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import torch
 
 import lockstep
 from against_ddp import CASES, loss
-from lockstep import status
 from lockstep.launcher.stalls import Watcher
-from lockstep.wrapper_arguments import Checks
+from lockstep.runtime import status
+from lockstep.step.wrapper_arguments import Checks
 
 VARIANTS = ("off", "start", "full", "untagged", "noted", "sharded off", "sharded")
 
 
 def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]], float, float]:
-    """Seconds of every step of every variant, the slowest rank's; of one replica check; notes of a step."""
+    """Seconds of every step of every variant, the slowest rank's; of one replica check; notes of
+    a step.
+    """
     with lockstep.init() as world:
         status.open_page(Path(folder), world.rank)
         page = status._page
@@ -39,7 +44,9 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
         for kind in VARIANTS:
             torch.manual_seed(0)
             model = case.model()
-            checks: Checks = "start" if kind == "start" else "off" if kind.endswith("off") else "full"
+            checks: Checks = (
+                "start" if kind == "start" else "off" if kind.endswith("off") else "full"
+            )
             update = "sharded" if kind.startswith("sharded") else "replicated"
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             steppers[kind] = lockstep.Stepper(model, optimizer, checks=checks, update=update)
@@ -63,7 +70,11 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
                 world.group.tags = tags
         slowest = torch.tensor([seconds[kind] for kind in VARIANTS], dtype=torch.float64)
         world.group.all_reduce(slowest, "max").wait()
-        return dict(zip(VARIANTS, slowest.tolist(), strict=True)), _one_check(world, steppers["full"]), notes / steps
+        return (
+            dict(zip(VARIANTS, slowest.tolist(), strict=True)),
+            _one_check(world, steppers["full"]),
+            notes / steps,
+        )
 
 
 def _one_note(folder: Path) -> float:
@@ -73,7 +84,9 @@ def _one_note(folder: Path) -> float:
     for number in range(10000):
         status.enter("forward")
         status.enter("backward")
-        status.collective(number, "all_reduce sum f32[1000] for gradient bucket 0 (layer.weight and 3 more)")
+        status.collective(
+            number, "all_reduce sum f32[1000] for gradient bucket 0 (layer.weight and 3 more)"
+        )
     seconds = (time.perf_counter() - begin) / 30000
     status._page = None
     return seconds
@@ -105,27 +118,49 @@ def _one_check(world: lockstep.World, stepper: lockstep.Stepper) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", default="mlp,transformer,cnn")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         note, look = _one_note(Path(scratch)), _one_look(Path(scratch), options.workers)
-    print(f"a note takes {1e6 * note:.2f} us; a look of the launcher at {options.workers} pages {1e6 * look:.0f} us, 20 times a second")
+    print(
+        f"a note takes {1e6 * note:.2f} us; a look of the launcher at {options.workers} pages"
+        f" {1e6 * look:.0f} us, 20 times a second"
+    )
     for name in options.models.split(","):
         with tempfile.TemporaryDirectory() as scratch:
-            seconds, check, notes = lockstep.launch(measure, workers=options.workers, args=(name, options.steps, scratch))[0]
+            seconds, check, notes = lockstep.launch(
+                measure, workers=options.workers, args=(name, options.steps, scratch)
+            )[0]
         median = {kind: statistics.median(values) for kind, values in seconds.items()}
         quarter = {kind: statistics.quantiles(values, n=4)[0] for kind, values in seconds.items()}
         print(f"{name}, {options.workers} workers, {options.steps} steps each")
         for kind in VARIANTS:
             base = "sharded off" if kind == "sharded" else "off"
-            pairs = sorted(mine / its for mine, its in zip(seconds[kind], seconds[base], strict=True))
-            against = "" if kind.endswith("off") else f"{100 * (statistics.median(pairs) - 1):+6.1f} % of {base}, step by step"
-            print(f"  {kind:<11} median {1e3 * median[kind]:8.2f} ms   p25 {1e3 * quarter[kind]:8.2f} ms   {against}")
-        print(f"  one replica check {1e3 * check:.2f} ms: {check / median['off']:.2f} % of the time at one in 100 steps")
-        print(f"  {notes:.0f} notes a step, {1e6 * notes * note:.0f} us: {100 * notes * note / median['off']:.3f} % of the time")
+            pairs = sorted(
+                mine / its for mine, its in zip(seconds[kind], seconds[base], strict=True)
+            )
+            against = (
+                ""
+                if kind.endswith("off")
+                else f"{100 * (statistics.median(pairs) - 1):+6.1f} % of {base}, step by step"
+            )
+            print(
+                f"  {kind:<11} median {1e3 * median[kind]:8.2f} ms   p25 {1e3 * quarter[kind]:8.2f}"
+                f" ms   {against}"
+            )
+        print(
+            f"  one replica check {1e3 * check:.2f} ms: {check / median['off']:.2f} % of the time"
+            " at one in 100 steps"
+        )
+        print(
+            f"  {notes:.0f} notes a step, {1e6 * notes * note:.0f} us:"
+            f" {100 * notes * note / median['off']:.3f} % of the time"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What a step sends and takes with every way to compress, beside native: a Stepper on layers of 512 x 512, ranks of one host over gloo, in turns."""
+"""What a step sends and takes with every way to compress, beside native: a Stepper on layers of
+512 x 512, ranks of one host over gloo, in turns.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ def network() -> nn.Module:
 
 
 def measure(world: lockstep.World, steps: int) -> list[tuple[str, int, float]]:
-    """By way: its name, the bytes that a rank sends in a step, the median milliseconds of a step."""
+    """By way: its name, the bytes that a rank sends in a step, the median milliseconds of a
+    step.
+    """
     world.group.memory = None  # over gloo, as between hosts: within one host nobody would compress
     steppers = []
     for way in WAYS:
         model = network()
         steppers.append(
-            lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=1e-3), reduce="native" if way is None else "auto", compress=way)
+            lockstep.Stepper(
+                model,
+                torch.optim.SGD(model.parameters(), lr=1e-3),
+                reduce="native" if way is None else "auto",
+                compress=way,
+            )
         )
     sent: list[list[int]] = [[] for _ in WAYS]
     seconds: list[list[float]] = [[] for _ in WAYS]
@@ -41,7 +50,11 @@ def measure(world: lockstep.World, steps: int) -> list[tuple[str, int, float]]:
             seconds[number].append(time.perf_counter() - begin)
             sent[number].append(world.group.bytes_sent - before)
     return [
-        (stepper.reducer.reduction.name, int(statistics.median(octets)), 1e3 * statistics.median(times))
+        (
+            stepper.reducer.reduction.name,
+            int(statistics.median(octets)),
+            1e3 * statistics.median(times),
+        )
         for stepper, octets, times in zip(steppers, sent, seconds, strict=True)
     ]
 

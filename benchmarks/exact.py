@@ -1,9 +1,10 @@
-"""What exact mode costs: a training step with and without it, in turns, on the same ranks and micro-batches.
+"""What exact mode costs: a training step with and without it, in turns, on the same ranks and
+micro-batches.
 
     python benchmarks/exact.py --workers 2 --models small-mlp,cnn4,transformer --micro-batches 1,4
 
-`--micro-batches` are those of a rank. The models are those of against_ddp.py. Exact steps run with torch's deterministic algorithms and
-the ordinary ones without, on one intra-op thread a rank both.
+`--micro-batches` are those of a rank. The models are those of against_ddp.py. Exact steps run with
+torch's deterministic algorithms and the ordinary ones without, on one intra-op thread a rank both.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from against_ddp import CASES, loss
-from lockstep.determinism import Determinism
-from lockstep.measure.turns import Way, take_turns
+from lockstep.runtime.determinism import Determinism
+from lockstep.tools.timing.in_turns import Way, take_turns
 
 WAYS = {"ordinary": False, "exact": True}
 STEPS = 4  # that are walked again and again
@@ -62,9 +63,13 @@ def measure(name: str, mine: int, reduce: str, steps: int) -> dict[str, list[flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--models", default="small-mlp,cnn4,transformer", help=f"some of {', '.join(CASES)}")
+    parser.add_argument(
+        "--models", default="small-mlp,cnn4,transformer", help=f"some of {', '.join(CASES)}"
+    )
     parser.add_argument("--micro-batches", default="1,4")
     parser.add_argument("--reduce", default="shared_memory,native")
     parser.add_argument("--steps", type=int, default=30)
@@ -74,17 +79,29 @@ def main() -> None:
     for reduce in options.reduce.split(","):
         for name in options.models.split(","):
             for mine in map(int, options.micro_batches.split(",")):
-                seconds = lockstep.launch(measure, workers=options.workers, args=(name, mine, reduce, options.steps))[0]
+                seconds = lockstep.launch(
+                    measure, workers=options.workers, args=(name, mine, reduce, options.steps)
+                )[0]
                 median = {way: statistics.median(values) for way, values in seconds.items()}
-                quarter = {way: statistics.quantiles(values, n=4)[0] for way, values in seconds.items()}
+                quarter = {
+                    way: statistics.quantiles(values, n=4)[0] for way, values in seconds.items()
+                }
                 print(
-                    f"{reduce:<14} {name:<12} {mine} a rank: ordinary {1e3 * median['ordinary']:7.1f} ms   exact {1e3 * median['exact']:7.1f} ms   "
-                    f"exact / ordinary {median['exact'] / median['ordinary']:5.3f}   p25 {quarter['exact'] / quarter['ordinary']:5.3f}",
+                    f"{reduce:<14} {name:<12} {mine} a rank: ordinary"
+                    f" {1e3 * median['ordinary']:7.1f} ms   exact {1e3 * median['exact']:7.1f} ms  "
+                    f" exact / ordinary {median['exact'] / median['ordinary']:5.3f}   p25"
+                    f" {quarter['exact'] / quarter['ordinary']:5.3f}",
                     flush=True,
                 )
-                report.append({"reduce": reduce, "model": name, "micro_batches": mine, "seconds": seconds})
+                report.append(
+                    {"reduce": reduce, "model": name, "micro_batches": mine, "seconds": seconds}
+                )
     if options.json:
-        options.json.write_text(json.dumps({"workers": options.workers, "torch": torch.__version__, "rows": report}, indent=1))
+        options.json.write_text(
+            json.dumps(
+                {"workers": options.workers, "torch": torch.__version__, "rows": report}, indent=1
+            )
+        )
 
 
 if __name__ == "__main__":

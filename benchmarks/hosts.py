@@ -1,9 +1,11 @@
-"""Two hosts with two ranks each: gradients by hierarchical reduction against the backend's own, in turns, in one run.
+"""Two hosts with two ranks each: gradients by hierarchical reduction against the backend's own, in
+turns, in one run.
 
     sudo python benchmarks/hosts.py --rates 1gbit,10gbit
 
-The hosts are two network namespaces of this machine with a link of that rate between them (ip and tc, from iproute2, and root). The
-ranks of all of them share its cores. A step is a forward, a backward and an AdamW step of a model with 24 MiB of gradients.
+The hosts are two network namespaces of this machine with a link of that rate between them (ip and
+tc, from iproute2, and root). The ranks of all of them share its cores. A step is a forward, a
+backward and an AdamW step of a model with 24 MiB of gradients.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.collectives.group import Work
-from lockstep.gradients.hierarchical import Hierarchical
-from lockstep.measure.turns import Way, take_turns
+from lockstep.gradients.reductions import Hierarchical
+from lockstep.tools.timing.in_turns import Way, take_turns
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
 WAYS = ("native", "hierarchical")
@@ -52,14 +54,18 @@ def two_hosts(rate: str) -> Iterator[list[str]]:
             _ip("-n", name, "link", "set", link, "up")
             _ip("-n", name, "link", "set", "lo", "up")
             limit = ["rate", rate, "burst", "1mb", "latency", "50ms"]
-            subprocess.run(["tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *limit], check=True)
+            subprocess.run(
+                ["tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *limit], check=True
+            )
         yield names
     finally:
         for name in names:
             _ip("netns", "del", name)
 
 
-def start_rank(rank: int, host: str, link: str, options: argparse.Namespace, out: Path) -> subprocess.Popen[bytes]:
+def start_rank(
+    rank: int, host: str, link: str, options: argparse.Namespace, out: Path
+) -> subprocess.Popen[bytes]:
     node, local = divmod(rank, 2)
     environment = os.environ | {
         "RANK": str(rank),
@@ -84,8 +90,13 @@ def measure(steps: int) -> dict[str, dict[str, list[float]]]:
             tensor = torch.zeros(mib * MIB // 4)
             over = Hierarchical(world.group)
             over.allocate([tensor.numel()], [torch.float32])
-            ways: tuple[Way, Way] = (partial(_wait, world.group.all_reduce, tensor), partial(_wait, over.start_sum, 0, "in a benchmark"))
-            found[f"all-reduce {mib} MiB"] = take_turns(dict(zip(WAYS, ways, strict=True)), steps, world)
+            ways: tuple[Way, Way] = (
+                partial(_wait, world.group.all_reduce, tensor),
+                partial(_wait, over.start_sum, 0, "in a benchmark"),
+            )
+            found[f"all-reduce {mib} MiB"] = take_turns(
+                dict(zip(WAYS, ways, strict=True)), steps, world
+            )
         found["step, 24 MiB"] = take_turns(steppers, steps, world)
         return found
 
@@ -97,13 +108,24 @@ def _wait(start: Callable[..., Work], *arguments: object) -> None:
 def training(world: lockstep.World, reduce: str) -> Way:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 16), nn.ReLU(), nn.Linear(16, 1024)
+        nn.Linear(1024, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 16),
+        nn.ReLU(),
+        nn.Linear(16, 1024),
     )
-    stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), fused=True), reduce=reduce, world=world)
+    stepper = lockstep.Stepper(
+        model, torch.optim.AdamW(model.parameters(), fused=True), reduce=reduce, world=world
+    )
     generator = torch.Generator().manual_seed(world.rank)
 
     def step() -> None:
-        batch = torch.randn(32, 1024, generator=generator), torch.randint(0, 1024, (32,), generator=generator)
+        batch = (
+            torch.randn(32, 1024, generator=generator),
+            torch.randint(0, 1024, (32,), generator=generator),
+        )
         for x, y in stepper.micro_batches([batch]):
             stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
         stepper.step()
@@ -112,7 +134,9 @@ def training(world: lockstep.World, reduce: str) -> Way:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default="1gbit,10gbit", help="of the link, as tc writes them")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--json", type=Path)
@@ -127,7 +151,12 @@ def main() -> None:
     for rate in options.rates.split(","):
         out = Path(f"hosts-{os.getpid()}.json")
         with two_hosts(rate) as hosts:
-            ranks = [start_rank(rank, hosts[rank // 2], ("lockstep-va", "lockstep-vb")[rank // 2], options, out) for rank in range(4)]
+            ranks = [
+                start_rank(
+                    rank, hosts[rank // 2], ("lockstep-va", "lockstep-vb")[rank // 2], options, out
+                )
+                for rank in range(4)
+            ]
             codes = [rank.wait() for rank in ranks]
         if any(codes):
             sys.exit(f"the ranks ended with codes {codes}")
@@ -136,7 +165,10 @@ def main() -> None:
         print(f"link of {rate}, 2 hosts x 2 ranks, {options.steps} runs each")
         for what, seconds in report[rate].items():
             native, ours = (statistics.median(seconds[name]) for name in WAYS)
-            print(f"  {what:<20} native {1e3 * native:8.1f} ms   hierarchical {1e3 * ours:8.1f} ms   native / it {native / ours:5.2f}")
+            print(
+                f"  {what:<20} native {1e3 * native:8.1f} ms   hierarchical {1e3 * ours:8.1f} ms  "
+                f" native / it {native / ours:5.2f}"
+            )
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
 

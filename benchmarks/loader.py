@@ -1,10 +1,12 @@
-"""The Loader against a plain DataLoader with torch's DistributedSampler: the same samples from memory, in turns, in one run.
+"""The Loader against a plain DataLoader with torch's DistributedSampler: the same samples from
+memory, in turns, in one run.
 
     python benchmarks/loader.py --samples 20000 --rounds 9
     python benchmarks/loader.py --samples 20000 --rounds 9 --augment      # every sample draws a random number
 
-An epoch of one rank of two, in micro-batches of 32 samples of 1 KiB. Then the beginning of an epoch over 10^7 samples: the first
-micro-batch, the first 1000, and the peak memory that they took besides.
+An epoch of one rank of two, in micro-batches of 32 samples of 1 KiB. Then the beginning of an epoch
+over 10^7 samples: the first micro-batch, the first 1000, and the peak memory that they took
+besides.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ class Items(Dataset[Tensor]):
 
 def plain(dataset: Items, workers: int) -> Callable[[int], Iterator[Any]]:
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=RANKS, rank=0)
-    loader = DataLoader(dataset, batch_size=MICRO_BATCH, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(
+        dataset,
+        batch_size=MICRO_BATCH,
+        sampler=sampler,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
 
     def epoch(number: int) -> Iterator[Any]:
         sampler.set_epoch(number)
@@ -54,17 +62,31 @@ def plain(dataset: Items, workers: int) -> Callable[[int], Iterator[Any]]:
 
 def ours(dataset: Items, workers: int, micro_batches: int) -> Callable[[int], Iterator[Any]]:
     batch = RANKS * MICRO_BATCH * micro_batches
-    loader = Loader(dataset, global_batch=batch, micro_batch=MICRO_BATCH, num_workers=workers, device="cpu", rank=0, size=RANKS)
+    loader = Loader(
+        dataset,
+        global_batch=batch,
+        micro_batch=MICRO_BATCH,
+        num_workers=workers,
+        device="cpu",
+        rank=0,
+        size=RANKS,
+    )
 
     def epoch(number: int) -> Iterator[Any]:
-        return (batch for window in next(loader.epochs(number + 1, start=number)) for batch in window)
+        return (
+            batch for window in next(loader.epochs(number + 1, start=number)) for batch in window
+        )
 
     return epoch
 
 
 def throughput(samples: int, rounds: int, workers: int, augment: bool) -> None:
     dataset = Items(samples, augment)
-    kinds = {"plain": plain(dataset, workers), "lockstep": ours(dataset, workers, 1), "lockstep, windows of 4": ours(dataset, workers, 4)}
+    kinds = {
+        "plain": plain(dataset, workers),
+        "lockstep": ours(dataset, workers, 1),
+        "lockstep, windows of 4": ours(dataset, workers, 4),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for number in range(rounds + 1):
         for name in kinds if number % 2 else reversed(kinds):
@@ -72,17 +94,28 @@ def throughput(samples: int, rounds: int, workers: int, augment: bool) -> None:
             batches = sum(1 for _ in kinds[name](number))
             if number:  # the first starts the workers
                 seconds[name].append((time.perf_counter() - begin) / batches)
-    print(f"{samples} samples of 1 KiB, num_workers={workers}{', augmented' if augment else ''}: a micro-batch of {MICRO_BATCH}")
+    print(
+        f"{samples} samples of 1 KiB, num_workers={workers}{', augmented' if augment else ''}: a"
+        f" micro-batch of {MICRO_BATCH}"
+    )
     median = {name: statistics.median(values) for name, values in seconds.items()}
     for name, value in median.items():
-        paired = statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True))
-        print(f"  {name:<24} {1e6 * value:8.1f} us   {100 * (paired - 1):+6.1f} % of plain (median of pairs)")
+        paired = statistics.median(
+            a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)
+        )
+        print(
+            f"  {name:<24} {1e6 * value:8.1f} us   {100 * (paired - 1):+6.1f} % of plain (median of"
+            " pairs)"
+        )
 
 
 def beginning(samples: int) -> None:
     dataset = Items(samples, augment=False)
     print(f"{samples:.0e} samples: how an epoch begins")
-    for name, make in (("plain", plain), ("lockstep", lambda data, workers: ours(data, workers, 1))):
+    for name, make in (
+        ("plain", plain),
+        ("lockstep", lambda data, workers: ours(data, workers, 1)),
+    ):
         times = []
         for count in (1, 1000):
             epoch = make(dataset, 0)
@@ -95,12 +128,15 @@ def beginning(samples: int) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         print(
-            f"  {name:<24} first micro-batch {1e3 * times[0]:9.2f} ms   first 1000 {1e3 * times[1]:9.1f} ms   {peak / 2**20:7.1f} MiB of objects"
+            f"  {name:<24} first micro-batch {1e3 * times[0]:9.2f} ms   first 1000"
+            f" {1e3 * times[1]:9.1f} ms   {peak / 2**20:7.1f} MiB of objects"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", default="0,2")

@@ -1,7 +1,9 @@
-"""Hosts with a slow way out: network namespaces of this machine, each with a link to one switch, of the same rate in both directions.
+"""Hosts with a slow way out: network namespaces of this machine, each with a link to one switch, of
+the same rate in both directions.
 
     host 0 --- rate ---+
-    host 1 --- rate ---+ switch          what leaves a host and what arrives at it are limited, as at a network card
+    host 1 --- rate ---+ switch          what leaves a host and what arrives at it are limited, as
+                                         at a network card
     host 2 --- rate ---+
 
 They share the machine's cores and files. Needs root, ip and tc (iproute2).
@@ -30,7 +32,9 @@ class Host:
     namespace: str
     address: str
 
-    def start(self, words: list[str], *, environment: dict[str, str], log: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, words: list[str], *, environment: dict[str, str], log: str
+    ) -> subprocess.Popen[bytes]:
         """Run a command there, its output in a file."""
         with open(log, "wb") as out:
             command = ["ip", "netns", "exec", self.namespace, *words]
@@ -38,7 +42,9 @@ class Host:
 
 
 def bits_per_second(rate: str) -> float:
-    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 1gbit: faster is no limit here."""
+    """`100mbit` as tc writes it. Raises ValueError for what is no rate from 10mbit to 1gbit:
+    faster is no limit here.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     bits = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not _SLOWEST <= bits <= _FASTEST:
@@ -54,7 +60,9 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces and rates need root"
     probe = f"lsp{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         return f"network namespaces cannot be made here: {made.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", probe], check=False)
@@ -63,7 +71,9 @@ def why_not() -> str | None:
 
 @contextmanager
 def hosts(count: int, rate: str | None) -> Iterator[list[Host]]:
-    """So many hosts around a switch; None: links without a limit. Nothing is left of them, nor of what runs in them."""
+    """So many hosts around a switch; None: links without a limit. Nothing is left of them, nor
+    of what runs in them.
+    """
     tag = f"lsl{os.getpid()}"
     switch = f"{tag}s"
     made: list[Host] = []
@@ -76,7 +86,20 @@ def hosts(count: int, rate: str | None) -> Iterator[list[Host]]:
             made.append(host)  # before it is made: a signal may come in between
             _ip("netns", "add", host.namespace)
             port = f"port{number}"
-            _ip("-n", host.namespace, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip(
+                "-n",
+                host.namespace,
+                "link",
+                "add",
+                INTERFACE,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                port,
+                "netns",
+                switch,
+            )
             _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
@@ -87,7 +110,9 @@ def hosts(count: int, rate: str | None) -> Iterator[list[Host]]:
         yield made
     finally:
         for host in made:
-            for pid in subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=False).stdout.split():
+            for pid in subprocess.run(
+                ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=False
+            ).stdout.split():
                 subprocess.run(["kill", "-9", pid], check=False)
         for namespace in (*(host.namespace for host in made), switch):
             subprocess.run(["ip", "netns", "del", namespace], check=False)
@@ -100,9 +125,24 @@ def change_rate(host: Host, number: int, rate: str) -> None:
 
 
 def _limit(namespace: str, device: str, rate: str, what: str = "add") -> None:
-    """A bucket of two milliseconds: small beside what a gradient takes, large enough for the rate to be reached."""
+    """A bucket of two milliseconds: small beside what a gradient takes, large enough for the
+    rate to be reached.
+    """
     burst = max(64 * 1024, int(bits_per_second(rate) / 8 * 0.002))
-    words = ["qdisc", what, "dev", device, "root", "tbf", "rate", rate, "burst", str(burst), "latency", "200ms"]
+    words = [
+        "qdisc",
+        what,
+        "dev",
+        device,
+        "root",
+        "tbf",
+        "rate",
+        rate,
+        "burst",
+        str(burst),
+        "latency",
+        "200ms",
+    ]
     subprocess.run(["tc", "-n", namespace, *words], check=True)
 
 

@@ -1,14 +1,18 @@
-"""What `lockstep plan` foretells beside what is measured: step times on this host and on slow links, and where the link takes over.
+"""What `lockstep plan` foretells beside what is measured: step times on this host and on slow
+links, and where the link takes over.
 
     python benchmarks/plan.py --here --rounds 3
     sudo python benchmarks/plan.py --rates 100mbit,1gbit --rounds 3
     sudo python benchmarks/plan.py --knee --rounds 1
 
-Prediction and measurement take turns, model by model, so that what else the machine does falls on both: in every round a profile of so many seconds,
-then a training of so many steps on 2 and on 4 ranks. The prediction is that of the median profile; the measurement the median over rounds of a
-training's median step, full steps only, the first ten left out. Nothing is fitted to a training: links have their nominal rate.
-Hosts are network namespaces (namespaces.py), which share the machine's cores: their ranks compute as if side by side on one host.
-The knee is the highest rate, halved from line to line, at which a step takes more than twice what it takes on a link without a limit.
+Prediction and measurement take turns, model by model, so that what else the machine does falls on
+both: in every round a profile of so many seconds, then a training of so many steps on 2 and on 4
+ranks. The prediction is that of the median profile; the measurement the median over rounds of a
+training's median step, full steps only, the first ten left out. Nothing is fitted to a training:
+links have their nominal rate. Hosts are network namespaces (namespaces.py), which share the
+machine's cores: their ranks compute as if side by side on one host. The knee is the highest rate,
+halved from line to line, at which a step takes more than twice what it takes on a link without a
+limit.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
-from lockstep.cores import cores
-from lockstep.method import Method
-from lockstep.plan.links.connection import Connection, connection
-from lockstep.plan.links.here import ThisHost, on_this_host
-from lockstep.plan.tasks.curve import Question, curve
-from lockstep.plan.tasks.of_task import Scaling, sides, slots_of, talking
-from lockstep.plan.tasks.profile import Profile
-from lockstep.plan.tasks.profiling import profile
-from lockstep.settings import overrides_of
-from lockstep.task import Task
+from lockstep.config.parallelism import Parallelism
+from lockstep.config.settings import overrides_of
+from lockstep.config.task import Task
+from lockstep.runtime.cores import cores
+from lockstep.tools.plan.connection import PlanNetwork, connection
+from lockstep.tools.plan.curve import Question, curve
+from lockstep.tools.plan.of_task import PlanScaling, sides, slots_of, talking
+from lockstep.tools.plan.this_host import on_this_host
+from lockstep.tools.timing.profile import Profile
+from lockstep.tools.timing.profiler import profile
 from lockstep.training.resolve import locate, resolve
 
 _SKIPPED = 10  # steps of a training
@@ -94,7 +98,11 @@ def steps_of(run: Path) -> list[float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     samples = [sum(row["samples_by_rank"]) for row in steps]
-    full = [1e3 * count / row["samples_per_s"] for count, row in zip(samples, steps, strict=True) if count == max(samples)]
+    full = [
+        1e3 * count / row["samples_per_s"]
+        for count, row in zip(samples, steps, strict=True)
+        if count == max(samples)
+    ]
     return full[_SKIPPED:]
 
 
@@ -105,31 +113,77 @@ def trained_here(model: Model, workers: int) -> float:
     """The median step, in milliseconds, of a training on this host."""
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
         run = Path(folder) / "run"
-        words = ["-m", "lockstep", "train", *model.words(), "--device", "cpu", "--workers", str(workers), *_lengths(model, run)]
-        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        words = [
+            "-m",
+            "lockstep",
+            "train",
+            *model.words(),
+            "--device",
+            "cpu",
+            "--workers",
+            str(workers),
+            *_lengths(model, run),
+        ]
+        subprocess.run(
+            [sys.executable, *words],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         return statistics.median(steps_of(run))
 
 
 def _lengths(model: Model, run: Path) -> list[str]:
-    return ["--steps", str(model.steps), "--checkpoint-every", str(model.steps + 1), "--run", str(run)]
+    return [
+        "--steps",
+        str(model.steps),
+        "--checkpoint-every",
+        str(model.steps + 1),
+        "--run",
+        str(run),
+    ]
 
 
 @contextmanager
 def trainer_on_hosts(workers: int, rate: str | None) -> Iterator[Train]:
     """Trains on so many hosts with such a link, a rank each."""
-    with namespaces.hosts(workers, rate) as hosts, tempfile.TemporaryDirectory(prefix="plan-") as folder:
+    with (
+        namespaces.hosts(workers, rate) as hosts,
+        tempfile.TemporaryDirectory(prefix="plan-") as folder,
+    ):
         yield partial(_trained_on, hosts, Path(folder))
 
 
 def _trained_on(hosts: list[namespaces.Host], scratch: Path, model: Model, workers: int) -> float:
     assert workers == len(hosts)
     run = Path(tempfile.mkdtemp(dir=scratch)) / "run"
-    words = [sys.executable, "-m", "lockstep", "train", *model.words(), "--device", "cpu", *_lengths(model, run)]
+    words = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        *model.words(),
+        "--device",
+        "cpu",
+        *_lengths(model, run),
+    ]
     ranks: list[subprocess.Popen[bytes]] = []
     for number, host in enumerate(hosts):
-        place = {"RANK": number, "WORLD_SIZE": workers, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": number}
-        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": namespaces.INTERFACE}
-        environment = os.environ | {name: str(value) for name, value in (place | meeting | {"OMP_NUM_THREADS": 1}).items()}
+        place = {
+            "RANK": number,
+            "WORLD_SIZE": workers,
+            "LOCAL_RANK": 0,
+            "LOCAL_WORLD_SIZE": 1,
+            "GROUP_RANK": number,
+        }
+        meeting = {
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": "29500",
+            "GLOO_SOCKET_IFNAME": namespaces.INTERFACE,
+        }
+        environment = os.environ | {
+            name: str(value) for name, value in (place | meeting | {"OMP_NUM_THREADS": 1}).items()
+        }
         ranks.append(host.start(words, environment=environment, log=str(scratch / f"log-{number}")))
     try:
         codes = [rank.wait(timeout=600) for rank in ranks]
@@ -142,10 +196,14 @@ def _trained_on(hosts: list[namespaces.Host], scratch: Path, model: Model, worke
     return statistics.median(steps_of(run))
 
 
-def profiled(model: Model, scaling: Scaling, counts: Sequence[int], seconds: float) -> Profile:
+def profiled(model: Model, scaling: PlanScaling, counts: Sequence[int], seconds: float) -> Profile:
     source = model.source()
     return profile(
-        source, sides(scaling, counts, slots_of(source()), cores(), "cpu"), seconds, "cpu", talking=talking(scaling, counts, "cpu")
+        source,
+        sides(scaling, counts, slots_of(source()), cores(), "cpu"),
+        seconds,
+        "cpu",
+        talking=talking(scaling, counts, "cpu"),
     )
 
 
@@ -154,14 +212,27 @@ def middle(every: Sequence[Profile]) -> Profile:
     found = []
     for number, side in enumerate(every[0].sides):
         names = ("forward", "backward", "optimizer", "other", "loading", "spread")
-        found.append(replace(side, **{name: statistics.median(getattr(each.sides[number], name) for each in every) for name in names}))
-    messages = {ranks: statistics.median(each.messages[ranks] for each in every) for ranks in every[0].messages}
+        found.append(
+            replace(
+                side,
+                **{
+                    name: statistics.median(getattr(each.sides[number], name) for each in every)
+                    for name in names
+                },
+            )
+        )
+    messages = {
+        ranks: statistics.median(each.messages[ranks] for each in every)
+        for ranks in every[0].messages
+    }
     return replace(every[0], sides=found, messages=messages)
 
 
-def foretold(profile: Profile, counts: Sequence[int], scaling: Scaling, joined: Connection | ThisHost) -> Mapping[int, Any]:
+def foretold(
+    profile: Profile, counts: Sequence[int], scaling: PlanScaling, joined: PlanNetwork
+) -> Mapping[int, Any]:
     """By number of workers."""
-    question = Question(workers=counts, scaling=scaling, method=Method(), failures=None)
+    question = Question(workers=counts, scaling=scaling, method=Parallelism(), failures=None)
     return {row.workers: row.predicted for row in curve(profile, question, joined).rows}
 
 
@@ -171,11 +242,11 @@ def compare(
     rounds: int,
     seconds: float,
     network: str,
-    join: Callable[[Profile], Connection | ThisHost],
+    join: Callable[[Profile], PlanNetwork],
     train: Train,
 ) -> list[Row]:
     """Profiles and trainings in turns."""
-    scaling = Scaling(base=min(counts), per_host=None)
+    scaling = PlanScaling(base=min(counts), per_host=None)
     profiles: list[Profile] = []
     measured: dict[int, list[float]] = {count: [] for count in counts}
     joins = []
@@ -205,12 +276,17 @@ def compare(
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'model':<8}{'workers':>8}  {'network':<10}{'predicted':>12}{'8 of 10 lie in':>22}{'measured':>12}{'error':>8}  rounds"]
+    lines = [
+        f"{'model':<8}{'workers':>8} "
+        f" {'network':<10}{'predicted':>12}{'8 of 10 lie in':>22}{'measured':>12}{'error':>8} "
+        " rounds"
+    ]
     for row in rows:
         between = f"{row.low:.1f} .. {row.high:.1f} ms"
         rounds = ", ".join(f"{each:.1f}" for each in row.rounds)
         lines.append(
-            f"{row.model:<8}{row.workers:>8}  {row.network:<10}{row.predicted:>9.1f} ms{between:>22}{row.measured:>9.1f} ms{100 * row.error:>+7.0f} %  {rounds}"
+            f"{row.model:<8}{row.workers:>8}  {row.network:<10}{row.predicted:>9.1f}"
+            f" ms{between:>22}{row.measured:>9.1f} ms{100 * row.error:>+7.0f} %  {rounds}"
         )
     return "\n".join(lines)
 
@@ -220,11 +296,13 @@ def here(options: argparse.Namespace) -> list[Row]:
     rows = []
     for model in options.models:
 
-        def join(found: Profile) -> ThisHost:
+        def join(found: Profile) -> PlanNetwork:
             largest = max(each.elements for each in found.buckets) * found.width
-            return on_this_host(options.workers, largest, Method(), "cpu")
+            return on_this_host(options.workers, largest, Parallelism(), "cpu")
 
-        rows += compare(model, options.workers, options.rounds, options.seconds, "here", join, trained_here)
+        rows += compare(
+            model, options.workers, options.rounds, options.seconds, "here", join, trained_here
+        )
         print(table(rows[-len(options.workers) :]), flush=True)
     return rows
 
@@ -237,17 +315,27 @@ def on_links(options: argparse.Namespace, rates: Sequence[str]) -> list[Row]:
             joined = connection(rate if rate == _FREE else f"{options.latency:g},{rate}")
             for count in options.workers:
                 with trainer_on_hosts(count, None if rate == _FREE else rate) as train:
-                    rows += compare(model, [count], options.rounds, options.seconds, rate, partial(_always, joined), train)
+                    rows += compare(
+                        model,
+                        [count],
+                        options.rounds,
+                        options.seconds,
+                        rate,
+                        partial(_always, joined),
+                        train,
+                    )
             print(table(rows[-len(options.workers) :]), flush=True)
     return rows
 
 
-def _always(joined: Connection, _: Profile) -> Connection:
+def _always(joined: PlanNetwork, _: Profile) -> PlanNetwork:
     return joined
 
 
 def knee(options: argparse.Namespace, model: Model) -> list[Row]:
-    """On ever slower links, until every step takes more than twice what it takes on one without a limit."""
+    """On ever slower links, until every step takes more than twice what it takes on one without
+    a limit.
+    """
     options = argparse.Namespace(**vars(options) | {"models": [model]})
     rows = on_links(options, [_FREE])
     unlimited = {row.workers: row for row in rows}
@@ -262,24 +350,42 @@ def knee(options: argparse.Namespace, model: Model) -> list[Row]:
             break
     for count, row in unlimited.items():
         for told in ("predicted", "measured"):
-            first = f"from {knees[count, told]} on" if (count, told) in knees else "at none of these rates"
-            print(f"{model.name}, {count} ranks, {told}: more than twice the {getattr(row, told):.0f} ms of a link without a limit {first}")
+            first = (
+                f"from {knees[count, told]} on"
+                if (count, told) in knees
+                else "at none of these rates"
+            )
+            print(
+                f"{model.name}, {count} ranks, {told}: more than twice the {getattr(row, told):.0f}"
+                f" ms of a link without a limit {first}"
+            )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--here", action="store_true", help="ranks of this host")
     parser.add_argument("--rates", help="hosts with links of these rates, such as 100mbit,1gbit")
-    parser.add_argument("--knee", action="store_true", help="hosts with links from 1gbit down, until they take over")
+    parser.add_argument(
+        "--knee", action="store_true", help="hosts with links from 1gbit down, until they take over"
+    )
     parser.add_argument("--models", default="digits,text,mlp")
     parser.add_argument("--workers", default="2,4")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8, help="of a profile")
-    parser.add_argument("--latency", type=float, default=100, help="of a message, in microseconds; the links have a rate and no delay")
+    parser.add_argument(
+        "--latency",
+        type=float,
+        default=100,
+        help="of a message, in microseconds; the links have a rate and no delay",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    options.models = [model for name in options.models.split(",") for model in MODELS if model.name == name]
+    options.models = [
+        model for name in options.models.split(",") for model in MODELS if model.name == name
+    ]
     options.workers = [int(count) for count in options.workers.split(",")]
     print(f"load of this machine with {cores()} cores before: {os.getloadavg()[0]:.1f}", flush=True)
     rows: list[Row] = []
@@ -289,10 +395,16 @@ def main() -> None:
         print(f"links are skipped: {reason}")
     else:
         rows += on_links(options, options.rates.split(",")) if options.rates else []
-        rows += [row for model in options.models for row in knee(options, model)] if options.knee else []
+        rows += (
+            [row for model in options.models for row in knee(options, model)]
+            if options.knee
+            else []
+        )
     print(table(rows))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n")
+        options.json.write_text(
+            json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

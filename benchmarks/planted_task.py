@@ -1,6 +1,8 @@
-"""A task in which one rank is slow on purpose, at one place: attribution.py trains it, and reads what the verdict says.
+"""A task in which one rank is slow on purpose, at one place: attribution.py trains it, and reads
+what the verdict says.
 
-lockstep train benchmarks/planted_task.py --workers 4 --set where=backward --set rank=2 --set seconds=0.2
+lockstep train benchmarks/planted_task.py --workers 4 --set where=backward --set rank=2 --set
+seconds=0.2
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from lockstep import Task
-from lockstep.place import placement
+from lockstep.runtime.environment import placement
 
 PLACES = ("nowhere", "loader", "forward", "backward", "optimizer")
 _SAMPLES, _FEATURES, _CLASSES = 4096, 64, 10
@@ -60,7 +62,13 @@ class Net(nn.Module):
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(_FEATURES, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 72), nn.ReLU(), nn.Linear(72, _CLASSES))
+        self.layers = nn.Sequential(
+            nn.Linear(_FEATURES, _HIDDEN),
+            nn.ReLU(),
+            nn.Linear(_HIDDEN, 72),
+            nn.ReLU(),
+            nn.Linear(72, _CLASSES),
+        )
         self._forward_seconds, self._backward_seconds = forward, backward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +107,10 @@ def task(where: str = "nowhere", rank: int = 0, seconds: float = 0.2) -> Task:
         name="planted",
         model=lambda: Net(slow["forward"] / micro_batches, slow["backward"] / micro_batches),
         train_data=Digits(slow["loader"] / (_GLOBAL // size)),
-        loss=lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])),
+        loss=lambda output, batch: (
+            F.cross_entropy(output, batch[1], reduction="sum"),
+            len(batch[1]),
+        ),
         optimizer=optimizer,
         global_batch=_GLOBAL,
         micro_batch=_MICRO,

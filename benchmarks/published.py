@@ -1,9 +1,11 @@
-"""What the plan foretells of published trainings, beside what was published; and how far each constant would move it.
+"""What the plan foretells of published trainings, beside what was published; and how far each
+constant would move it.
 
     python benchmarks/published.py [--json FILE]
 
-Nothing runs but arithmetic. The constants are those of `lockstep plan --model`: one of a device, a family of models or a kind of link, none of a case. A case
-brings what its publication says of itself: model, device, samples a device, servers and their links, layout.
+Nothing runs but arithmetic. The constants are those of `lockstep plan --model`: one of a device, a
+family of models or a kind of link, none of a case. A case brings what its publication says of
+itself: model, device, samples a device, servers and their links, layout.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.collectives.network import Link, Network
-from lockstep.measure.files import write_json
-from lockstep.mesh.layout import Mesh
-from lockstep.method import Method
-from lockstep.plan.links.fabrics import nvlink, pcie
-from lockstep.plan.models.devices import device_named
-from lockstep.plan.models.from_table import work_of_model
-from lockstep.plan.models.known import model_named
-from lockstep.plan.models.of_model import NCCL
-from lockstep.plan.simulation.simulate import simulate
-from lockstep.plan.simulation.work import Work
+from lockstep.config.mesh import Mesh
+from lockstep.config.parallelism import Parallelism
+from lockstep.tools.plan.fabrics import nvlink, pcie
+from lockstep.tools.plan.models.device_table import device_named
+from lockstep.tools.plan.models.from_table import work_of_model
+from lockstep.tools.plan.models.known import model_named
+from lockstep.tools.plan.models.model_plan import NCCL
+from lockstep.tools.plan.simulate import simulate
+from lockstep.tools.plan.work import RankWork
+from lockstep.tools.timing.files import write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +45,10 @@ class Case:
     efficiency: float
 
 
-_HOROVOD = "Horovod, docs/benchmarks.rst: 128 servers of 4 Pascal GPUs, RoCE at 25 Gbit/s, 64 images a GPU; relative to one GPU"
+_HOROVOD = (
+    "Horovod, docs/benchmarks.rst: 128 servers of 4 Pascal GPUs, RoCE at 25 Gbit/s, 64 images a"
+    " GPU; relative to one GPU"
+)
 CASES = (
     *(
         Case(
@@ -62,7 +67,10 @@ CASES = (
     ),
     Case(
         name="Goyal, resnet50",
-        source="Goyal et al., 2017 (arXiv 1706.02677), abstract and section 4: 8 P100 a server with NVLink, Ethernet at 50 Gbit/s, 32 images a GPU",
+        source=(
+            "Goyal et al., 2017 (arXiv 1706.02677), abstract and section 4: 8 P100 a server with"
+            " NVLink, Ethernet at 50 Gbit/s, 32 images a GPU"
+        ),
         model="resnet50",
         device="p100",
         batch=32,
@@ -74,7 +82,10 @@ CASES = (
     ),
     Case(
         name="torchtitan, llama-8b",
-        source="torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: FSDP and compile, 6,667 and 6,514 tokens/s; 400 Gbit/s a GPU",
+        source=(
+            "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: FSDP and"
+            " compile, 6,667 and 6,514 tokens/s; 400 Gbit/s a GPU"
+        ),
         model="llama-8b",
         device="h100",
         batch=2,
@@ -86,15 +97,25 @@ CASES = (
     ),
 )
 
-Change = Callable[[Work, Network], tuple[Work, Network]]
+Change = Callable[[RankWork, Network], tuple[RankWork, Network]]
 
 
 def efficiency(case: Case, change: Change = lambda work, network: (work, network)) -> float:
-    """Throughput of a device among all of them, over that among the base's. `change` moves a constant for both."""
-    work = work_of_model(model_named(case.model), device_named(case.device), batch=case.batch, sharded=case.sharded)
+    """Throughput of a device among all of them, over that among the base's. `change` moves a
+    constant for both.
+    """
+    work = work_of_model(
+        model_named(case.model), device_named(case.device), batch=case.batch, sharded=case.sharded
+    )
     work, network = change(work, case.network)
     few, many = (
-        simulate(work, workers, network, Method(mesh=Mesh(shard=workers)) if case.sharded else Method(), NCCL).step
+        simulate(
+            work,
+            workers,
+            network,
+            Parallelism(mesh=Mesh(shard=workers)) if case.sharded else Parallelism(),
+            NCCL,
+        ).step
         for workers in (case.base, case.workers)
     )
     return few / many
@@ -107,13 +128,28 @@ def changes(factor: float) -> dict[str, Change]:
         return replace(network, within=of(network.within), between=of(network.between))
 
     return {
-        "achieved rate": lambda work, network: (replace(work, forward=work.forward / factor, backward=work.backward / factor), network),
+        "achieved rate": lambda work, network: (
+            replace(work, forward=work.forward / factor, backward=work.backward / factor),
+            network,
+        ),
         "backward / forward": lambda work, network: (_divided(work, factor), network),
         "gradient bytes": lambda work, network: (replace(work, width=factor * work.width), network),
-        "spread of devices": lambda work, network: (replace(work, spread=factor * work.spread), network),
-        "bandwidth between": lambda work, network: (work, replace(network, between=_faster(network.between, factor))),
-        "bandwidth within": lambda work, network: (work, replace(network, within=_faster(network.within, factor))),
-        "latency": lambda work, network: (work, links(network, lambda link: Link(factor * link.latency, link.bandwidth))),
+        "spread of devices": lambda work, network: (
+            replace(work, spread=factor * work.spread),
+            network,
+        ),
+        "bandwidth between": lambda work, network: (
+            work,
+            replace(network, between=_faster(network.between, factor)),
+        ),
+        "bandwidth within": lambda work, network: (
+            work,
+            replace(network, within=_faster(network.within, factor)),
+        ),
+        "latency": lambda work, network: (
+            work,
+            links(network, lambda link: Link(factor * link.latency, link.bandwidth)),
+        ),
     }
 
 
@@ -121,7 +157,7 @@ def _faster(link: Link, factor: float) -> Link:
     return Link(link.latency, factor * link.bandwidth)
 
 
-def _divided(work: Work, factor: float) -> Work:
+def _divided(work: RankWork, factor: float) -> RankWork:
     """The same computation, another share of it in the backward."""
     ratio = factor * work.backward / work.forward
     whole = work.forward + work.backward
@@ -129,12 +165,20 @@ def _divided(work: Work, factor: float) -> Work:
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Predicted and published, then a row for each constant: predicted with 0.8 and with 1.2 of it."""
+    """Predicted and published, then a row for each constant: predicted with 0.8 and with 1.2 of
+    it.
+    """
     columns = [max(12, len(case.name)) for case in cases]
-    lines = ["efficiency".ljust(20) + "".join(f"  {case.name:>{width}}" for case, width in zip(cases, columns, strict=True))]
+    lines = [
+        "efficiency".ljust(20)
+        + "".join(f"  {case.name:>{width}}" for case, width in zip(cases, columns, strict=True))
+    ]
 
     def row(name: str, texts: Sequence[str]) -> None:
-        lines.append(name.ljust(20) + "".join(f"  {text:>{width}}" for text, width in zip(texts, columns, strict=True)))
+        lines.append(
+            name.ljust(20)
+            + "".join(f"  {text:>{width}}" for text, width in zip(texts, columns, strict=True))
+        )
 
     row("devices", [f"{case.base} -> {case.workers}" for case in cases])
     row("published", [f"{100 * case.efficiency:.1f} %" for case in cases])
@@ -142,12 +186,21 @@ def table(cases: Sequence[Case]) -> str:
     row("error, points", [f"{100 * (efficiency(case) - case.efficiency):+.1f}" for case in cases])
     low, high = changes(0.8), changes(1.2)
     for name in low:
-        row(f"{name} +-20 %", [f"{100 * efficiency(case, low[name]):.1f} .. {100 * efficiency(case, high[name]):.1f}" for case in cases])
+        row(
+            f"{name} +-20 %",
+            [
+                f"{100 * efficiency(case, low[name]):.1f} .."
+                f" {100 * efficiency(case, high[name]):.1f}"
+                for case in cases
+            ],
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     print(table(CASES))
@@ -157,7 +210,10 @@ def main() -> None:
             "source": case.source,
             "published": case.efficiency,
             "predicted": efficiency(case),
-            "moved": {name: [efficiency(case, changes(factor)[name]) for factor in (0.8, 1.2)] for name in changes(1.0)},
+            "moved": {
+                name: [efficiency(case, changes(factor)[name]) for factor in (0.8, 1.2)]
+                for name in changes(1.0)
+            },
         }
         for case in CASES
     ]

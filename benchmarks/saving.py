@@ -1,9 +1,10 @@
-"""What saving a checkpoint costs a training: steps while one is being written beside steps while none is, in turns, on the same ranks.
+"""What saving a checkpoint costs a training: steps while one is being written beside steps while
+none is, in turns, on the same ranks.
 
     python benchmarks/saving.py --workers 2 --mb 100 --rounds 15
 
-The state is a model's and AdamW's (parameters and two moments): `--mb` MB together. A round is some steps without a save, then a save and the
-steps until it is on disk. Times are the slowest rank's.
+The state is a model's and AdamW's (parameters and two moments): `--mb` MB together. A round is some
+steps without a save, then a save and the steps until it is on disk. Times are the slowest rank's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ PLAIN_STEPS = 6
 def model_of(megabytes: int) -> nn.Module:
     """Linear layers whose parameters and two moments take about `megabytes` MB."""
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))
-    return nn.Sequential(*(module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+    return nn.Sequential(
+        *(module for _ in range(layers) for module in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    )
 
 
 def measure(megabytes: int, batch: int, rounds: int, directory: str) -> dict[str, list[float]]:
@@ -50,7 +53,12 @@ def measure(megabytes: int, batch: int, rounds: int, directory: str) -> dict[str
             step()
         checkpoints.save()  # the first makes the buffers of the snapshot
         checkpoints.wait()
-        seconds: dict[str, list[float]] = {"without": [], "during": [], "snapshot": [], "writing": []}
+        seconds: dict[str, list[float]] = {
+            "without": [],
+            "during": [],
+            "snapshot": [],
+            "writing": [],
+        }
         for _ in range(rounds):
             seconds["without"] += [step() for _ in range(PLAIN_STEPS)]
             begin = perf_counter()
@@ -74,23 +82,39 @@ def slowest(world: lockstep.World, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--mb", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64, help="samples of a rank")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--directory", type=Path, help="where it is saved; default: a temporary folder")
+    parser.add_argument(
+        "--directory", type=Path, help="where it is saved; default: a temporary folder"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
-        seconds = lockstep.launch(measure, workers=options.workers, args=(options.mb, options.batch, options.rounds, scratch))[0]
+        seconds = lockstep.launch(
+            measure,
+            workers=options.workers,
+            args=(options.mb, options.batch, options.rounds, scratch),
+        )[0]
     median = {what: statistics.median(values) for what, values in seconds.items() if values}
-    quarter = {what: statistics.quantiles(values, n=4)[0] for what, values in seconds.items() if len(values) > 1}
+    quarter = {
+        what: statistics.quantiles(values, n=4)[0]
+        for what, values in seconds.items()
+        if len(values) > 1
+    }
     if "during" not in median:
-        raise SystemExit("no step began and ended during a save: give a larger --mb or a smaller --batch")
+        raise SystemExit(
+            "no step began and ended during a save: give a larger --mb or a smaller --batch"
+        )
     print(
-        f"{options.mb} MB of state, {options.workers} workers: a step takes {1e3 * median['without']:.1f} ms, and {1e3 * median['during']:.1f} ms "
-        f"while one is written ({len(seconds['during'])} of them): {median['during'] / median['without']:.3f}, "
-        f"p25 {quarter['during'] / quarter['without']:.3f}; the snapshot {1e3 * median['snapshot']:.0f} ms, all of it {1e3 * median['writing']:.0f} ms"
+        f"{options.mb} MB of state, {options.workers} workers: a step takes"
+        f" {1e3 * median['without']:.1f} ms, and {1e3 * median['during']:.1f} ms while one is"
+        f" written ({len(seconds['during'])} of them): {median['during'] / median['without']:.3f},"
+        f" p25 {quarter['during'] / quarter['without']:.3f}; the snapshot"
+        f" {1e3 * median['snapshot']:.0f} ms, all of it {1e3 * median['writing']:.0f} ms"
     )
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/server.py --workers 4 --slow 5 --epochs 6
 
-A small network learns the handwritten digits. Every micro-batch takes 20 ms of sleep beside its own work, and on the last rank `--slow` times as
-much: ranks then wait as they would for a slow device, however many cores there are. Held-out accuracy is that after the same number of samples.
+A small network learns the handwritten digits. Every micro-batch takes 20 ms of sleep beside its own
+work, and on the last rank `--slow` times as much: ranks then wait as they would for a slow device,
+however many cores there are. Held-out accuracy is that after the same number of samples.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ def train(method: dict[str, Any], slow: float, epochs: int, seed: int) -> dict[s
         torch.set_num_threads(1)
         training, held_out = datasets()
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 10))
+        model = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64, 96),
+            nn.ReLU(),
+            nn.Linear(96, 96),
+            nn.ReLU(),
+            nn.Linear(96, 10),
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         stepper = lockstep.Stepper(model, optimizer, seed=seed, checks="off", world=world, **method)
         loader = lockstep.Loader(training, global_batch=64, micro_batch=8, seed=seed)
@@ -50,7 +58,9 @@ def train(method: dict[str, Any], slow: float, epochs: int, seed: int) -> dict[s
                 result = stepper.step()
                 ages += [each.age for each in result.windows]
         seconds = time.perf_counter() - begin
-        counts = [int(world.mean(float(mine), float(world.rank == rank))) for rank in range(world.size)]
+        counts = [
+            int(world.mean(float(mine), float(world.rank == rank))) for rank in range(world.size)
+        ]
         model.eval()
         x, y = held_out.tensors
         with torch.no_grad():
@@ -72,23 +82,35 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     methods = {"synchronous": SYNCHRONOUS}
-    methods |= {f"server, S = {bound}": {"update": "server", "staleness": bound} for bound in (0, 1, 4, 16, "inf")}
+    methods |= {
+        f"server, S = {bound}": {"update": "server", "staleness": bound}
+        for bound in (0, 1, 4, 16, "inf")
+    }
     methods["server:lr=by-age, S = inf"] = {"update": "server:lr=by-age", "staleness": "inf"}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
     for seed in range(options.seeds):
         for name, method in methods.items():  # in turns
-            results = lockstep.launch(train, options.workers, args=(method, options.slow, options.epochs, seed))
+            results = lockstep.launch(
+                train, options.workers, args=(method, options.slow, options.epochs, seed)
+            )
             found[name].append(results[0])
             print(f"{name}, seed {seed}: {results[0]}", file=sys.stderr, flush=True)
-    mean = {name: {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]} for name, runs in found.items()}
+    mean = {
+        name: {key: sum(run[key] for run in runs) / len(runs) for key in runs[0]}
+        for name, runs in found.items()
+    }
     base = mean["synchronous"]["samples_per_s"]
-    print(f"{options.workers} ranks, one of them {options.slow:g} times slower; {options.epochs} epochs of digits, {options.seeds} seed(s)")
+    print(
+        f"{options.workers} ranks, one of them {options.slow:g} times slower; {options.epochs}"
+        f" epochs of digits, {options.seeds} seed(s)"
+    )
     print("| | samples/s | x synchronous | mean age | slow rank's share | held-out accuracy |")
     print("|---|---|---|---|---|---|")
     for name, each in mean.items():
         rate = each["samples_per_s"]
         print(
-            f"| {name} | {rate:,.0f} | {rate / base:.2f} | {each['age']:.2f} | {100 * each['slow_share']:.0f} % | {each['accuracy']:.4f} |"
+            f"| {name} | {rate:,.0f} | {rate / base:.2f} | {each['age']:.2f} |"
+            f" {100 * each['slow_share']:.0f} % | {each['accuracy']:.4f} |"
         )
     if options.json is not None:
         options.json.write_text(json.dumps(mean, indent=1) + "\n")

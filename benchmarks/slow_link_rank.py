@@ -1,10 +1,13 @@
-"""What runs on a rank of benchmarks/slow_link.py, which starts it and says in the environment what to do.
+"""What runs on a rank of benchmarks/slow_link.py, which starts it and says in the environment what
+to do.
 
     lockstep train slow_link_rank.py ...        the task itself, with every step noted
-    slow_link_rank.py ddp --steps N             the same task, data and evaluation around torch's DistributedDataParallel
+    slow_link_rank.py ddp --steps N             the same task, data and evaluation around torch's
+                                                DistributedDataParallel
     slow_link_rank.py sums --reduce A,B         nothing but sums of its gradients
 
-A note is the time and what has left through the interface so far; so what an evaluation takes and sends is told apart from the steps.
+A note is the time and what has left through the interface so far; so what an evaluation takes and
+sends is told apart from the steps.
 """
 
 from __future__ import annotations
@@ -24,16 +27,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 import lockstep
+from lockstep.config.task import Task
 from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
-from lockstep.inference.evaluate import Evaluation
-from lockstep.measure.given import Given
-from lockstep.measure.turns import take_turns
-from lockstep.measure.ways import Setting, TorchDDP
-from lockstep.stepper import Stepper
-from lockstep.task import Task
+from lockstep.step.forward import Forward
+from lockstep.step.stepper import Stepper
+from lockstep.tools.bench.baselines import Setting, TorchDDP
+from lockstep.tools.bench.weighed import WeighedWindow
+from lockstep.tools.timing.in_turns import take_turns
 from lockstep.training.build import loader_of
-from lockstep.training.forward import Forward
+from lockstep.training.inference.evaluate import Evaluation
 from lockstep.training.metrics import finite
 from lockstep.training.resolve import resolve
 
@@ -48,7 +51,12 @@ class Notes:
         self._counter = Path("/sys/class/net", interface, "statistics/tx_bytes")
 
     def write(self, kind: str, **facts: Any) -> None:
-        line = {"kind": kind, "at": time.perf_counter(), "tx": int(self._counter.read_text()), **facts}
+        line = {
+            "kind": kind,
+            "at": time.perf_counter(),
+            "tx": int(self._counter.read_text()),
+            **facts,
+        }
         self._file.write(json.dumps(finite(line)) + "\n")
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -59,7 +67,9 @@ class Notes:
 
 
 def task() -> Task:
-    """The task that the environment names, noting what happens on every rank, with a fused optimizer and no checkpoints of the best."""
+    """The task that the environment names, noting what happens on every rank, with a fused
+    optimizer and no checkpoints of the best.
+    """
     found, notes = _given()
 
     def optimizer(model: nn.Module) -> Optimizer:
@@ -67,12 +77,20 @@ def task() -> Task:
 
     _note_meetings(notes)
     return replace(
-        found, optimizer=optimizer, on_step=notes.step, on_evaluate=notes.evaluated, callbacks_on="all", best=None, best_mode=None
+        found,
+        optimizer=optimizer,
+        on_step=notes.step,
+        on_evaluate=notes.evaluated,
+        callbacks_on="all",
+        best=None,
+        best_mode=None,
     )
 
 
 def _note_meetings(notes: Notes) -> None:
-    """The meeting of local steps that precedes an evaluation belongs to the training, and not to the evaluation."""
+    """The meeting of local steps that precedes an evaluation belongs to the training, and not to
+    the evaluation.
+    """
     meet = Stepper.meet
 
     def noted(stepper: Stepper) -> bool:
@@ -104,23 +122,31 @@ def fused(optimizer: Optimizer) -> Optimizer:
 def train_with_ddp(steps: int, megabytes: float) -> None:
     """Around torch's DDP, gradients views of its buckets.
 
-    A loss that is a sum must be divided before it is differentiated, by the weight of the whole step; that is taken to grow with the samples,
-    as it does where every sample has as many tokens, so that nothing more has to travel.
+    A loss that is a sum must be divided before it is differentiated, by the weight of the whole
+    step; that is taken to grow with the samples, as it does where every sample has as many tokens,
+    so that nothing more has to travel.
     """
     given, notes = _given()
     with lockstep.init(backend="gloo") as world:
         build = given.optimizer
         given = replace(given, optimizer=lambda model: fused(build(model)))
         loader = loader_of(given, world)
-        way = TorchDDP(Setting(task=given, world=world, precision=given.precision, steps=steps, keyed=True), megabytes)
+        way = TorchDDP(
+            Setting(task=given, world=world, precision=given.precision, steps=steps, keyed=True),
+            megabytes,
+        )
         forward = Forward(way.model, given, given.precision, world.device)
-        evaluate = None if given.eval_data is None else Evaluation(given, forward, world, loader_workers=0)
+        evaluate = (
+            None if given.eval_data is None else Evaluation(given, forward, world, loader_workers=0)
+        )
         each, step = 0.0, 0
         for epoch in loader.epochs(10**6):
             for window in epoch:
                 batches = list(window)
                 each = each or _weight_of_a_sample(forward, batches[0], window.counts[0])
-                way(Given(window, batches, 0.0, each * (window.cut.stop - window.cut.start)))
+                way(
+                    WeighedWindow(window, batches, 0.0, each * (window.cut.stop - window.cut.start))
+                )
                 step += 1
                 notes.step({"step": step})
                 if step == steps:
@@ -137,7 +163,9 @@ def _weight_of_a_sample(forward: Forward, batch: Any, samples: int) -> float:
 
 
 def sum_gradients(reduce: list[str], runs: int) -> dict[str, Any]:
-    """Seconds of each sum of the task's gradients, and the bytes that the rank which sends most sends for one, by every reduction in turns."""
+    """Seconds of each sum of the task's gradients, and the bytes that the rank which sends most
+    sends for one, by every reduction in turns.
+    """
     given = json.loads(os.environ[GIVEN])
     found = resolve(given["task"], given["set"])
     with lockstep.init(backend="gloo") as world:
@@ -148,11 +176,17 @@ def sum_gradients(reduce: list[str], runs: int) -> dict[str, Any]:
             before = world.group.bytes_sent
             _sum(ways[name])
             sent[name] = world.group.bytes_sent - before
-        seconds = take_turns({name: partial(_sum, reducer) for name, reducer in ways.items()}, runs, world, warm_up=1)
+        seconds = take_turns(
+            {name: partial(_sum, reducer) for name, reducer in ways.items()}, runs, world, warm_up=1
+        )
         most = torch.tensor(list(sent.values()))
         world.group.all_reduce(most, "max").wait()
         elements = sum(parameter.numel() for parameter in next(iter(ways.values())).parameters)
-        return {"seconds": seconds, "sent": dict(zip(reduce, most.tolist(), strict=True)), "elements": elements}
+        return {
+            "seconds": seconds,
+            "sent": dict(zip(reduce, most.tolist(), strict=True)),
+            "elements": elements,
+        }
 
 
 def _sum(reducer: Reducer) -> None:

@@ -1,8 +1,10 @@
-"""When does averaging models work? Often enough it is training; once, of models that began apart, it is not.
+"""When does averaging models work? Often enough it is training; once, of models that began apart,
+it is not.
 
     lockstep run --workers 4 examples/averaging.py --plot averaging.svg
 
-Every rank trains on its share of each batch, alone; the table shows what one replica has learned, and what their average knows.
+Every rank trains on its share of each batch, alone; the table shows what one replica has learned,
+and what their average knows.
 """
 
 import argparse
@@ -36,7 +38,9 @@ def accuracy(model: nn.Module, data: torch.utils.data.TensorDataset) -> float:
 def average(model: nn.Module, world: lockstep.World) -> nn.Module:
     """A model whose weights and statistics are the mean of all ranks'. Nobody's own is touched."""
     mean = digits.Net(dropout=0.0)
-    theirs: dict[str, Tensor] = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    theirs: dict[str, Tensor] = {
+        name: value.detach().clone() for name, value in model.state_dict().items()
+    }
     for value in theirs.values():
         if value.is_floating_point():
             world.group.all_reduce(value, "mean").wait()
@@ -44,12 +48,16 @@ def average(model: nn.Module, world: lockstep.World) -> nn.Module:
     return mean
 
 
-def train(world: lockstep.World, every: int | None, one_start: bool, epochs: int) -> list[tuple[float, float]]:
+def train(
+    world: lockstep.World, every: int | None, one_start: bool, epochs: int
+) -> list[tuple[float, float]]:
     """After each epoch: the mean of the replicas' accuracies, and the accuracy of their average."""
     data, held_out = digits.datasets()
     torch.manual_seed(0)
     model = digits.Net(dropout=0.0)
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sync_every=every)
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), sync_every=every
+    )
     if not one_start:  # after the Stepper has made all alike
         torch.manual_seed(1 + world.rank)
         model.load_state_dict(digits.Net(dropout=0.0).state_dict())
@@ -58,9 +66,13 @@ def train(world: lockstep.World, every: int | None, one_start: bool, epochs: int
     for epoch in loader.epochs(epochs):
         for window in epoch:
             for x, y in stepper.micro_batches(window):
-                stepper.backward(nn.functional.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+                stepper.backward(
+                    nn.functional.cross_entropy(model(x), y, reduction="sum"), weight=len(y)
+                )
             stepper.step()
-        found.append((world.mean(accuracy(model, held_out), 1.0), accuracy(average(model, world), held_out)))
+        found.append(
+            (world.mean(accuracy(model, held_out), 1.0), accuracy(average(model, world), held_out))
+        )
     return found
 
 
@@ -70,11 +82,15 @@ def main() -> None:
     options.add_argument("--plot")
     chosen = options.parse_args()
     with lockstep.init() as world:
-        found = {name: train(world, every, one_start, chosen.epochs) for name, (every, one_start) in WAYS.items()}
+        found = {
+            name: train(world, every, one_start, chosen.epochs)
+            for name, (every, one_start) in WAYS.items()
+        }
         if world.rank > 0:
             return
         print(
-            f"{'the replicas meet':20}{'a replica':>12}{'their average':>16}    accuracy after {chosen.epochs} epochs, {world.size} ranks"
+            f"{'the replicas meet':20}{'a replica':>12}{'their average':>16}    accuracy after"
+            f" {chosen.epochs} epochs, {world.size} ranks"
         )
         for name, accuracies in found.items():
             alone, together = accuracies[-1]
@@ -88,7 +104,12 @@ def plot(found: dict[str, list[tuple[float, float]]], file: str) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
     for name, accuracies in found.items():
-        axes.plot(range(1, len(accuracies) + 1), [together for _, together in accuracies], marker="o", label=name)
+        axes.plot(
+            range(1, len(accuracies) + 1),
+            [together for _, together in accuracies],
+            marker="o",
+            label=name,
+        )
     axes.set(xlabel="epoch", ylabel="accuracy of the average", ylim=(0, 1.02))
     axes.legend(title="the replicas meet", loc="center right")
     figure.savefig(file)

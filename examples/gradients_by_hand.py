@@ -2,8 +2,9 @@
 
     lockstep run --workers 2 examples/gradients_by_hand.py
 
-This is all that data parallelism is. It is slow (one message a parameter, after the backward instead of during it), which is
-what buckets and overlap repair; and it must not skip parameters: a rank that has no gradient sends zeros.
+This is all that data parallelism is. It is slow (one message a parameter, after the backward
+instead of during it), which is what buckets and overlap repair; and it must not skip parameters: a
+rank that has no gradient sends zeros.
 """
 
 import torch
@@ -14,7 +15,8 @@ import lockstep
 
 def average_gradients(model: nn.Module, world_size: int) -> None:
     for parameter in model.parameters():
-        if parameter.grad is None:  # `if grad is not None: all_reduce` would pair different parameters on different ranks
+        if parameter.grad is None:
+            # `if grad is not None: all_reduce` would pair different parameters on different ranks
             parameter.grad = torch.zeros_like(parameter)
         lockstep.collectives.all_reduce(parameter.grad)
         parameter.grad /= world_size  # a sum is not a mean
@@ -36,7 +38,8 @@ def main() -> None:
             loss.backward()
             average_gradients(model, world.size)
             optimizer.step()
-            mean = world.mean(loss.item(), weight=len(inputs))  # every rank calls it, rank 0 prints it
+            # every rank calls it, rank 0 prints it
+            mean = world.mean(loss.item(), weight=len(inputs))
             if world.rank == 0 and step % 5 == 4:
                 print(f"step {step + 1}: loss {mean:.4f} over {world.size} ranks")
 

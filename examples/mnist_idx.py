@@ -2,8 +2,9 @@
 
     lockstep train examples/mnist_idx.py --workers 2 --set folder=/data/mnist
 
-The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, gzipped (.gz) or not. A task says what would
-change the weights on one worker; how many workers there are is the command's affair.
+The folder holds train-images-idx3-ubyte, train-labels-idx1-ubyte and the two t10k- files, gzipped
+(.gz) or not. A task says what would change the weights on one worker; how many workers there are is
+the command's affair.
 """
 
 import gzip
@@ -21,25 +22,38 @@ import lockstep
 
 
 def read_idx(path: Path) -> Tensor:
-    """One IDX file: two zero bytes, the type (8: unsigned byte), the number of dimensions, the sizes, then the bytes themselves."""
+    """One IDX file: two zero bytes, the type (8: unsigned byte), the number of dimensions, the
+    sizes, then the bytes themselves.
+    """
     packed = path.with_name(path.name + ".gz")
     raw = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
     zero, kind, dimensions = struct.unpack_from(">HBB", raw)
     if (zero, kind) != (0, 8):
-        raise ValueError(f"{path} is no IDX file of bytes: it begins with {raw[:4].hex()}, not 0000 08")
+        raise ValueError(
+            f"{path} is no IDX file of bytes: it begins with {raw[:4].hex()}, not 0000 08"
+        )
     shape = struct.unpack_from(f">{dimensions}I", raw, 4)
-    return torch.from_numpy(np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy())
+    return torch.from_numpy(
+        np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape).copy()
+    )
 
 
 def split(folder: Path, name: str) -> TensorDataset:
-    images, labels = read_idx(folder / f"{name}-images-idx3-ubyte"), read_idx(folder / f"{name}-labels-idx1-ubyte")
+    images = read_idx(folder / f"{name}-images-idx3-ubyte")
+    labels = read_idx(folder / f"{name}-labels-idx1-ubyte")
     return TensorDataset((images[:, None].float() / 255 - 0.1307) / 0.3081, labels.long())
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten())
+        self.features = nn.Sequential(
+            nn.Conv2d(1, 16, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+        )
         self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(32 * 6 * 6, 10))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Accumulation with the wrapper: `no_sync()` keeps the gradients at home until the last micro-batch of a window.
+"""Accumulation with the wrapper: `no_sync()` keeps the gradients at home until the last micro-batch
+of a window.
 
     lockstep run --workers 2 examples/no_sync.py
 
-Which backward communicates must be the one right before the optimizer step: the last of the window, not the first, and the last of
-the epoch too. Counting with a modulo gets this wrong easily (replicas drift apart, silently), so this loop walks windows; a Stepper
-needs no such care.
+Which backward communicates must be the one right before the optimizer step: the last of the window,
+not the first, and the last of the epoch too. Counting with a modulo gets this wrong easily
+(replicas drift apart, silently), so this loop walks windows; a Stepper needs no such care.
 """
 
 from contextlib import nullcontext
@@ -34,7 +35,10 @@ def main() -> None:
                     loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
                     (loss / len(window)).backward()
             optimizer.step()
-            print(f"rank {world.rank}: stepped after {len(window)} micro-batches, loss {loss.item():.4f}")
+            print(
+                f"rank {world.rank}: stepped after {len(window)} micro-batches, loss"
+                f" {loss.item():.4f}"
+            )
 
         weights = lockstep.collectives.all_gather(net.weight.detach())
         assert all(torch.equal(row, weights[0]) for row in weights), "the replicas differ"

@@ -1,9 +1,11 @@
-"""Data parallelism from scratch, in one process: copies of a model, a chunk of the batch for each, one average, equal updates.
+"""Data parallelism from scratch, in one process: copies of a model, a chunk of the batch for each,
+one average, equal updates.
 
     python examples/replicas.py
 
-The gradients are averaged in two ways, through replica 0 and round a ring, and the weights compared with those of the plain model
-over the whole batch. Under `lockstep run` only rank 0 does it: there is nothing between processes here.
+The gradients are averaged in two ways, through replica 0 and round a ring, and the weights compared
+with those of the plain model over the whole batch. Under `lockstep run` only rank 0 does it: there
+is nothing between processes here.
 """
 
 import copy
@@ -19,10 +21,13 @@ BATCH, LEARNING_RATE, EPOCHS = 100, 0.1, 5
 
 
 def loss_sum(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(images), labels, reduction="sum")  # a sum: chunks may be of different sizes
+    # a sum: chunks may be of different sizes
+    return F.cross_entropy(model(images), labels, reduction="sum")
 
 
-def train_in_parallel(model: nn.Module, batches: list[tuple[Tensor, Tensor]], algorithm: str) -> nn.Module:
+def train_in_parallel(
+    model: nn.Module, batches: list[tuple[Tensor, Tensor]], algorithm: str
+) -> nn.Module:
     replicas = lockstep.Replicas(model, 4, algorithm=algorithm)
     replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE))
     for epoch in range(EPOCHS):
@@ -49,9 +54,11 @@ def train_alone(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Mo
 
 def main() -> None:
     digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float64) / 16  # float64: what differs below is rounding, and little of it
+    # float64: what differs below is rounding, and little of it
+    images = torch.tensor(digits.data, dtype=torch.float64) / 16
     labels = torch.tensor(digits.target)
-    batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))  # 17 of 100, and one of 97, which 4 does not divide
+    # 17 of 100, and one of 97, which 4 does not divide
+    batches = list(zip(images.split(BATCH), labels.split(BATCH), strict=True))
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
@@ -62,7 +69,10 @@ def main() -> None:
         largest = max((ours - theirs).abs().max().item() for ours, theirs in pairs)
         assert largest < 1e-12, f"weights differ by {largest}"
         right = (together(images).argmax(1) == labels).double().mean().item()
-        print(f"{algorithm}: 4 replicas and one process differ by less than 1e-12 in every weight; accuracy {right:.3f}")
+        print(
+            f"{algorithm}: 4 replicas and one process differ by less than 1e-12 in every weight;"
+            f" accuracy {right:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     lockstep run --workers 4 examples/sampler.py
 
-Every rank draws from the same shuffled order and takes its part of it. `set_epoch` changes the order: without it every epoch
-repeats the first. The order is padded by its own head so that all ranks have equally many samples.
+Every rank draws from the same shuffled order and takes its part of it. `set_epoch` changes the
+order: without it every epoch repeats the first. The order is padded by its own head so that all
+ranks have equally many samples.
 """
 
 import torch
@@ -20,7 +21,10 @@ def main() -> None:
             mine = torch.tensor(list(sampler))
             everyone = lockstep.collectives.all_gather(mine).view(world.size, -1)
             if world.rank == 0:
-                print(f"{split}: " + "  ".join(f"rank {rank} {row}" for rank, row in enumerate(everyone.tolist())))
+                print(
+                    f"{split}: "
+                    + "  ".join(f"rank {rank} {row}" for rank, row in enumerate(everyone.tolist()))
+                )
 
         sampler = lockstep.DistributedSampler(dataset, shuffle=True, seed=0)
         loader = DataLoader(dataset, batch_size=2, sampler=sampler)
@@ -28,7 +32,10 @@ def main() -> None:
             sampler.set_epoch(epoch)  # another order each epoch, the same on all ranks
             seen = torch.cat([batch for (batch,) in loader])
             covered = lockstep.collectives.all_gather(seen).unique().numel()
-            print(f"epoch {epoch}: rank {world.rank} trained on {seen.tolist()}; all ranks together on {covered} of {len(dataset)}")
+            print(
+                f"epoch {epoch}: rank {world.rank} trained on {seen.tolist()}; all ranks together"
+                f" on {covered} of {len(dataset)}"
+            )
 
 
 if __name__ == "__main__":

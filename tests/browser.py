@@ -1,6 +1,8 @@
-"""A headless Chromium, driven over its DevTools protocol through a pair of pipes: no port, no library.
+"""A headless Chromium, driven over its DevTools protocol through a pair of pipes: no port, no
+library.
 
-Messages are JSON, each ended by a zero byte; see https://chromedevtools.github.io/devtools-protocol/.
+Messages are JSON, each ended by a zero byte; see
+https://chromedevtools.github.io/devtools-protocol/.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def require() -> str:
-    """The browser's path. Skips the test where there is none, and fails where LOCKSTEP_REQUIRE_BROWSER=1 says there must be one."""
+    """The browser's path. Skips the test where there is none, and fails where
+    LOCKSTEP_REQUIRE_BROWSER=1 says there must be one.
+    """
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         message = f"no browser ({', '.join(_NAMES)}): apt-get install chromium"
@@ -43,13 +47,21 @@ class Page:
         self.complaints: list[str] = []
         self.requests: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
 
     def open(self, file: Path, *, width: int, dark: bool = False, media: str = "screen") -> None:
         """Load `file` in a window `width` pixels wide, and wait until it is there."""
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 500)
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=844,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self._events.clear()
@@ -58,7 +70,9 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """Of a JavaScript expression on the page."""
-        return self.send("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+        return self.send("Runtime.evaluate", expression=expression, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def send(self, method: str, **parameters: Any) -> Any:
         """One command, and its answer."""
@@ -69,11 +83,18 @@ class Page:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         answers: list[Mapping[str, Any]] = []
-        self._until(lambda: bool(answers), lambda each: answers.append(each) if each.get("id") == number else None)
+        self._until(
+            lambda: bool(answers),
+            lambda each: answers.append(each) if each.get("id") == number else None,
+        )
         assert "result" in answers[0], answers[0]
         return answers[0]["result"]
 
-    def _until(self, done: Callable[[], bool], look: Callable[[Mapping[str, Any]], object] = lambda each: None) -> None:
+    def _until(
+        self,
+        done: Callable[[], bool],
+        look: Callable[[Mapping[str, Any]], object] = lambda each: None,
+    ) -> None:
         deadline = time.monotonic() + _PATIENCE
         while not done():
             for message in self._read(deadline):
@@ -104,11 +125,26 @@ def browser(profile: Path) -> Iterator[Page]:
     theirs, ours = os.pipe(), os.pipe()
     os.set_inheritable(theirs[0], True)
     os.set_inheritable(ours[1], True)
-    flags = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking --remote-debugging-pipe"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run"
+        " --disable-background-networking --remote-debugging-pipe"
+    )
     shell = f'exec 3<&{theirs[0]} 4>&{ours[1]}; exec "$0" "$@"'  # the protocol's file descriptors
-    words = ["bash", "-c", shell, require(), *flags.split(), f"--user-data-dir={profile}", "about:blank"]
+    words = [
+        "bash",
+        "-c",
+        shell,
+        require(),
+        *flags.split(),
+        f"--user-data-dir={profile}",
+        "about:blank",
+    ]
     process = subprocess.Popen(
-        words, pass_fds=(theirs[0], ours[1]), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        words,
+        pass_fds=(theirs[0], ours[1]),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.close(theirs[0])
     os.close(ours[1])

@@ -1,14 +1,16 @@
-"""Every test leaves the process as it found it: environment, process group, threads, child processes, shared memory.
+"""Every test leaves the process as it found it: environment, process group, threads, child
+processes, shared memory.
 
-A test of distributed code that leaves something behind breaks another one later, and that one gets the blame.
+A test of distributed code that leaves something behind breaks another one later, and that one gets
+the blame.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
-import re
 import signal
 import socket
 import sys
@@ -23,27 +25,104 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
-import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
 
-from lockstep.testing.ranks import run_ranks
+from lockstep.launcher import server
+from lockstep.testing.ranks import run_ranks, warm_commands
 
-# A user's ranks have a minute. A loaded machine may take longer, and what hangs here is ended by the limit of its test.
+if getattr(main := sys.modules["__main__"], "__spec__", None) is None and not hasattr(
+    main, "__file__"
+):
+    # a worker of pytest-xdist: as pytest itself, and no notebook
+    main.__spec__ = importlib.util.find_spec("pytest.__main__")
+
+# A user's ranks have a minute. A loaded machine may take longer, and what hangs here is ended by
+# the limit of its test.
 run_ranks.__defaults__ = ((), None, timedelta(days=1))
 
-hypothesis.settings.register_profile("lockstep", deadline=None)  # how long an example takes is the machine's affair
+# how long an example takes is the machine's affair
+hypothesis.settings.register_profile("lockstep", deadline=None)
 hypothesis.settings.load_profile("lockstep")
 
-os.environ["LOCKSTEP_LOADAVG"] = str(Path(__file__).parent / "loadavg")  # of a quiet host: commands warn of a busy one
+# Scripts and tasks of tests import from `tests`. A command with another path than the warm server's
+# would import torch again.
+_PATHS = [
+    str(Path(__file__).parents[1]),
+    *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+]
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_PATHS))
+# each worker of pytest-xdist, and each rank, would compile the tests again
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Read as torch is loaded. OpenMP's threads would spin where they wait for each other, and here
+# others need the cores: with three test processes on two cores a small training in a test's own
+# process took ten times the CPU time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# of a quiet host: commands warn of a busy one
+os.environ["LOCKSTEP_LOADAVG"] = str(Path(__file__).parent / "loadavg")
 
+_WORKERS = 3  # on two cores
+_OFTEN_IMPORTED = (
+    "lockstep.model_parallel.split_model",
+    "lockstep.collectives.api",
+    "lockstep.data.iterable.loader",
+    "torch.profiler._cupti_monitor",
+)
+# files of which one test takes long: begun last, it would have a core to itself at the end
+_FIRST = (
+    "launcher/ray/test_driver.py",
+    "contract/test_torch_c10d.py",
+    "launcher/slurm/test_jobs.py",
+    "integrations/test_ray_train.py",
+    "promises/test_chaos.py",
+    "contract/test_torch_ddp.py",
+    "launcher/slurm/test_places.py",
+    "launcher/test_seat.py",
+    "model_parallel/test_training.py",
+    "cli/test_preemption.py",
+    "cli/test_verify.py",
+    "launcher/test_stalls.py",
+    "test_guide.py",
+    "tools/verify/test_verdict.py",
+)
 _PATIENCE_SECONDS = 30.0  # for what is ending on its own
 _CLEARING_SECONDS = 120.0  # for the fixtures of a test, at its end
 _AGAIN_SECONDS = 30.0  # until what was interrupted, and goes on waiting, is interrupted once more
 _SHARED_MEMORY = Path("/dev/shm")
+_LISTS_CHILDREN = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Tests mostly wait: a run of more than one file has three workers, and each file is in one
+    of them. -n and --dist have their way.
+    """
+    option = config.option
+    if (
+        hasattr(config, "workerinput")
+        or getattr(option, "numprocesses", 0) is not None
+        or option.dist != "no"
+    ):
+        return  # a worker, no pytest-xdist, or somebody has chosen
+    files = {argument.partition("::")[0] for argument in config.args}
+    alone = len(files) == 1 and files.pop().endswith(".py")
+    if not (alone or option.usepdb or option.capture == "no" or option.collectonly):
+        option.numprocesses, option.dist, option.loadscopereorder = _WORKERS, "loadfile", False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files are first, all others as pytest-randomly has them. Workers of pytest-xdist take
+    files in this order.
+    """
+    first = {Path(__file__).parent / name: place for place, name in enumerate(_FIRST)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer(settings: Any) -> Iterator[object]:
-    """pytest-timeout interrupts a test once. One that waits again while it is unwound, as `with Popen(...)` does, is interrupted again."""
+    """pytest-timeout interrupts a test once. One that waits again while it is unwound, as `with
+    Popen(...)` does, is interrupted again.
+    """
     done = yield
     if settings.method == "signal":
         signal.setitimer(signal.ITIMER_REAL, settings.timeout, _AGAIN_SECONDS)
@@ -52,7 +131,9 @@ def pytest_timeout_set_timer(settings: Any) -> Iterator[object]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown() -> Iterator[object]:
-    """pytest-timeout stops its timer at a failure, so a fixture's end could wait for ever: it has a limit of its own."""
+    """pytest-timeout stops its timer at a failure, so a fixture's end could wait for ever: it
+    has a limit of its own.
+    """
     handler = signal.signal(signal.SIGALRM, _too_long)
     timer = signal.setitimer(signal.ITIMER_REAL, _CLEARING_SECONDS, _AGAIN_SECONDS)
     try:
@@ -68,23 +149,44 @@ def _too_long(number: int, frame: object) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Print a failure at once, and not only at the end: who ends a run before its end wants to know too."""
+    """Print a failure at once, and not only at the end: who ends a run before its end wants to
+    know too.
+    """
     if report.failed:
-        sys.__stdout__.write(f"\n{report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext}\n")  # type: ignore[union-attr]
+        sys.__stdout__.write(
+            f"\n{report.nodeid} ({report.when}, {report.duration:.1f} s)\n{report.longreprtext}\n"
+        )  # type: ignore[union-attr]
         sys.__stdout__.flush()  # type: ignore[union-attr]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_as_in_a_terminal() -> None:
-    """Under nohup and in a shell's background some are ignored, and every process that a test starts would ignore them too."""
+    """Under nohup and in a shell's background some are ignored, and every process that a test
+    starts would ignore them too.
+    """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
+            )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    """Commands that tests start import nothing: their ranks are forked from the server that
+    `run_ranks` has.
+    """
+    import torch._dynamo  # noqa: F401 - the first optimizer imports it, and it sets environment variables: not to be blamed on a test
+
+    with warm_commands(_OFTEN_IMPORTED):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def unknown_names() -> Iterator[None]:
-    """Names under .invalid are unknown at once: a resolver that cannot be reached would be asked for half a minute."""
+    """Names under .invalid are unknown at once: a resolver that cannot be reached would be asked
+    for half a minute.
+    """
     look_up = socket.getaddrinfo
 
     def known(host: Any, *args: Any, **options: Any) -> Any:
@@ -98,18 +200,32 @@ def unknown_names() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left() -> Iterator[None]:
     """Fail the test that leaves something behind, naming it."""
     environment, threads = _environment(), set(threading.enumerate())
     processes, segments = set(_children()), _segments()
     yield
-    if request.node.get_closest_marker("kills"):
-        _remove_torchs(_segments() - segments)
     left = [
         *_process_group(),
-        *_until_empty(lambda: [f"thread {thread.name!r}" for thread in threading.enumerate() if thread not in threads]),
-        *_until_empty(lambda: [f"process {_described(child)}" for child in _children() if child not in processes]),
-        *_until_empty(lambda: [f"shared memory {name}" for name in _segments() - segments if not _used_by_others(name)]),
+        *_until_empty(
+            lambda: [
+                f"thread {thread.name!r}"
+                for thread in threading.enumerate()
+                if thread not in threads
+            ]
+        ),
+        *_until_empty(
+            lambda: [
+                f"process {_described(child)}" for child in _children() if child not in processes
+            ]
+        ),
+        *_until_empty(
+            lambda: [
+                f"shared memory {name}"
+                for name in _segments() - segments
+                if not _used_by_others(name)
+            ]
+        ),
         *_differences(environment, _environment()),
     ]
     for child in _children():  # what is left here would hold the next tests up
@@ -118,14 +234,6 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
                 child.kill()
     if left:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
-
-
-def _remove_torchs(names: set[str]) -> None:
-    """torch's loader workers name a piece of memory for a moment: who is killed in that moment leaves the name behind."""
-    for name in names:
-        match = re.fullmatch(r"torch_(\d+)_.*", name)
-        if match and not Path("/proc", match[1]).exists():
-            Path("/dev/shm", name).unlink(missing_ok=True)
 
 
 def _until_empty(look: Callable[[], list[str]]) -> list[str]:
@@ -149,22 +257,53 @@ def _differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 def _process_group() -> list[str]:
     torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if (
+        torch is None
+        or not torch.distributed.is_available()
+        or not torch.distributed.is_initialized()
+    ):
         return []
     torch.distributed.destroy_process_group()
     return ["an open process group"]
 
 
 def _children() -> list[psutil.Process]:
-    """Living descendants, without the two servers that multiprocessing keeps for the whole session."""
-    servers = {multiprocessing.forkserver._forkserver._forkserver_pid, multiprocessing.resource_tracker._resource_tracker._pid}
+    """Living descendants, without the servers that fork ranks and multiprocessing's own, which
+    stay for the whole session.
+    """
+    servers = {
+        *server.pids(),
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
     found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if child.pid not in servers and child.status() != psutil.STATUS_ZOMBIE:
+    for pid in _descendants(os.getpid()) - servers:
+        with suppress(psutil.NoSuchProcess):
+            child = psutil.Process(pid)
+            if child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
-        except psutil.NoSuchProcess:
-            continue
+    return found
+
+
+def _descendants(pid: int) -> set[int]:
+    """The kernel lists a thread's children. A look at all processes of the machine, as psutil's,
+    costs more than most tests.
+    """
+    if not _LISTS_CHILDREN:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    children = None
+    while (now := _children_of(pid)) != children:
+        # one that ends while the list is read hides others
+        children = now
+    return now.union(*map(_descendants, now))
+
+
+def _children_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    with suppress(OSError):  # the process has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as children:
+                found.update(map(int, children.read().split()))
     return found
 
 
@@ -176,16 +315,25 @@ def _described(child: psutil.Process) -> str:
 
 
 def _segments() -> set[str]:
-    # Semaphores of multiprocessing have a name for an instant only, also those of other programs on this machine.
-    return {name for name in os.listdir(_SHARED_MEMORY) if not name.startswith("sem.")} if _SHARED_MEMORY.is_dir() else set()
+    # Semaphores of multiprocessing have a name for an instant only, also those of other programs on
+    # this machine.
+    return (
+        {name for name in os.listdir(_SHARED_MEMORY) if not name.startswith("sem.")}
+        if _SHARED_MEMORY.is_dir()
+        else set()
+    )
 
 
 def _used_by_others(name: str) -> bool:
-    """Whether a process that is not of this test session has the segment mapped; then it is none of our business."""
-    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    """Whether a process that is not of this test session has the segment mapped; then it is none
+    of our business.
+    """
+    ours = {os.getpid(), *_descendants(os.getpid())}
     for process in psutil.process_iter():
         try:
-            if process.pid not in ours and any(name in entry.path for entry in process.memory_maps()):
+            if process.pid not in ours and any(
+                name in entry.path for entry in process.memory_maps()
+            ):
                 return True
         except psutil.Error:
             continue

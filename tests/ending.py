@@ -1,4 +1,6 @@
-"""Whether a process still lives, and how to end one that a test has started, whatever state the test left it in."""
+"""Whether a process still lives, and how to end one that a test has started, whatever state the
+test left it in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import psutil
 
 
 def alive(process: psutil.Process | int) -> bool:
-    """Whether it runs. It may end between the two questions that have to be asked, which psutil says in its own way."""
+    """Whether it runs. It may end between the two questions that have to be asked, which psutil
+    says in its own way.
+    """
     try:
         found = psutil.Process(process) if isinstance(process, int) else process
         return found.is_running() and found.status() != psutil.STATUS_ZOMBIE
@@ -39,12 +43,17 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 def end(process: subprocess.Popen[Any]) -> None:
     """Kill it with all that descends from it, wait until they are gone, and close its pipes.
 
-    A process of a process may hold them open, and outlive both: to wait for the end of what is written would be to wait for it. Where the
-    process has ended already, its descendants are nobody's, and not found here.
+    A process of a process may hold them open, and outlive both: to wait for the end of what is
+    written would be to wait for it. Where the process has ended already, its descendants are
+    nobody's, and not found here.
     """
     everybody: list[psutil.Process] = []
     with suppress(psutil.NoSuchProcess):
-        everybody = psutil.Process(process.pid).children(recursive=True) if process.returncode is None else []
+        everybody = (
+            psutil.Process(process.pid).children(recursive=True)
+            if process.returncode is None
+            else []
+        )
     process.kill()
     kill(everybody)
     for stream in (process.stdin, process.stdout, process.stderr):

@@ -1,4 +1,6 @@
-"""Hosts for tests: network namespaces of this machine, joined by a bridge, each with a name. They share everything else, its files too."""
+"""Hosts for tests: network namespaces of this machine, joined by a bridge, each with a name.
+They share everything else, its files too.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,6 @@ import pytest
 
 from tests.ending import alive, end, kill
 
-ROOT = Path(__file__).parents[1]
 _NAMES = ("anna", "bert", "carl")
 _ETC = Path("/etc/netns")  # what stands in a namespace's folder there is seen in /etc within it
 _TOOLS = ("ip", "ss", "unshare", "hostname")
@@ -55,11 +56,12 @@ class Host:
 
     def start(self, *words: str, cwd: Path, **variables: str) -> Started:
         """Run `python words...` there."""
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT / "src"), str(ROOT)]))
-        env = {**os.environ, "PYTHONPATH": path, **variables}
+        env = {**os.environ, **variables}
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         command = ["ip", "netns", "exec", self.namespace, *named, sys.executable, *words]
-        process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         self.started.append(Started(process))
         return self.started[-1]
 
@@ -68,7 +70,9 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """All that live in the namespace."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True
+        ).stdout
         found = []
         for pid in listed.split():
             with suppress(psutil.NoSuchProcess):
@@ -81,7 +85,12 @@ class Host:
 
     def listeners(self) -> set[str]:
         """Local addresses of listening TCP sockets, without ports."""
-        listed = subprocess.run(["ip", "netns", "exec", self.namespace, "ss", "-Hltn"], check=True, capture_output=True, text=True).stdout
+        listed = subprocess.run(
+            ["ip", "netns", "exec", self.namespace, "ss", "-Hltn"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         return {line.split()[3].rpartition(":")[0] for line in listed.splitlines()}
 
     def cut(self) -> None:
@@ -124,7 +133,20 @@ def hosts(count: int) -> Iterator[list[Host]]:
             _ip("netns", "add", host.namespace)
             made.append(host)
             _know_each_other(host.namespace, count)
-            _ip("-n", host.namespace, "link", "add", host.interface, "type", "veth", "peer", "name", f"port{number}", "netns", switch)
+            _ip(
+                "-n",
+                host.namespace,
+                "link",
+                "add",
+                host.interface,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"port{number}",
+                "netns",
+                switch,
+            )
             _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
             _ip("-n", host.namespace, "link", "set", host.interface, "up")
@@ -141,7 +163,10 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 
 def _know_each_other(namespace: str, count: int) -> None:
-    lines = ["127.0.0.1 localhost", *(f"10.78.0.{number + 1} {name}" for number, name in enumerate(_NAMES[:count]))]
+    lines = [
+        "127.0.0.1 localhost",
+        *(f"10.78.0.{number + 1} {name}" for number, name in enumerate(_NAMES[:count])),
+    ]
     (_ETC / namespace).mkdir(parents=True)
     (_ETC / namespace / "hosts").write_text("\n".join(lines) + "\n")
     (_ETC / namespace / "resolv.conf").write_text("")

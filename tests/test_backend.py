@@ -1,4 +1,6 @@
-"""torch.distributed on the "lockstep" backend, and torch's own wrapper with the communication hook."""
+"""torch.distributed on the "lockstep" backend, and torch's own wrapper with the communication
+hook.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def everything(world: lockstep.World, backend: str) -> list[Tensor]:
     """Every collective of torch.distributed, different data on each rank."""
     rank, size = opened(world, backend)
     warnings.simplefilter("ignore", FutureWarning)
-    noise = torch.randint(-9, 9, (3, 2 * size), generator=torch.Generator().manual_seed(rank)).float()
+    noise = torch.randint(
+        -9, 9, (3, 2 * size), generator=torch.Generator().manual_seed(rank)
+    ).float()
     found = []
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
@@ -69,7 +73,9 @@ def everything(world: lockstep.World, backend: str) -> list[Tensor]:
     dist.gather(torch.tensor([float(rank)]), pieces)
     found += pieces or []
     got = torch.zeros(1)
-    dist.scatter(got, [torch.tensor([float(other)]) for other in range(size)] if rank == 0 else None)
+    dist.scatter(
+        got, [torch.tensor([float(other)]) for other in range(size)] if rank == 0 else None
+    )
     found.append(got)
     names: list[Any] = [None] * size
     dist.all_gather_object(names, f"rank {rank}")
@@ -93,11 +99,15 @@ def everything(world: lockstep.World, backend: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_collective_gives_what_gloo_gives(workers: int) -> None:
-    expected, found = (run_ranks(everything, workers, args=(backend,)) for backend in ("gloo", "lockstep"))
+    expected, found = (
+        run_ranks(everything, workers, args=(backend,)) for backend in ("gloo", "lockstep")
+    )
     for theirs, ours in zip(expected, found, strict=True):
         assert len(theirs) == len(ours)
         for one, other in zip(theirs, ours, strict=True):
-            torch.testing.assert_close(other, one, rtol=2e-2 if one.dtype == torch.bfloat16 else 0, atol=0)
+            torch.testing.assert_close(
+                other, one, rtol=2e-2 if one.dtype == torch.bfloat16 else 0, atol=0
+            )
 
 
 def net() -> nn.Module:
@@ -110,7 +120,10 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def trained(
-    model: nn.Module, wrapped: Callable[[Tensor], Tensor], optimizer: Any, backward: Callable[[Tensor], Any] | None = None
+    model: nn.Module,
+    wrapped: Callable[[Tensor], Tensor],
+    optimizer: Any,
+    backward: Callable[[Tensor], Any] | None = None,
 ) -> list[Tensor]:
     for step in range(20):
         optimizer.zero_grad()
@@ -126,14 +139,18 @@ def trained(
 def by_ddp(world: lockstep.World, backend: str, hook: bool, view: bool) -> list[Tensor]:
     opened(world, backend)
     model = net()
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=0.001)
+    wrapped = nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=view, bucket_cap_mb=0.001
+    )
     if hook:
         wrapped.register_comm_hook(None, lockstep.shared_memory_hook)
     weights = trained(model, wrapped, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
     if hook:
         lockstep.World.current().close()
     del wrapped
-    gc.collect()  # torch 2.13: a wrapper that is the last to hold gloo's group waits, with the GIL, for a thread that wants the GIL
+    # torch 2.13: a wrapper that is the last to hold gloo's group waits, with the GIL, for a thread
+    # that wants the GIL
+    gc.collect()
     dist.destroy_process_group()
     return weights
 
@@ -175,7 +192,9 @@ def by_accelerate(world: lockstep.World, backend: str) -> list[Tensor]:
     accelerator = Accelerator(cpu=True)
     assert (accelerator.num_processes, dist.get_backend()) == (2, backend)
     model = net()
-    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9))
+    wrapped, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
+    )
     assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
     weights = trained(model, wrapped, optimizer, accelerator.backward)
     del wrapped, optimizer
@@ -187,15 +206,24 @@ def by_accelerate(world: lockstep.World, backend: str) -> list[Tensor]:
 
 def test_accelerate_trains_as_over_gloo() -> None:
     pytest.importorskip("accelerate")
-    expected, found = (run_ranks(by_accelerate, 2, args=(backend,)) for backend in ("gloo", "lockstep"))
+    expected, found = (
+        run_ranks(by_accelerate, 2, args=(backend,)) for backend in ("gloo", "lockstep")
+    )
     for weights in found:
         torch.testing.assert_close(weights, expected[0], rtol=1e-6, atol=1e-6)
 
 
 def different(world: lockstep.World) -> None:
     rank, _ = opened(world, "lockstep")
-    ours = partial(dist.all_reduce, torch.ones(3)) if rank == 0 else partial(dist.broadcast, torch.ones(3), 0)
-    with pytest.raises(CollectiveMismatch, match=r"#\d+: rank 0 all_reduce sum f32\[3\] at .*; rank 1 broadcast from 0 f32\[3\]"):
+    ours = (
+        partial(dist.all_reduce, torch.ones(3))
+        if rank == 0
+        else partial(dist.broadcast, torch.ones(3), 0)
+    )
+    with pytest.raises(
+        CollectiveMismatch,
+        match=r"#\d+: rank 0 all_reduce sum f32\[3\] at .*; rank 1 broadcast from 0 f32\[3\]",
+    ):
         ours()
 
 
@@ -234,7 +262,10 @@ def hooked_without_memory(world: lockstep.World) -> None:
     with lockstep.init(tags="off"):
         wrapped = nn.parallel.DistributedDataParallel(net())
         wrapped.register_comm_hook(None, lockstep.shared_memory_hook)
-        with pytest.raises((UsageError, RuntimeError), match="shared_memory_hook needs all ranks on the CPU of one x86 Linux host"):
+        with pytest.raises(
+            (UsageError, RuntimeError),
+            match="shared_memory_hook needs all ranks on the CPU of one x86 Linux host",
+        ):
             wrapped(torch.randn(4, 20)).sum().backward()
 
 
@@ -252,7 +283,9 @@ def averages(world: lockstep.World) -> list[list[float]]:
         dist.all_reduce(number, dist.ReduceOp.AVG, group=group)
         found.append(number.tolist())
     part = torch.zeros(1, dtype=torch.int32)
-    dist.reduce_scatter_tensor(part, torch.tensor([-3, 5], dtype=torch.int32) * (rank + 1), dist.ReduceOp.AVG)
+    dist.reduce_scatter_tensor(
+        part, torch.tensor([-3, 5], dtype=torch.int32) * (rank + 1), dist.ReduceOp.AVG
+    )
     found.append(part.tolist())
     several = [torch.tensor([1.0]) * rank, torch.tensor([3 + rank])]
     dist.all_reduce_coalesced(several[1:], dist.ReduceOp.AVG)
@@ -300,7 +333,9 @@ def test_coalesced_collectives() -> None:
 
 def sparse(world: lockstep.World, backend: str) -> list[Tensor]:
     rank, _ = opened(world, backend)
-    mine = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.tensor([1.0, 10.0 * (rank + 1)]), (4,))
+    mine = torch.sparse_coo_tensor(
+        torch.tensor([[rank, 2]]), torch.tensor([1.0, 10.0 * (rank + 1)]), (4,)
+    )
     dist.all_reduce(mine)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
@@ -326,7 +361,9 @@ def test_sparse_gradients_as_over_gloo() -> None:
 
 
 def uneven(world: lockstep.World, backend: str) -> list[Tensor]:
-    """Rank 1 has two batches more: rank 0 answers its collectives from another place in torch's wrapper."""
+    """Rank 1 has two batches more: rank 0 answers its collectives from another place in torch's
+    wrapper.
+    """
     rank, _ = opened(world, backend)
     model = net()
     wrapped = nn.parallel.DistributedDataParallel(model)

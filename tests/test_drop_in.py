@@ -1,4 +1,6 @@
-"""What code written for torch's DDP does to its wrapper: keywords, hooks, join, checkpointing, sparse gradients, odd inputs and outputs."""
+"""What code written for torch's DDP does to its wrapper: keywords, hooks, join, checkpointing,
+sparse gradients, odd inputs and outputs.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class Branches(nn.Module):
 class Outputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.heads = nn.Linear(6, 6), nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)})
+        self.body = nn.Linear(6, 6)
+        self.heads = nn.ModuleDict({"a": nn.Linear(6, 3), "b": nn.Linear(6, 3)})
 
     def forward(self, x: Tensor) -> dict[str, object]:
         features = torch.tanh(self.body(x))
@@ -100,14 +103,20 @@ def train(world: lockstep.World, family: str, wrapper: str) -> list[Tensor]:
     """One script; only the wrapper's import differs."""
     torch.manual_seed(4)
     model = FAMILIES[family]()
-    make = nn.parallel.DistributedDataParallel if wrapper == "torch" else lockstep.DistributedDataParallel
+    make = (
+        nn.parallel.DistributedDataParallel
+        if wrapper == "torch"
+        else lockstep.DistributedDataParallel
+    )
     ddp = make(
         model,
         find_unused_parameters=family == "branches",
         gradient_as_bucket_view=wrapper == "torch" and family != "embedding",
     )
     sgd = torch.optim.SGD(
-        [parameter for parameter in ddp.parameters() if parameter.requires_grad], lr=0.02, momentum=0 if family == "embedding" else 0.9
+        [parameter for parameter in ddp.parameters() if parameter.requires_grad],
+        lr=0.02,
+        momentum=0 if family == "embedding" else 0.9,
     )
     for step in range(20):
         x, y = batch(world.rank, step)
@@ -119,7 +128,8 @@ def train(world: lockstep.World, family: str, wrapper: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_swapping_the_import_gives_the_same_weights(family: str) -> None:
-    theirs, ours = run_ranks(train, 2, args=(family, "torch")), run_ranks(train, 2, args=(family, "lockstep"))
+    theirs = run_ranks(train, 2, args=(family, "torch"))
+    ours = run_ranks(train, 2, args=(family, "lockstep"))
     for a, b in zip(ours, theirs, strict=True):
         for number, (mine, other) in enumerate(zip(a, b, strict=True)):
             assert zoo.distance(mine, other) < 1e-6, number
@@ -127,12 +137,21 @@ def test_swapping_the_import_gives_the_same_weights(family: str) -> None:
 
 def hooked(world: lockstep.World, wrapper: str, hook: str) -> list[Tensor]:
     model = zoo.build("mlp")
-    ddp = (nn.parallel.DistributedDataParallel if wrapper == "torch" else lockstep.DistributedDataParallel)(model)
+    ddp = (
+        nn.parallel.DistributedDataParallel
+        if wrapper == "torch"
+        else lockstep.DistributedDataParallel
+    )(model)
     if hook == "powersgd":
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=0.5)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=0.5
+        )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
-        ddp.register_comm_hook(None, {"fp16": default_hooks.fp16_compress_hook, "mean": default_hooks.allreduce_hook}[hook])
+        ddp.register_comm_hook(
+            None,
+            {"fp16": default_hooks.fp16_compress_hook, "mean": default_hooks.allreduce_hook}[hook],
+        )
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
     for step in range(6):
         x, y = batch(world.rank, step)
@@ -144,7 +163,8 @@ def hooked(world: lockstep.World, wrapper: str, hook: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("hook", ["mean", "fp16"])
 def test_torchs_hooks_run_as_they_are(hook: str) -> None:
-    theirs, ours = run_ranks(hooked, 2, args=("torch", hook)), run_ranks(hooked, 2, args=("lockstep", hook))
+    theirs = run_ranks(hooked, 2, args=("torch", hook))
+    ours = run_ranks(hooked, 2, args=("lockstep", hook))
     for mine, other in zip(ours[1], theirs[1], strict=True):
         assert zoo.distance(mine, other) < (1e-6 if hook == "mean" else 1e-3)
 
@@ -158,7 +178,11 @@ def test_powersgd_runs_and_keeps_the_replicas_equal() -> None:
 
 def joined(world: lockstep.World, wrapper: str, by_all: bool) -> list[Tensor]:
     model = zoo.build("mlp")
-    ddp = (nn.parallel.DistributedDataParallel if wrapper == "torch" else lockstep.DistributedDataParallel)(model)
+    ddp = (
+        nn.parallel.DistributedDataParallel
+        if wrapper == "torch"
+        else lockstep.DistributedDataParallel
+    )(model)
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.02)
     with ddp.join(divide_by_initial_world_size=by_all):
         for step in range(3 + 2 * world.rank):
@@ -171,7 +195,8 @@ def joined(world: lockstep.World, wrapper: str, by_all: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("by_all", [True, False])
 def test_join_trains_on_uneven_inputs_as_torchs_does(by_all: bool) -> None:
-    theirs, ours = run_ranks(joined, 3, args=("torch", by_all)), run_ranks(joined, 3, args=("lockstep", by_all))
+    theirs = run_ranks(joined, 3, args=("torch", by_all))
+    ours = run_ranks(joined, 3, args=("lockstep", by_all))
     for a, b in zip(ours, theirs, strict=True):
         for mine, other in zip(a, b, strict=True):
             assert zoo.distance(mine, other) < 1e-6
@@ -219,7 +244,9 @@ def checkpointed(world: lockstep.World, reentrant: bool | None) -> list[Tensor]:
         x, y = batch(world.rank, step)
         model.zero_grad()
         zoo.loss_sum(forward(x), y).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -262,7 +289,9 @@ def in_groups(world: lockstep.World) -> list[Tensor]:
     ddp = lockstep.DistributedDataParallel(model, process_group=groups[world.rank // 2])
     x, y = batch(world.rank, 0)
     zoo.loss_sum(ddp(x), y).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 def test_a_process_group_averages_among_its_ranks() -> None:
@@ -280,7 +309,9 @@ def test_a_process_group_averages_among_its_ranks() -> None:
 
 def ignoring(world: lockstep.World) -> tuple[Tensor, Tensor]:
     model = zoo.build("mlp")
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["0.weight"]
+    )
     if world.rank:
         with torch.no_grad():
             model[0].weight += 1
@@ -299,7 +330,10 @@ def test_ignored_parameters_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"device_ids": [0]}, r"device_ids=\[0\] is for a module on a GPU, and this one is on the CPU: leave it out"),
+        (
+            {"device_ids": [0]},
+            r"device_ids=\[0\] is for a module on a GPU, and this one is on the CPU: leave it out",
+        ),
         ({"output_device": 0}, "output_device=0 is for a module on a GPU"),
         ({"clip": 1.0}, "clip=1.0 needs a Stepper"),
         ({"exact": True}, "exact=True needs a Stepper"),
@@ -322,7 +356,10 @@ def test_an_unknown_keyword_is_a_type_error_as_in_python() -> None:
 def test_a_tensor_on_another_device_is_named() -> None:
     with lockstep.init():
         ddp = lockstep.DistributedDataParallel(Outputs())
-        with pytest.raises(UsageError, match=r"argument 0\['x'\]\[1\] is on meta, the module on cpu \(rank 0, local rank 0\)"):
+        with pytest.raises(
+            UsageError,
+            match=r"argument 0\['x'\]\[1\] is on meta, the module on cpu \(rank 0, local rank 0\)",
+        ):
             ddp({"x": [torch.zeros(1), torch.zeros(1, device="meta")]})
 
 
@@ -355,4 +392,7 @@ def test_a_mesh_says_which_ranks_average() -> None:
         for rank in pair:
             assert zoo.distance(found[rank][0], expected) < 1e-6
     assert zoo.distance(found[0][0], found[1][0]) > 1e-3
-    assert all("device_mesh has axes ('data', 'other'): give the data-parallel one" in refused for *_, refused in found)
+    assert all(
+        "device_mesh has axes ('data', 'other'): give the data-parallel one" in refused
+        for *_, refused in found
+    )

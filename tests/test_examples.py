@@ -13,7 +13,11 @@ from sklearn.datasets import load_digits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
-    "sampler.py": ["interleaved: rank 0 [0, 2, 4, 6, 8]  rank 1 [1, 3, 5, 7, 9]", "blocks: rank 0 [0, 1, 2, 3, 4]", "together on 10 of 10"],
+    "sampler.py": [
+        "interleaved: rank 0 [0, 2, 4, 6, 8]  rank 1 [1, 3, 5, 7, 9]",
+        "blocks: rank 0 [0, 1, 2, 3, 4]",
+        "together on 10 of 10",
+    ],
     "gradients_by_hand.py": ["over 2 ranks"],
     "data_parallel.py": ["epoch 4: loss 0."],
     "accumulation.py": ["the last step had 44 samples"],
@@ -26,23 +30,48 @@ SCRIPTS = {
 
 
 def run(*command: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_runs_on_two_ranks(script: str, tmp_path: Path) -> None:
-    printed = run("-m", "lockstep", "run", "--workers", "2", str(EXAMPLES / script), folder=tmp_path)
+    printed = run(
+        "-m", "lockstep", "run", "--workers", "2", str(EXAMPLES / script), folder=tmp_path
+    )
     for expected in SCRIPTS[script]:
         assert expected in printed
 
 
 def test_models_are_averaged_in_six_ways(tmp_path: Path) -> None:
-    command = ["-m", "lockstep", "run", "--workers", "2", str(EXAMPLES / "averaging.py"), "--epochs", "2", "--plot", "averaging.svg"]
-    rows = [line.removeprefix("[0] ").rsplit(maxsplit=2) for line in run(*command, folder=tmp_path).splitlines()][1:]
+    command = [
+        "-m",
+        "lockstep",
+        "run",
+        "--workers",
+        "2",
+        str(EXAMPLES / "averaging.py"),
+        "--epochs",
+        "2",
+        "--plot",
+        "averaging.svg",
+    ]
+    rows = [
+        line.removeprefix("[0] ").rsplit(maxsplit=2)
+        for line in run(*command, folder=tmp_path).splitlines()
+    ][1:]
     average = {name: float(together) for name, _, together in rows}
-    assert list(average) == ["summed gradients", "every step", "every 8 steps", "every 64 steps", "once, one start", "once, other starts"]
+    assert list(average) == [
+        "summed gradients",
+        "every step",
+        "every 8 steps",
+        "every 64 steps",
+        "once, one start",
+        "once, other starts",
+    ]
     assert average["every step"] > 0.6 > 0.3 > average["once, other starts"]
     assert (tmp_path / "averaging.svg").read_text().startswith("<?xml")
 
@@ -52,29 +81,52 @@ def test_an_example_is_a_plain_script_too(tmp_path: Path) -> None:
 
 
 def test_ranks_that_the_example_spawns_itself(tmp_path: Path) -> None:
-    losses = [float(line.rsplit(" ", 1)[1]) for line in run(str(EXAMPLES / "setup_and_train.py"), "2", folder=tmp_path).splitlines()]
+    losses = [
+        float(line.rsplit(" ", 1)[1])
+        for line in run(str(EXAMPLES / "setup_and_train.py"), "2", folder=tmp_path).splitlines()
+    ]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(
-        struct.pack(">HBB", 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape) + values.astype(np.uint8).tobytes()
+        struct.pack(">HBB", 0, 8, values.ndim)
+        + struct.pack(f">{values.ndim}I", *values.shape)
+        + values.astype(np.uint8).tobytes()
     )
 
 
 def test_mnist_from_idx_files(tmp_path: Path) -> None:
     digits = load_digits()
-    images = np.kron(digits.images, np.ones((4, 4)))[:, 2:30, 2:30] * (255 / 16)  # 8x8 scans as 28x28
+    # 8x8 scans as 28x28
+    images = np.kron(digits.images, np.ones((4, 4)))[:, 2:30, 2:30] * (255 / 16)
     for name, rows in (("train", slice(0, 640)), ("t10k", slice(640, 896))):
         write_idx(tmp_path / f"{name}-images-idx3-ubyte", images[rows])
         write_idx(tmp_path / f"{name}-labels-idx1-ubyte", digits.target[rows])
     task = str(EXAMPLES / "mnist_idx.py")
-    printed = run("-m", "lockstep", "train", task, "--workers", "2", "--set", f"folder={tmp_path}", "--epochs", "3", folder=tmp_path)
+    printed = run(
+        "-m",
+        "lockstep",
+        "train",
+        task,
+        "--workers",
+        "2",
+        "--set",
+        f"folder={tmp_path}",
+        "--epochs",
+        "3",
+        folder=tmp_path,
+    )
     last = printed.rstrip().splitlines()[-1]
     assert last.startswith("mnist_idx: 3 epochs, 15 steps, 2 workers")
     assert float(last.split("accuracy ")[1].split()[0]) > 0.7
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "setup_and_train.py", "mnist_idx.py", "averaging.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        *SCRIPTS,
+        "setup_and_train.py",
+        "mnist_idx.py",
+        "averaging.py",
+    }

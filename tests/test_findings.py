@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep
 from lockstep import collectives
 from lockstep.errors import CollectiveMismatch, LateGradient, LockstepWarning, UsageError
-from lockstep.step_result import StepResult
+from lockstep.step.step_result import StepResult
 from lockstep.testing import run_ranks
 from tests import zoo
 
@@ -34,14 +34,18 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def step(stepper: lockstep.Stepper, model: nn.Module, *batches: tuple[Tensor, Tensor]) -> StepResult:
+def step(
+    stepper: lockstep.Stepper, model: nn.Module, *batches: tuple[Tensor, Tensor]
+) -> StepResult:
     for x, y in stepper.micro_batches(batches):
         stepper.backward(zoo.loss_sum(model(x), y), weight=len(y))
     return stepper.step()
 
 
 class Buffers(nn.Module):
-    """A mask of infinities, a counter that is large, a flag that falls, a complex one, a cache that grows, one that begins late."""
+    """A mask of infinities, a counter that is large, a flag that falls, a complex one, a cache
+    that grows, one that begins late.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +104,8 @@ def hook_meets_stepper(world: lockstep.World) -> tuple[str, float]:
     with ddp.join():
         zoo.loss_sum(ddp(batch(world.rank)[0]), batch(world.rank)[1]).backward()
     model.zero_grad()
-    zoo.loss_sum(ddp(batch(world.rank)[0]), batch(world.rank)[1]).backward()  # join() did not leave its divisor behind
+    # join() did not leave its divisor behind
+    zoo.loss_sum(ddp(batch(world.rank)[0]), batch(world.rank)[1]).backward()
     norm = float(model[0].weight.grad.norm())
     with pytest.raises(UsageError, match="use one of them"):
         lockstep.Stepper(ddp, sgd(model))
@@ -112,7 +117,9 @@ def test_a_hook_divides_once_also_after_join_and_never_under_a_stepper() -> None
     for rank in range(2):
         x, y = batch(rank)
         (zoo.loss_sum(model(x), y) / 2).backward()
-    assert [norm for _, norm in run_ranks(hook_meets_stepper, 2)] == pytest.approx([float(model[0].weight.grad.norm())] * 2, rel=1e-5)
+    assert [norm for _, norm in run_ranks(hook_meets_stepper, 2)] == pytest.approx(
+        [float(model[0].weight.grad.norm())] * 2, rel=1e-5
+    )
 
 
 def stepper_in_a_group(world: lockstep.World) -> tuple[float, list[Tensor]]:
@@ -154,7 +161,9 @@ def accumulates_branches(world: lockstep.World) -> tuple[float, bool]:
     kept = float(model.a.weight.grad.norm())
     model.branch = "b"
     zoo.loss_sum(ddp(batch(world.rank, 1)[0]), batch(world.rank, 1)[1]).backward()
-    return kept, model.a.weight.grad is not None and math.isclose(float(model.a.weight.grad.norm()), kept, rel_tol=1e-6)
+    return kept, model.a.weight.grad is not None and math.isclose(
+        float(model.a.weight.grad.norm()), kept, rel_tol=1e-6
+    )
 
 
 def test_skipping_unused_parameters_keeps_what_earlier_backwards_left() -> None:
@@ -188,7 +197,13 @@ class Reused(nn.Module):
         self.block, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(self.block, checkpoint(self.block, x.requires_grad_(), use_reentrant=True), use_reentrant=True))
+        return self.last(
+            checkpoint(
+                self.block,
+                checkpoint(self.block, x.requires_grad_(), use_reentrant=True),
+                use_reentrant=True,
+            )
+        )
 
 
 def reentrant_twice(world: lockstep.World) -> str:
@@ -230,9 +245,16 @@ def test_a_group_can_be_adopted_again(tmp_path: object) -> None:
 
 def idle_scaler(world: lockstep.World) -> tuple[list[bool], list[Tensor]]:
     model = zoo.build("mlp")
-    stepper = lockstep.Stepper(model, sgd(model), scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    results = [step(stepper, model, *([batch(0, number)] if world.rank == 0 else [])) for number in range(2)]
-    return [result.applied for result in results], [parameter.detach().clone() for parameter in model.parameters()]
+    stepper = lockstep.Stepper(
+        model, sgd(model), scaler=torch.amp.GradScaler("cpu", init_scale=4.0)
+    )
+    results = [
+        step(stepper, model, *([batch(0, number)] if world.rank == 0 else []))
+        for number in range(2)
+    ]
+    return [result.applied for result in results], [
+        parameter.detach().clone() for parameter in model.parameters()
+    ]
 
 
 def test_a_loss_scaler_on_a_rank_that_idles() -> None:
@@ -243,7 +265,9 @@ def test_a_loss_scaler_on_a_rank_that_idles() -> None:
 
 
 def far_ahead(world: lockstep.World) -> float:
-    """Rank 0 runs hundreds of different broadcasts ahead: the page has long forgotten the first when rank 1 comes to it."""
+    """Rank 0 runs hundreds of different broadcasts ahead: the page has long forgotten the first
+    when rank 1 comes to it.
+    """
     tensors = [torch.full((1 + number % 7,), float(number)) for number in range(600)]
     handles = [world.group.broadcast(tensor) for tensor in tensors]
     for handle in handles:
@@ -279,7 +303,9 @@ def rewrapped(world: lockstep.World) -> bool:
         for _ in range(2):
             ddp = lockstep.DistributedDataParallel(model)
             del ddp
-        zoo.loss_sum(lockstep.DistributedDataParallel(model)(batch(world.rank)[0]), batch(world.rank)[1]).backward()
+        zoo.loss_sum(
+            lockstep.DistributedDataParallel(model)(batch(world.rank)[0]), batch(world.rank)[1]
+        ).backward()
     finally:
         gc.enable()
     rows = collectives.all_gather(model[0].weight.grad.reshape(1, -1))
@@ -327,7 +353,9 @@ def test_a_backward_that_raised_on_all_ranks_leaves_nothing_behind() -> None:
     for rank in range(2):
         x, y = batch(rank)
         (zoo.loss_sum(model(x), y) / 2).backward()
-    assert run_ranks(after_an_exception, 2) == pytest.approx([float(model[0].weight.grad.norm())] * 2, rel=1e-5)
+    assert run_ranks(after_an_exception, 2) == pytest.approx(
+        [float(model[0].weight.grad.norm())] * 2, rel=1e-5
+    )
 
 
 def overlapping(world: lockstep.World) -> str:
@@ -357,7 +385,9 @@ def test_a_fused_optimizer_under_float64() -> None:
     try:
         with lockstep.init():
             model = zoo.build("mlp")
-            stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+            stepper = lockstep.Stepper(
+                model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+            )
             x, y = batch(0)
             assert step(stepper, model, (x.double(), y)).applied
     finally:
@@ -371,7 +401,11 @@ def test_a_mean_over_nothing_with_a_tensor_weight() -> None:
         x, y = batch(0)
         for number, (u, v) in enumerate(stepper.micro_batches([(x, y), (x, y)])):
             target = v if number else torch.full_like(v, -100)
-            stepper.backward(nn.functional.cross_entropy(model(u), target), weight=(target >= 0).sum(), reduction="mean")
+            stepper.backward(
+                nn.functional.cross_entropy(model(u), target),
+                weight=(target >= 0).sum(),
+                reduction="mean",
+            )
         assert math.isfinite(stepper.step().loss)
 
 
@@ -385,7 +419,10 @@ def test_a_graph_on_a_gradient_does_not_travel_and_this_is_said() -> None:
             warnings.simplefilter("always")
             loss.backward(create_graph=True)
         assert any(issubclass(each.category, LockstepWarning) for each in said)
-        assert not any(parameter.grad is None or parameter.grad.requires_grad for parameter in model.parameters())
+        assert not any(
+            parameter.grad is None or parameter.grad.requires_grad
+            for parameter in model.parameters()
+        )
 
 
 def cleared(world: lockstep.World, to_none: bool, where: str) -> str:
@@ -393,7 +430,9 @@ def cleared(world: lockstep.World, to_none: bool, where: str) -> str:
     optimizer = sgd(model)
     stepper = lockstep.Stepper(model, optimizer)
     try:
-        for x, y in stepper.micro_batches([batch(world.rank), batch(world.rank, 1)] if world.rank == 0 else []):
+        for x, y in stepper.micro_batches(
+            [batch(world.rank), batch(world.rank, 1)] if world.rank == 0 else []
+        ):
             stepper.backward(zoo.loss_sum(model(x), y), weight=4)
             if where == "inside":
                 optimizer.zero_grad(set_to_none=to_none)
@@ -409,10 +448,14 @@ def cleared(world: lockstep.World, to_none: bool, where: str) -> str:
     return "nothing said"
 
 
-@pytest.mark.parametrize(("to_none", "where"), [(True, "after"), (False, "after"), (True, "inside")])
+@pytest.mark.parametrize(
+    ("to_none", "where"), [(True, "after"), (False, "after"), (True, "inside")]
+)
 def test_gradients_that_are_cleared_before_the_step_are_noticed(to_none: bool, where: str) -> None:
     message = run_ranks(cleared, 2, args=(to_none, where))[0]
-    assert "was cleared, replaced or added to between stepper.backward() and stepper.step()" in message
+    assert (
+        "was cleared, replaced or added to between stepper.backward() and stepper.step()" in message
+    )
 
 
 def test_plain_backward_in_place_of_the_steppers_is_noticed() -> None:
@@ -421,7 +464,10 @@ def test_plain_backward_in_place_of_the_steppers_is_noticed() -> None:
         stepper = lockstep.Stepper(model, sgd(model))
         for x, y in stepper.micro_batches([batch(0), batch(0, 1)]):
             zoo.loss_sum(model(x), y).backward()
-        with pytest.raises(UsageError, match=r"call stepper.backward\(loss, weight=...\) in place of loss.backward\(\)"):
+        with pytest.raises(
+            UsageError,
+            match=r"call stepper.backward\(loss, weight=...\) in place of loss.backward\(\)",
+        ):
             stepper.step()
 
 
@@ -437,10 +483,16 @@ def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
                     stepper.backward(zoo.loss_sum(model(u), v) * math.nan, weight=4)
                 assert not stepper.step().applied
         assert [str(each.message) for each in said if each.category is LockstepWarning] == [
-            "step 1 was skipped: the loss is nan: this update would make every weight nan. The loss of rank 0 is not finite. "
-            "The next window's gradients are looked at one by one, before they are summed. This is said once.",
-            "step 2 was skipped: the loss is nan: this update would make every weight nan. The loss of rank 0 is not finite. "
-            "Before the sum, the first gradient that is not finite: '4.bias' on rank 0 (micro-batch 0 of its window). This is said once.",
+            (
+                "step 1 was skipped: the loss is nan: this update would make every weight nan. The"
+                " loss of rank 0 is not finite. The next window's gradients are looked at one by"
+                " one, before they are summed. This is said once."
+            ),
+            (
+                "step 2 was skipped: the loss is nan: this update would make every weight nan. The"
+                " loss of rank 0 is not finite. Before the sum, the first gradient that is not"
+                " finite: '4.bias' on rank 0 (micro-batch 0 of its window). This is said once."
+            ),
         ]
         assert all(parameter.isfinite().all() for parameter in model.parameters())
 
@@ -448,12 +500,20 @@ def test_a_loss_of_nan_updates_nothing_and_is_said_once() -> None:
 def test_mistaken_arguments_are_sentences() -> None:
     with lockstep.init():
         model = zoo.build("mlp")
-        with pytest.raises(UsageError, match=r"given a Sequential and a list: it takes one nn\.Module and one"):
+        with pytest.raises(
+            UsageError, match=r"given a Sequential and a list: it takes one nn\.Module and one"
+        ):
             lockstep.Stepper(model, [sgd(model), sgd(model)])  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="given a SGD and a Sequential"):
             lockstep.Stepper(sgd(model), model)  # type: ignore[arg-type]
         torchs = nn.parallel.DistributedDataParallel(model)
-        with pytest.raises(UsageError, match=r"the model is torch's DistributedDataParallel, which reduces by itself: give \.module"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"the model is torch's DistributedDataParallel, which reduces by itself: give"
+                r" \.module"
+            ),
+        ):
             lockstep.Stepper(torchs, sgd(model))
         with pytest.raises(UsageError, match="wrapped already"):
             lockstep.DistributedDataParallel(torchs)
@@ -467,14 +527,20 @@ def test_mistaken_arguments_are_sentences() -> None:
             iter(lockstep.Loader(torch.utils.data.TensorDataset(*zoo.samples(8)), global_batch=4))
 
 
-def test_a_wrapper_can_be_copied_saved_and_averaged_and_a_copy_is_tied_to_the_ranks_when_it_is_trained(tmp_path: Path) -> None:
+def test_a_wrapper_can_be_copied_saved_and_averaged_and_a_copy_is_tied_to_the_ranks_when_it_is_trained(
+    tmp_path: Path,
+) -> None:
     with lockstep.init():
         ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
         x, y = batch(0)
         average = torch.optim.swa_utils.AveragedModel(ddp)
         average.update_parameters(ddp)
         torch.save(ddp, tmp_path / "ddp.pt")
-        for other in (copy.deepcopy(ddp), torch.load(tmp_path / "ddp.pt", weights_only=False), average):
+        for other in (
+            copy.deepcopy(ddp),
+            torch.load(tmp_path / "ddp.pt", weights_only=False),
+            average,
+        ):
             other.eval()
             assert torch.equal(other(x), ddp(x))
             other.train()
@@ -488,6 +554,10 @@ def test_parameters_that_the_optimizer_does_not_hold_are_named() -> None:
     with lockstep.init():
         model = zoo.build("mlp")
         with pytest.warns(
-            LockstepWarning, match=r"the optimizer does not hold '2.weight', '2.bias', '4.weight', '4.bias': their gradients"
+            LockstepWarning,
+            match=(
+                r"the optimizer does not hold '2.weight', '2.bias', '4.weight', '4.bias': their"
+                r" gradients"
+            ),
         ):
             lockstep.Stepper(model, sgd(model[0]))  # type: ignore[index]

@@ -1,4 +1,6 @@
-"""The guide's PyTorchJob: what it says is what a pod runs, and what an operator sets is understood. And what the image is made of is there."""
+"""The guide's TrainJob, RayJob and PyTorchJob: what they say is what a pod runs, and what an
+operator sets is understood. And what the image is made of.
+"""
 
 from __future__ import annotations
 
@@ -8,63 +10,202 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
 
 
-def manifest() -> Any:
+def manifests() -> dict[str, Any]:
+    """By kind."""
     page = (ROOT / "docs" / "guide" / "kubernetes.md").read_text()
-    (block,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    return yaml.safe_load(block)
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    return {found["kind"]: found for block in blocks for found in yaml.safe_load_all(block)}
 
 
-def test_the_manifest_is_a_pytorch_job() -> None:
-    found = manifest()
-    assert (found["apiVersion"], found["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = found["spec"]["pytorchReplicaSpecs"]
+def pods() -> dict[str, Any]:
+    """The specifications of all pods, by the name of their container."""
+    found = manifests()
+    runtime = found["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    cluster = found["RayJob"]["spec"]["rayClusterSpec"]
+    replicas = found["PyTorchJob"]["spec"]["pytorchReplicaSpecs"].values()
+    templates = [
+        runtime[0]["template"]["spec"],
+        cluster["headGroupSpec"],
+        *cluster["workerGroupSpecs"],
+        *replicas,
+    ]
+    return {
+        spec["containers"][0]["name"]: spec
+        for spec in (each["template"]["spec"] for each in templates)
+    }
+
+
+def test_the_manifests_are_of_these_kinds() -> None:
+    assert {kind: found["apiVersion"] for kind, found in manifests().items()} == {
+        "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+        "TrainJob": "trainer.kubeflow.org/v1alpha1",
+        "RayJob": "ray.io/v1",
+        "PyTorchJob": "kubeflow.org/v1",
+    }
+
+
+@pytest.mark.parametrize("name", ["node", "ray-head", "ray-worker", "pytorch"])
+def test_a_pod_mounts_what_it_has(name: str) -> None:
+    (container,) = pods()[name]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pods()[name]["volumes"]}
+    assert mounts["runs"] == "/runs"
+
+
+def test_the_pytorch_job_has_a_master_and_a_worker() -> None:
+    replicas = manifests()["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     assert {name: each["replicas"] for name, each in replicas.items()} == {"Master": 1, "Worker": 1}
-    for each in replicas.values():
-        pod = each["template"]["spec"]
-        (container,) = pod["containers"]
-        assert container["name"] == "pytorch"
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_its_command_in_two_pods(tmp_path: Path) -> None:
-    """Two processes of one host stand for the pods; the variables are those that the operator sets."""
-    replicas = manifest()["spec"]["pytorchReplicaSpecs"]
-    commands = [replicas[name]["template"]["spec"]["containers"][0]["command"] for name in ("Master", "Worker")]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pods = []
-    for rank, (program, *args) in enumerate(commands):
-        assert program == "lockstep"
-        args = [argument.replace("/runs", str(tmp_path)) for argument in args]
-        operators = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "PYTHONUNBUFFERED": 1}
-        operators |= {
-            "PET_NNODES": 2,
-            "PET_NODE_RANK": rank,
-            "PET_NPROC_PER_NODE": 1,
-            "PET_MASTER_ADDR": "localhost",
-            "PET_MASTER_PORT": port,
+def test_the_train_job_names_its_runtime() -> None:
+    runtime, job = manifests()["TrainingRuntime"], manifests()["TrainJob"]["spec"]
+    assert (job["runtimeRef"]["kind"], job["runtimeRef"]["name"]) == (
+        "TrainingRuntime",
+        runtime["metadata"]["name"],
+    )
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": job["trainer"]["numNodes"], "torch": {}}
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["name"] == "node"  # the trainer looks for this name and this label
+    assert replicated["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+
+
+def in_pods(
+    command: Sequence[str], folder: Path, variables: Sequence[Mapping[str, object]]
+) -> list[str]:
+    """Run the command once with each of these variables, at the same time, in processes of this
+    host. What each has printed to stdout.
+    """
+    program, *args = command
+    assert program == "lockstep"
+    started = []
+    for each in variables:
+        env = {
+            **os.environ,
+            **{name: str(value) for name, value in each.items()},
+            "GLOO_SOCKET_IFNAME": "lo",
         }
-        env = {**os.environ, **{name: str(value) for name, value in operators.items()}, "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "lockstep", *args, "--steps", "2"]
-        pods.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    said = [pod.communicate() for pod in pods]
-    assert [pod.returncode for pod in pods] == [0, 0], said
-    assert said[0][0].startswith("digits: 2 steps, 2 workers, ")
-    assert said[1][0] == ""
+        words = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            *(argument.replace("/runs", str(folder)) for argument in args),
+            "--steps",
+            "2",
+        ]
+        started.append(
+            subprocess.Popen(
+                words,
+                cwd=folder,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [pod.communicate() for pod in started]
+    assert [pod.returncode for pod in started] == [0] * len(started), said
+    return [out for out, _ in said]
+
+
+def pet(rank: int, each: int, port: int) -> dict[str, object]:
+    """What operators set for torchrun."""
+    found = {
+        "NNODES": 2,
+        "NPROC_PER_NODE": each,
+        "NODE_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return {f"PET_{name}": value for name, value in found.items()}
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        found: int = free.getsockname()[1]
+    return found
+
+
+def test_the_train_jobs_command_in_two_pods_of_two_ranks(tmp_path: Path, port: int) -> None:
+    trainer = manifests()["TrainJob"]["spec"]["trainer"]
+    each = trainer["resourcesPerNode"]["limits"]["cpu"]
+    first, other = in_pods(
+        trainer["command"], tmp_path, [pet(rank, each, port) for rank in range(trainer["numNodes"])]
+    )
+    assert first.startswith("digits: 2 steps, 4 workers, ")
+    assert other == ""
     assert (tmp_path / "digits" / "result.json").exists()
+
+
+def test_the_pytorch_jobs_command_in_two_pods(tmp_path: Path, port: int) -> None:
+    replicas = manifests()["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    commands = [
+        replicas[name]["template"]["spec"]["containers"][0]["command"]
+        for name in ("Master", "Worker")
+    ]
+    assert commands[0] == commands[1]
+    named = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": 2,
+        "PYTHONUNBUFFERED": 1,
+    }
+    first, other = in_pods(
+        commands[0], tmp_path, [{**named, "RANK": rank, **pet(rank, 1, port)} for rank in range(2)]
+    )
+    assert first.startswith("digits: 2 steps, 2 workers, ")
+    assert other == ""
+    assert (tmp_path / "digits" / "result.json").exists()
+
+
+def test_the_ray_jobs_cluster_has_room_for_its_ranks(tmp_path: Path) -> None:
+    """Its entrypoint is a command that looks for a cluster, as far as it gets without one.
+    tests/launcher/ray has what it does there.
+    """
+    job = manifests()["RayJob"]["spec"]
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    each = group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    program, *args = job["entrypoint"].split()
+    assert (
+        f"{group['minReplicas'] * each}:{group['maxReplicas'] * each}"
+        == args[args.index("--workers") + 1]
+    )
+    assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    assert program == "lockstep"
+    words = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        *(argument.replace("/runs", str(tmp_path)) for argument in args),
+    ]
+    ended = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env={**os.environ, "RAY_ADDRESS": "127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "127.0.0.1:1" in ended.stderr
 
 
 def test_the_image_is_made_of_what_is_here() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
-    copied = [source for line in lines if line.startswith("COPY ") for source in shlex.split(line)[1:-1]]
+    copied = [
+        source for line in lines if line.startswith("COPY ") for source in shlex.split(line)[1:-1]
+    ]
     assert {"pyproject.toml", "README.md", "LICENSE", "src"} == set(copied)
     assert all((ROOT / source).exists() for source in copied)
     (install,) = [line for line in lines if line.startswith("RUN pip install")]

@@ -1,4 +1,6 @@
-"""The same script under every launcher that can be had here: torchrun, mpiexec, our own, and none."""
+"""The same script under every launcher that can be had here: torchrun, mpiexec, our own, and
+none.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ with lockstep.init() as world:
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 # The MPICH wheel's, beside the interpreter. It is of the test extra, so that this runs everywhere.
-MPIEXEC = [shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec", "-n", "2", sys.executable]
+MPIEXEC = [
+    shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec",
+    "-n",
+    "2",
+    sys.executable,
+]
 LAUNCHERS = {
     "torchrun": (TORCHRUN, 2),
     "mpiexec": (MPIEXEC, 2),

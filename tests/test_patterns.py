@@ -1,4 +1,6 @@
-"""Training loops that are not `loss(model(x))`: each gives the same weights on several ranks as on one."""
+"""Training loops that are not `loss(model(x))`: each gives the same weights on several ranks as
+on one.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,20 @@ Weights = list[Tensor]
 
 
 def loader(samples: int = 36, global_batch: int = 12, micro_batch: int = 3) -> lockstep.Loader:
-    return lockstep.Loader(TensorDataset(*zoo.samples(samples)), global_batch=global_batch, micro_batch=micro_batch, seed=3)
+    return lockstep.Loader(
+        TensorDataset(*zoo.samples(samples)),
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=3,
+    )
 
 
 def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr, momentum=0.9)
+    return torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=lr,
+        momentum=0.9,
+    )
 
 
 def weights(*models: nn.Module) -> Weights:
@@ -34,7 +45,9 @@ def weights(*models: nn.Module) -> Weights:
 
 
 def gan(world: lockstep.World) -> Weights:
-    """Two models, two steppers, one window: the discriminator learns from it, then the generator."""
+    """Two models, two steppers, one window: the discriminator learns from it, then the
+    generator.
+    """
     torch.manual_seed(1)
     make, judge = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     maker, judger = lockstep.Stepper(make, sgd(make)), lockstep.Stepper(judge, sgd(judge))
@@ -43,7 +56,9 @@ def gan(world: lockstep.World) -> Weights:
             for x, _ in judger.micro_batches(window):
                 with torch.no_grad():
                     fake = make(torch.randn_like(x))
-                judger.backward(F.softplus(-judge(x)).sum() + F.softplus(judge(fake)).sum(), weight=len(x))
+                judger.backward(
+                    F.softplus(-judge(x)).sum() + F.softplus(judge(fake)).sum(), weight=len(x)
+                )
             judger.step()
             judge.requires_grad_(False)
             for x, _ in maker.micro_batches(window):
@@ -75,7 +90,11 @@ def shared_forward(world: lockstep.World) -> Weights:
         for window in epoch:
             for x, y in stepper.micro_batches(window):
                 features = torch.tanh(model["body"](x))
-                stepper.backward(zoo.loss_sum(model["a"](features), y) + (model["b"](features) - x).square().sum(), weight=len(y))
+                stepper.backward(
+                    zoo.loss_sum(model["a"](features), y)
+                    + (model["b"](features) - x).square().sum(),
+                    weight=len(y),
+                )
             stepper.step()
     return weights(model)
 
@@ -112,7 +131,9 @@ def moving_average(world: lockstep.World) -> Weights:
 
 
 class Chained(torch.optim.Optimizer):
-    """Of the guide (windows.md): several optimizers that step together; groups and state are theirs."""
+    """Of the guide (windows.md): several optimizers that step together; groups and state are
+    theirs.
+    """
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.optimizers = optimizers
@@ -135,13 +156,21 @@ class Chained(torch.optim.Optimizer):
 
 
 def two_optimizers(world: lockstep.World) -> Weights:
-    """One model, matrices and vectors by optimizers of their own; torch's moving average. The state goes to another Stepper on the way."""
+    """One model, matrices and vectors by optimizers of their own; torch's moving average. The
+    state goes to another Stepper on the way.
+    """
     model = zoo.build("mlp")
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def stepper_of() -> lockstep.Stepper:
-        matrices, others = ([p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False))
-        return lockstep.Stepper(model, Chained(torch.optim.Muon(matrices, lr=0.02), torch.optim.Adam(others, lr=1e-2)), clip=1.0)
+        matrices, others = (
+            [p for p in model.parameters() if (p.ndim == 2) == wanted] for wanted in (True, False)
+        )
+        return lockstep.Stepper(
+            model,
+            Chained(torch.optim.Muon(matrices, lr=0.02), torch.optim.Adam(others, lr=1e-2)),
+            clip=1.0,
+        )
 
     stepper = stepper_of()
     for epoch in loader().epochs(2):
@@ -163,7 +192,8 @@ class Adapted(nn.Module):
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.down, self.up = nn.Linear(inner.in_features, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
+        self.down = nn.Linear(inner.in_features, 2, bias=False)
+        self.up = nn.Linear(2, inner.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + self.up(self.down(x))
@@ -196,7 +226,9 @@ PATTERNS: list[Callable[[lockstep.World], Weights]] = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.__name__)
-def test_a_pattern_does_not_depend_on_the_number_of_ranks(pattern: Callable[[lockstep.World], Weights]) -> None:
+def test_a_pattern_does_not_depend_on_the_number_of_ranks(
+    pattern: Callable[[lockstep.World], Weights],
+) -> None:
     (alone,) = run_ranks(pattern, 1)
     for workers in (2, 3):
         for found in run_ranks(pattern, workers):
@@ -214,10 +246,14 @@ def overflow(world: lockstep.World) -> tuple[list[bool], list[float], Weights]:
         x, y = zoo.samples(8)
         for u, v in stepper.micro_batches([(x[:4], y[:4])] if world.rank else [(x[4:], y[4:])]):
             loss = zoo.loss_sum(model(u), v)
-            stepper.backward(loss * math.inf if step == 1 and world.rank == 1 else loss, weight=len(v))
+            stepper.backward(
+                loss * math.inf if step == 1 and world.rank == 1 else loss, weight=len(v)
+            )
         result = stepper.step()
         applied.append(result.applied)
-        assert result.applied or "overflowed at loss scale 256; it is 128 now" in (result.reason or "")
+        assert result.applied or "overflowed at loss scale 256; it is 128 now" in (
+            result.reason or ""
+        )
         scales.append(scaler.get_scale())
     return applied, scales, weights(model)
 
@@ -251,10 +287,16 @@ def everything() -> nn.Module:
     return Everything()
 
 
-def ragged(world: lockstep.World, per_window: int, clip: float | None, dtype: torch.dtype) -> Weights:
-    """One window after another over 64 samples in ragged micro-batches; each rank takes every W-th, whatever that leaves it."""
+def ragged(
+    world: lockstep.World, per_window: int, clip: float | None, dtype: torch.dtype
+) -> Weights:
+    """One window after another over 64 samples in ragged micro-batches; each rank takes every
+    W-th, whatever that leaves it.
+    """
     model = everything().to(dtype)
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.02), clip=clip, unused="zeros")
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.02), clip=clip, unused="zeros"
+    )
     x, y = zoo.samples(64)
     batches = list(zip(x.to(dtype).split(RAGGED), y.split(RAGGED), strict=True))
     share = per_window * world.size
@@ -266,7 +308,9 @@ def ragged(world: lockstep.World, per_window: int, clip: float | None, dtype: to
 
 
 def ragged_alone(window: int, clip: float | None, dtype: torch.dtype) -> Weights:
-    """The same windows in plain torch; gradients are summed in float64 where the parameters are not float32."""
+    """The same windows in plain torch; gradients are summed in float64 where the parameters are
+    not float32.
+    """
     torch.set_num_threads(1)
     model = everything().to(dtype)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -280,7 +324,9 @@ def ragged_alone(window: int, clip: float | None, dtype: torch.dtype) -> Weights
             zoo.loss_sum(model(u), v).backward()
             for total, parameter in zip(sums, trained, strict=True):
                 if parameter.grad is not None:
-                    total += (parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad).double()
+                    total += (
+                        parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    ).double()
         count = sum(len(v) for _, v in batches[start : start + window])
         for total, parameter in zip(sums, trained, strict=True):
             parameter.grad = (total / count).to(dtype)
@@ -293,7 +339,9 @@ def ragged_alone(window: int, clip: float | None, dtype: torch.dtype) -> Weights
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("per_window", [1, 2, 5])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_any_ragged_split_of_64_samples_is_one_process(workers: int, per_window: int, clip: float | None) -> None:
+def test_any_ragged_split_of_64_samples_is_one_process(
+    workers: int, per_window: int, clip: float | None
+) -> None:
     expected = ragged_alone(per_window * workers, clip, torch.float32)
     for found in run_ranks(ragged, workers, args=(per_window, clip, torch.float32)):
         for ours, theirs in zip(found, expected, strict=True):

@@ -7,10 +7,12 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
 import lockstep
+from lockstep import _moved
 
 NAMES = [
     "Checkpoints",
@@ -57,7 +59,10 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 
 def test_import_and_help_do_not_import_torch() -> None:
-    code = "import sys, lockstep, lockstep.cli, lockstep.settings, lockstep.launcher.supervise; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, lockstep, lockstep.cli, lockstep.config.settings, lockstep.launcher.supervise;"
+        " sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -70,24 +75,48 @@ NO_LIST = {
 
 @pytest.mark.parametrize("name", CALLABLE)
 def test_help_shows_every_parameter(name: str) -> None:
-    """Real parameters in the signature, and where there are more than three, each with a line of the Args list."""
+    """Real parameters in the signature, and where there are more than three, each with a line of
+    the Args list.
+    """
     found = getattr(lockstep, name)
     parameters = inspect.signature(found).parameters
-    assert "options" not in parameters
+    assert name not in ("Stepper", "train") or not [
+        each for each in parameters.values() if each.kind is each.VAR_KEYWORD
+    ]
     if len(parameters) <= 3 or name in NO_LIST:
         return
     text = inspect.getdoc(found) or ""
     _, heading, listed = text.partition("Args:\n")
     assert heading, f"{name} has no Args list"
-    told = {each for names in re.findall(r"^    ([a-z_, ]+): ", listed, re.MULTILINE) for each in names.split(", ")}
+    told = {
+        each
+        for names in re.findall(r"^    ([a-z_, ]+): ", listed, re.MULTILINE)
+        for each in names.split(", ")
+    }
     assert set(parameters) <= told
 
 
 def test_a_loaders_signature_is_its_own() -> None:
-    assert list(inspect.signature(lockstep.Loader).parameters)[:3] == ["dataset", "order", "global_batch"]
+    assert list(inspect.signature(lockstep.Loader).parameters)[:3] == [
+        "dataset",
+        "order",
+        "global_batch",
+    ]
 
 
 @pytest.mark.parametrize("name", CALLABLE)
 def test_a_public_name_is_no_module_of_that_name(name: str) -> None:
     """Importing lockstep.NAME would put the module in its place."""
     assert importlib.util.find_spec(f"lockstep.{name}") is None
+
+
+@pytest.mark.parametrize("old", sorted(_moved.NOW))
+def test_the_old_path_of_a_public_name_still_leads_to_its_module(old: str) -> None:
+    module = import_module(old)
+    assert module is import_module(_moved.NOW[old])
+    assert module.__spec__ is not None
+    assert module.__spec__.name == module.__name__ == _moved.NOW[old]
+
+
+def test_world_is_found_where_it_was() -> None:
+    assert import_module("lockstep.world").World is lockstep.World

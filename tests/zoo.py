@@ -1,4 +1,6 @@
-"""Small models with everything that makes gradients awkward, and data for them. Shared by tests; nothing here is random at import."""
+"""Small models with everything that makes gradients awkward, and data for them. Shared by tests;
+nothing here is random at import.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch.nn import functional as F
 
 
 class Awkward(nn.Module):
-    """Tied weights, a scalar, a frozen layer, a non-contiguous parameter and one that gets no gradient."""
+    """Tied weights, a scalar, a frozen layer, a non-contiguous parameter and one that gets no
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +32,9 @@ class Awkward(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 class Convolutional(nn.Module):
@@ -52,7 +58,12 @@ class Recurrent(nn.Module):
         return self.last(self.cell(x.view(-1, 3, 2))[0][:, -1])
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"awkward": Awkward, "mlp": mlp, "cnn": Convolutional, "rnn": Recurrent}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "awkward": Awkward,
+    "mlp": mlp,
+    "cnn": Convolutional,
+    "rnn": Recurrent,
+}
 
 
 def build(name: str) -> nn.Module:
@@ -63,7 +74,9 @@ def build(name: str) -> nn.Module:
 def samples(count: int) -> tuple[Tensor, Tensor]:
     """Inputs [count, 6] and classes [count], all different."""
     generator = torch.Generator().manual_seed(11)
-    return torch.randn(count, 6, generator=generator), torch.randint(0, 3, (count,), generator=generator)
+    return torch.randn(count, 6, generator=generator), torch.randint(
+        0, 3, (count,), generator=generator
+    )
 
 
 def loss_sum(output: Tensor, target: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Lockstep: data-parallel training for PyTorch in which the number of workers is a deployment detail.
+"""Lockstep: data-parallel training for PyTorch in which the number of workers is a deployment
+detail.
 
-Names are resolved on first use, so that `import lockstep` (and `lockstep --help`) does not import torch.
+Names are resolved on first use, so that `import lockstep` (and `lockstep --help`) does not import
+torch.
 """
 
 from __future__ import annotations
@@ -8,29 +10,31 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from lockstep import _moved as _moved
+
 __version__ = "0.1.0.dev0"
 
 _HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
-    "Checkpoints": "lockstep.checkpointing",
-    "DistributedDataParallel": "lockstep.data_parallel",
+    "Checkpoints": "lockstep.step.checkpointing",
+    "DistributedDataParallel": "lockstep.step.data_parallel",
     "DistributedSampler": "lockstep.data.sampler",
-    "EarlyStopping": "lockstep.task",
+    "EarlyStopping": "lockstep.config.task",
     "Loader": "lockstep.data.loader",
-    "Replicas": "lockstep.replicas",
-    "ShardedOptimizer": "lockstep.sharded_optimizer",
-    "Stepper": "lockstep.stepper",
-    "Task": "lockstep.task",
-    "World": "lockstep.world",
-    "benchmark_scaling": "lockstep.measure.scaling.benchmark",
-    "communication_ratio": "lockstep.measure.ratio",
-    "evaluate": "lockstep.inference.evaluate",
-    "init": "lockstep.world",
-    "launch": "lockstep.launcher.spawn",
-    "predict": "lockstep.inference.predict",
-    "scale_lr": "lockstep.learning_rate",
-    "seed": "lockstep.streams",
-    "shared_memory_hook": "lockstep.comm_hook",
-    "stream": "lockstep.streams",
+    "Replicas": "lockstep.step.replicas",
+    "ShardedOptimizer": "lockstep.step.sharded_optimizer",
+    "Stepper": "lockstep.step.stepper",
+    "Task": "lockstep.config.task",
+    "World": "lockstep.world.world",
+    "benchmark_scaling": "lockstep.tools.bench.scaling.benchmark",
+    "communication_ratio": "lockstep.tools.bench.ratio",
+    "evaluate": "lockstep.training.inference.evaluate",
+    "init": "lockstep.world.world",
+    "launch": "lockstep.launcher.launch",
+    "predict": "lockstep.training.inference.predict",
+    "scale_lr": "lockstep.step.learning_rate",
+    "seed": "lockstep.runtime.streams",
+    "shared_memory_hook": "lockstep.step.comm_hook",
+    "stream": "lockstep.runtime.streams",
     "train": "lockstep.training.train",
 }
 _MODULES = ("backend", "collectives", "errors", "testing")
@@ -65,24 +69,24 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep import backend, collectives, errors, testing
-    from lockstep.checkpointing import Checkpoints
-    from lockstep.comm_hook import shared_memory_hook
+    from lockstep.config.task import EarlyStopping, Task
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
-    from lockstep.data_parallel import DistributedDataParallel
-    from lockstep.inference.evaluate import evaluate
-    from lockstep.inference.predict import predict
-    from lockstep.launcher.spawn import launch
-    from lockstep.learning_rate import scale_lr
-    from lockstep.measure.ratio import communication_ratio
-    from lockstep.measure.scaling.benchmark import benchmark_scaling
-    from lockstep.replicas import Replicas
-    from lockstep.sharded_optimizer import ShardedOptimizer
-    from lockstep.stepper import Stepper
-    from lockstep.streams import seed, stream
-    from lockstep.task import EarlyStopping, Task
+    from lockstep.launcher.launch import launch
+    from lockstep.runtime.streams import seed, stream
+    from lockstep.step.checkpointing import Checkpoints
+    from lockstep.step.comm_hook import shared_memory_hook
+    from lockstep.step.data_parallel import DistributedDataParallel
+    from lockstep.step.learning_rate import scale_lr
+    from lockstep.step.replicas import Replicas
+    from lockstep.step.sharded_optimizer import ShardedOptimizer
+    from lockstep.step.stepper import Stepper
+    from lockstep.tools.bench.ratio import communication_ratio
+    from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
+    from lockstep.training.inference.evaluate import evaluate
+    from lockstep.training.inference.predict import predict
     from lockstep.training.train import train
-    from lockstep.world import World, init
+    from lockstep.world.world import World, init
 
 
 def __getattr__(name: str) -> object:
@@ -90,7 +94,9 @@ def __getattr__(name: str) -> object:
         return import_module(f"lockstep.{name}")
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'lockstep' has no attribute {name!r}; it has {', '.join(__all__)}"
+    )
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,13 @@
-"""Shared memory as a backend of torch.distributed: every program on it gets faster collectives with one line.
+"""Shared memory as a backend of torch.distributed: every program on it gets faster collectives with
+one line.
 
     import lockstep.backend
     torch.distributed.init_process_group("lockstep")
 
-On one x86 Linux host all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors go through shared memory, the rest (and
-everything elsewhere) through gloo. Ranks that call different collectives raise CollectiveMismatch before any data is mixed; a rank that died is
-named. A collective is done when its call returns, also with async_op=True.
+On one x86 Linux host all_reduce, broadcast, all_gather, reduce_scatter and barrier of CPU tensors
+go through shared memory, the rest (and everything elsewhere) through gloo. Ranks that call
+different collectives raise CollectiveMismatch before any data is mixed; a rank that died is named.
+A collective is done when its call returns, also with async_op=True.
 """
 
 # torch's stubs give every method several forms, and hide what makes a Work.
@@ -27,25 +29,32 @@ from lockstep.collectives.shared_memory.operations import SharedMemory, possible
 from lockstep.collectives.shared_memory.segment import this_host
 from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
-from lockstep.launcher.local_peers import no_strangers
+from lockstep.runtime.local_peers import no_strangers
 
 NAME = "lockstep"
 
 
 class SharedMemoryProcessGroup(dist.ProcessGroup):
-    """The process group that `init_process_group("lockstep")` and its subgroups get. Ranks in errors are places in the group."""
+    """The process group that `init_process_group("lockstep")` and its subgroups get. Ranks in
+    errors are places in the group.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         with no_strangers("gloo"):
-            self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+            self._gloo: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore("gloo", store), rank, size, timeout
+            )
         self._group = Group(self, ranks=tuple(range(size)), rank=rank)
         self._group.timeout = timeout
         self._memory: SharedMemory | None = None
         self._name = ""
         if size > 1 and _same_host(store, rank, size, timeout):
-            # Programs over torch.distributed may come to a collective by different lines: torch's own wrapper does.
-            self._group.tags = share_page(store, "tags", rank, self._group.ranks, timeout, places=False)
+            # Programs over torch.distributed may come to a collective by different lines: torch's
+            # own wrapper does.
+            self._group.tags = share_page(
+                store, "tags", rank, self._group.ranks, timeout, places=False
+            )
             self._memory = share_memory(store, "memory", self._group, timeout)
 
     def getBackendName(self) -> str:  # torch's own spelling
@@ -71,13 +80,15 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.shutdown()
 
-    # -- through shared memory -----------------------------------------------------------------------------------------------------
+    # -- through shared memory --------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._all_reduce("allreduce", tensors, opts or dist.AllreduceOptions())
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self._all_reduce("allreduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions())
+        return self._all_reduce(
+            "allreduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions()
+        )
 
     def _all_reduce(self, kind: str, tensors: list[Tensor], opts: Any) -> Any:
         if _averages_integers(opts, tensors):
@@ -98,15 +109,21 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         alike = all(
-            each.shape == mine.shape and each.dtype == mine.dtype for into, mine in zip(outputs, inputs, strict=True) for each in into
+            each.shape == mine.shape and each.dtype == mine.dtype
+            for into, mine in zip(outputs, inputs, strict=True)
+            for each in into
         )
         if self._memory is None or not alike:
-            return self._by_gloo("allgather", inputs if alike else [], outputs, inputs, *_given(opts))
+            return self._by_gloo(
+                "allgather", inputs if alike else [], outputs, inputs, *_given(opts)
+            )
         for into, mine in zip(outputs, inputs, strict=True):
             self._memory.all_gather(into, mine).wait()
         return _done(outputs)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
         """`outputs[r]` are rank r's `inputs`."""
         if self._memory is None:
             return self._by_gloo("allgather_coalesced", inputs, outputs, inputs, *_given(opts))
@@ -120,17 +137,25 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._memory.all_gather(output.view(self.size(), -1).unbind(), mine.reshape(-1)).wait()
         return _done([output])
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Any:
         for output, mine in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, mine, opts).wait()
         return _done(outputs)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if _averages_integers(opts, outputs):
             return self._divided(opts, outputs, lambda: self.reduce_scatter(outputs, inputs, opts))
         op = _op(opts.reduceOp, outputs)
-        alike = all(part.shape == output.shape for output, parts in zip(outputs, inputs, strict=True) for part in parts)
+        alike = all(
+            part.shape == output.shape
+            for output, parts in zip(outputs, inputs, strict=True)
+            for part in parts
+        )
         if self._memory is None or op is None or not alike:
             return self._by_gloo("reduce_scatter", outputs if alike else [], outputs, inputs, opts)
         for output, parts in zip(outputs, inputs, strict=True):
@@ -140,7 +165,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
         if _averages_integers(opts, [output]):
-            return self._divided(opts, [output], lambda: self.reduce_scatter_single(output, whole, opts))
+            return self._divided(
+                opts, [output], lambda: self.reduce_scatter_single(output, whole, opts)
+            )
         op = _op(opts.reduceOp, [output])
         if self._memory is None or op is None:
             return self._by_gloo("_reduce_scatter_base", [output], output, whole, opts)
@@ -148,7 +175,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self._memory.reduce_scatter(output, parts, op).wait()
         return _done([output])
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], wholes: list[Tensor], opts: Any = None
+    ) -> Any:
         for output, whole in zip(outputs, wholes, strict=True):
             self.reduce_scatter_single(output, whole, opts).wait()
         return _done(outputs)
@@ -165,7 +194,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # -- through gloo --------------------------------------------------------------------------------------------------------------
+    # -- through gloo -----------------------------------------------------------------------------
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         if _averages_integers(opts, tensors):
@@ -181,7 +210,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         return self._by_gloo("alltoall", [], outputs, inputs, *_given(opts))
 
-    def all_to_all_single(self, output: Tensor, whole: Tensor, outputs: list[int], inputs: list[int], opts: Any = None) -> Any:
+    def all_to_all_single(
+        self, output: Tensor, whole: Tensor, outputs: list[int], inputs: list[int], opts: Any = None
+    ) -> Any:
         return self._by_gloo("alltoall_base", [], output, whole, outputs, inputs, *_given(opts))
 
     alltoall_base = all_to_all_single
@@ -195,11 +226,17 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         return self._gloo.recv_anysource(tensors, tag)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self._gloo.monitored_barrier(self._group.timeout if timeout is None else timeout, wait_all_ranks)
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        self._gloo.monitored_barrier(
+            self._group.timeout if timeout is None else timeout, wait_all_ranks
+        )
 
     def _divided(self, opts: Any, tensors: Sequence[Tensor], reduce: Callable[[], Any]) -> Any:
-        """A mean of integers is their sum, divided and cut towards zero, as NCCL does it. gloo refuses it."""
+        """A mean of integers is their sum, divided and cut towards zero, as NCCL does it. gloo
+        refuses it.
+        """
         opts.reduceOp = dist.ReduceOp.SUM
         reduce().wait()
         for tensor in tensors:
@@ -208,7 +245,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done(tensors)
 
     def _by_gloo(self, kind: str, tensors: Sequence[Tensor], *arguments: Any) -> Any:
-        """Compared among the ranks like everything else, then gloo's. `tensors` are those that must be alike."""
+        """Compared among the ranks like everything else, then gloo's. `tensors` are those that
+        must be alike.
+        """
         if self._group.tags is not None:
             if tensors:
                 self._group.announce(kind, tensors[0], "by gloo", None, sends=0)
@@ -219,12 +258,16 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
 
 def _untraced(group: type[dist.ProcessGroup]) -> None:
-    """Have torch.compile run a process group's methods as they are, with all that they call: it would trace every function written in Python."""
+    """Have torch.compile run a process group's methods as they are, with all that they call: it
+    would trace every function written in Python.
+    """
     compiler = torch._C._dynamo.eval_frame
     skip = compiler._FrameAction.SKIP
     for method in vars(group).values():
         if isinstance(method, FunctionType):
-            compiler.set_code_exec_strategy(method.__code__, compiler._FrameExecStrategy(skip, skip))
+            compiler.set_code_exec_strategy(
+                method.__code__, compiler._FrameExecStrategy(skip, skip)
+            )
 
 
 _untraced(SharedMemoryProcessGroup)
@@ -232,7 +275,9 @@ _untraced(SharedMemoryProcessGroup)
 
 def _averages_integers(opts: Any, tensors: Sequence[Tensor]) -> bool:
     dtype = tensors[0].dtype
-    return opts.reduceOp == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return opts.reduceOp == dist.ReduceOp.AVG and not (
+        dtype.is_floating_point or dtype.is_complex or dtype == torch.bool
+    )
 
 
 def _given(opts: Any) -> tuple[Any, ...]:
@@ -241,7 +286,8 @@ def _given(opts: Any) -> tuple[Any, ...]:
 
 def _op(asked: Any, tensors: Sequence[Tensor]) -> Op | None:
     """The operation, if shared memory can do it."""
-    for theirs, ours in OF_TORCH.items():  # not looked up: what torch hands over is of another type, which only it compares with these
+    for theirs, ours in OF_TORCH.items():
+        # not looked up: what torch hands over is of another type, which only it compares with these
         if asked == theirs:
             try:
                 for tensor in tensors:
@@ -267,7 +313,9 @@ def _same_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> b
     return here != "none" and all(store.get(key).decode() == here for key in keys)
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryProcessGroup:
+def _create(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> SharedMemoryProcessGroup:
     return SharedMemoryProcessGroup(store, rank, size, timeout)
 
 

@@ -5,18 +5,26 @@
     │   └── TaskError             a task's name, its file, or what its task() returned
     ├── BarrierTimeout            some ranks did not reach a barrier in time; `missing` says which
     ├── CollectiveMismatch        ranks called different collectives; `number` says at which
-    ├── CollectiveTimeout         some ranks did not come to a collective in time; `missing` says which
-    ├── DamagedCheckpoint         a checkpoint is not as it was written; `file` says which of its files
-    ├── LoaderWorkerKilled        a process that loads data for this rank was killed; `signal` says by what
-    ├── ReplicaDivergence         replicas that must be equal are not; `parameter` and `ranks` say where
+    ├── CollectiveTimeout         some ranks did not come to a collective in time; `missing` says
+                                  which
+    ├── DamagedCheckpoint         a checkpoint is not as it was written; `file` says which of its
+                                  files
+    ├── LoaderWorkerKilled        a process that loads data for this rank was killed; `signal` says
+                                  by what
+    ├── ReplicaDivergence         replicas that must be equal are not; `parameter` and `ranks` say
+                                  where
     ├── UnusedParameters          parameters got no gradient on any rank; `names` says which
     ├── ScheduleError             a schedule of a collective does not do what it claims
     ├── LateGradient              a gradient arrived for a bucket that had already left
-    ├── PeerFailed                this rank is well, another one has failed or gone; the cause is told there
-    ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback` say where
-    └── LaunchTimeout             ranks started by `lockstep.launch` were still running at its timeout; also a TimeoutError
+    ├── PeerFailed                this rank is well, another one has failed or gone; the cause is
+                                  told there
+    ├── WorkerFailed              a rank started by `lockstep.launch` failed; `rank` and `traceback`
+                                  say where
+    └── LaunchTimeout             ranks started by `lockstep.launch` were still running at its
+                                  timeout; also a TimeoutError
 
-Beside them, `Preempted` ends a process as sys.exit(75) does: a training was asked to stop, and has saved.
+Beside them, `Preempted` ends a process as sys.exit(75) does: a training was asked to stop, and has
+saved.
 
 A message names the offending values, the relation that is broken and the fix.
 """
@@ -34,7 +42,9 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     PREEMPTED = 75
-    """Asked to stop, and saved: the same command goes on. (EX_TEMPFAIL: a scheduler may put the job into its queue again.)"""
+    """Asked to stop, and saved: the same command goes on. (EX_TEMPFAIL: a scheduler may put the
+    job into its queue again.)
+    """
     HANG = 76
     """A rank was waited for longer than is allowed."""
     NO_CHECKPOINT = 77
@@ -50,7 +60,9 @@ class LockstepWarning(UserWarning):
 
 
 class UsageError(LockstepError, ValueError):
-    """A value that the user gave cannot work. The commands print it without a traceback and exit with 2."""
+    """A value that the user gave cannot work. The commands print it without a traceback and exit
+    with 2.
+    """
 
 
 class TaskError(UsageError):
@@ -58,7 +70,9 @@ class TaskError(UsageError):
 
 
 class BarrierTimeout(LockstepError):
-    """Some ranks did not reach a barrier in time. Raised on every rank, also on the late ones when they arrive."""
+    """Some ranks did not reach a barrier in time. Raised on every rank, also on the late ones
+    when they arrive.
+    """
 
     def __init__(self, message: str, missing: Sequence[int]) -> None:
         super().__init__(message)
@@ -66,7 +80,9 @@ class BarrierTimeout(LockstepError):
 
 
 class CollectiveMismatch(LockstepError):
-    """Ranks called different collectives as their number `number`. Raised on every rank, before any data is mixed."""
+    """Ranks called different collectives as their number `number`. Raised on every rank, before
+    any data is mixed.
+    """
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -74,7 +90,9 @@ class CollectiveMismatch(LockstepError):
 
 
 class ScheduleError(LockstepError):
-    """A schedule of a collective does not do what it claims: says the round, the ranks and the cell."""
+    """A schedule of a collective does not do what it claims: says the round, the ranks and the
+    cell.
+    """
 
 
 class CollectiveTimeout(LockstepError):
@@ -86,7 +104,9 @@ class CollectiveTimeout(LockstepError):
 
 
 class DamagedCheckpoint(LockstepError):
-    """A checkpoint whose `file` is missing, was cut short or has been changed since it was written."""
+    """A checkpoint whose `file` is missing, was cut short or has been changed since it was
+    written.
+    """
 
     def __init__(self, message: str, file: str) -> None:
         super().__init__(message)
@@ -102,7 +122,9 @@ class LoaderWorkerKilled(LockstepError):
 
 
 class ReplicaDivergence(LockstepError):
-    """Replicas that must be equal are not: `parameter` (or buffer, optimizer state, setting) of `ranks` differs from the others'. Raised on every rank."""
+    """Replicas that must be equal are not: `parameter` (or buffer, optimizer state, setting) of
+    `ranks` differs from the others'. Raised on every rank.
+    """
 
     def __init__(self, message: str, parameter: str, ranks: Sequence[int]) -> None:
         super().__init__(message)
@@ -123,7 +145,9 @@ class LateGradient(LockstepError):
 
 
 class WorkerFailed(LockstepError):
-    """A rank failed. `rank` is the first that did; `traceback` is that rank's own, as text ("" after a signal)."""
+    """A rank failed. `rank` is the first that did; `traceback` is that rank's own, as text (""
+    after a signal).
+    """
 
     def __init__(self, message: str, rank: int, traceback: str = "") -> None:
         super().__init__(message)
@@ -132,11 +156,15 @@ class WorkerFailed(LockstepError):
 
 
 class PeerFailed(LockstepError):
-    """This rank is well, but another one has failed or gone. Never reported as the cause of a run's end if there is a better one."""
+    """This rank is well, but another one has failed or gone. Never reported as the cause of a
+    run's end if there is a better one.
+    """
 
 
 class Preempted(SystemExit):
-    """A training was asked to stop (SIGTERM, SIGUSR1), and did so after `step`, on all ranks; `saved` says whether it can be gone on with."""
+    """A training was asked to stop (SIGTERM, SIGUSR1), and did so after `step`, on all ranks;
+    `saved` says whether it can be resumed.
+    """
 
     def __init__(self, step: int, saved: bool) -> None:
         super().__init__(int(ExitCode.PREEMPTED))
@@ -144,7 +172,9 @@ class Preempted(SystemExit):
 
 
 class LaunchTimeout(LockstepError, TimeoutError):
-    """Ranks started by `lockstep.launch` were still running when its timeout ended; `running` says which. They were killed."""
+    """Ranks started by `lockstep.launch` were still running when its timeout ended; `running`
+    says which. They were killed.
+    """
 
     def __init__(self, message: str, running: Sequence[int]) -> None:
         super().__init__(message)

@@ -1,4 +1,6 @@
-"""What goes wrong in silence with torch's samplers and workers (cases M10, M12 to M14): here it cannot, or is said."""
+"""What goes wrong in silence with torch's samplers and workers (cases M10, M12 to M14): here it
+cannot, or is said.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,24 @@ from torch.utils.data import DistributedSampler
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Weighted
 from lockstep.errors import ReplicaDivergence
-from lockstep.stepper import Stepper
+from lockstep.step.stepper import Stepper
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.data.datasets import Augmented, Numbers
 from tests.data.test_loader import as_data
 
 
 def samples(loader: Loader, epochs: int) -> list[list[Any]]:
     """Every epoch's batches, one after the other."""
-    return [[as_data(batch) for window in epoch for batch in window] for epoch in loader.epochs(epochs)]
+    return [
+        [as_data(batch) for window in epoch for batch in window] for epoch in loader.epochs(epochs)
+    ]
 
 
 def on(rank: int, size: int, dataset: Any, **options: Any) -> Loader:
-    return Loader(dataset, rank=rank, size=size, global_batch=8, micro_batch=2, device="cpu", **options)
+    return Loader(
+        dataset, rank=rank, size=size, global_batch=8, micro_batch=2, device="cpu", **options
+    )
 
 
 def test_m10_every_epoch_has_an_order_of_its_own_without_set_epoch() -> None:
@@ -36,13 +42,18 @@ def test_m10_every_epoch_has_an_order_of_its_own_without_set_epoch() -> None:
 
 
 def test_m10_a_distributed_sampler_without_set_epoch_is_noticed_said_once_and_corrected() -> None:
-    sampler: DistributedSampler[int] = DistributedSampler(Numbers(21), num_replicas=2, rank=0, seed=3)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match=r"DistributedSampler.set_epoch\(1\) was not called") as said:
+    sampler: DistributedSampler[int] = DistributedSampler(
+        Numbers(21), num_replicas=2, rank=0, seed=3
+    )  # type: ignore[arg-type]
+    with pytest.warns(
+        UserWarning, match=r"DistributedSampler.set_epoch\(1\) was not called"
+    ) as said:
         epochs = samples(on(0, 1, Numbers(21), order=sampler), 4)
     assert len(said) == 1
     orders = [[index for batch in epoch for index in batch] for epoch in epochs]
     assert len({tuple(order) for order in orders}) == 4
-    assert [Counter(order) for order in orders] == [Counter(range(21))] * 4  # all ranks' samples, none padded
+    # all ranks' samples, none padded
+    assert [Counter(order) for order in orders] == [Counter(range(21))] * 4
 
 
 def test_m10_a_sampler_that_is_told_is_not_complained_of() -> None:
@@ -52,11 +63,21 @@ def test_m10_a_sampler_that_is_told_is_not_complained_of() -> None:
         warnings.simplefilter("error")
         for number in range(3):
             sampler.set_epoch(number)
-            assert sum(len(batch) for epoch in loader.epochs(number + 1, start=number) for window in epoch for batch in window) == 16
+            assert (
+                sum(
+                    len(batch)
+                    for epoch in loader.epochs(number + 1, start=number)
+                    for window in epoch
+                    for batch in window
+                )
+                == 16
+            )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_m12_no_two_samples_are_augmented_alike_whatever_the_process_was_seeded_with(workers: int) -> None:
+def test_m12_no_two_samples_are_augmented_alike_whatever_the_process_was_seeded_with(
+    workers: int,
+) -> None:
     drawn = []
     for rank in range(2):
         torch.manual_seed(0)  # the same on both ranks
@@ -73,7 +94,15 @@ def test_m13_weighted_draws_without_replacement_are_disjoint_over_the_ranks() ->
     seen = Counter(
         index
         for rank in range(2)
-        for batch in samples(on(rank, 2, Numbers(1000), order=Weighted(weights, samples=1000, replacement=False, seed=0)), 1)[0]
+        for batch in samples(
+            on(
+                rank,
+                2,
+                Numbers(1000),
+                order=Weighted(weights, samples=1000, replacement=False, seed=0),
+            ),
+            1,
+        )[0]
         for index in batch
     )
     assert seen == Counter(range(1000))  # torch's per-rank samplers: 240 on both ranks, 240 never
@@ -94,8 +123,14 @@ def test_m14_an_epoch_of_a_hundred_million_samples_begins_at_once() -> None:
 def differing(world: World, what: str) -> str:
     model = torch.nn.Linear(1, 1)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    order = torch.utils.data.SubsetRandomSampler([0, 1, 2, 3] if world.rank == 0 else [4, 5, 6, 7]) if what == "order" else None
-    loader = on(world.rank, world.size, Numbers(9 if world.rank and what == "length" else 8), order=order)
+    order = (
+        torch.utils.data.SubsetRandomSampler([0, 1, 2, 3] if world.rank == 0 else [4, 5, 6, 7])
+        if what == "order"
+        else None
+    )
+    loader = on(
+        world.rank, world.size, Numbers(9 if world.rank and what == "length" else 8), order=order
+    )
     try:
         for window in next(loader.epochs(1)):
             for _ in stepper.micro_batches(window):
@@ -107,8 +142,13 @@ def differing(world: World, what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("length", "dataset length differs: rank 0 has 8, rank 1 has 9"), ("order", "order differs: rank 0 has sampler SubsetRandomSampler")],
+    [
+        ("length", "dataset length differs: rank 0 has 8, rank 1 has 9"),
+        ("order", "order differs: rank 0 has sampler SubsetRandomSampler"),
+    ],
 )
-def test_ranks_that_walk_other_data_are_told_apart_before_the_first_step(what: str, message: str) -> None:
+def test_ranks_that_walk_other_data_are_told_apart_before_the_first_step(
+    what: str, message: str
+) -> None:
     for said in run_ranks(differing, 2, args=(what,)):
         assert said.startswith(message)

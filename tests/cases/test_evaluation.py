@@ -1,4 +1,6 @@
-"""M11: ten samples on eight ranks. A padding sampler scores sixteen, six of them twice; here each counts once."""
+"""M11: ten samples on eight ranks. A padding sampler scores sixteen, six of them twice; here
+each counts once.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,18 @@ class Half(Dataset[tuple[Tensor, int]]):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.tensor([float(index < self.count / 2), index + 0.1 * float(torch.rand(()))]), index
+        return (
+            torch.tensor([float(index < self.count / 2), index + 0.1 * float(torch.rand(()))]),
+            index,
+        )
 
 
 def measure(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
-    return {"accuracy": (output[:, 0].sum(), len(output)), "noise": (output[:, 1].sum(), len(output)), "never": (output.sum() * 0, 0)}
+    return {
+        "accuracy": (output[:, 0].sum(), len(output)),
+        "noise": (output[:, 1].sum(), len(output)),
+        "never": (output.sum() * 0, 0),
+    }
 
 
 def evaluated(world: lockstep.World) -> dict[int, tuple[dict[str, str], list[list[float]]]]:

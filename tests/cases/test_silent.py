@@ -1,4 +1,6 @@
-"""What torch's DDP does in silence (cases M1 to M6, M25): here each is an error that names it within the step, or trains right."""
+"""What torch's DDP does in silence (cases M1 to M6, M25): here each is an error that names it
+within the step, or trains right.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def modulo(world: lockstep.World) -> tuple[str, int]:
 def test_m1_no_sync_by_the_wrong_modulo_is_found_by_the_second_check() -> None:
     for message, step in run_ranks(modulo, 2):
         assert re.match(
-            r"after step 1 '0\.weight' differs between rank 0 and rank 1 \(\d+ of \d+ elements, .*\)\. 6 of 6 tensors differ: also '0\.bias'",
+            r"after step 1 '0\.weight' differs between rank 0 and rank 1 \(\d+ of \d+ elements,"
+            r" .*\)\. 6 of 6 tensors differ: also '0\.bias'",
             message,
         )
         assert step == 4  # the first forward that is to be reduced after the step that parted them
@@ -117,10 +120,12 @@ def unused(world: lockstep.World, door: str) -> str:
 @pytest.mark.parametrize("door", ["wrapper", "stepper"])
 def test_m4_unused_parameters_are_named_before_the_step(door: str) -> None:
     for message in run_ranks(unused, 2, args=(door,)):
-        assert message == (
-            "'aux_head.weight', 'aux_head.bias' got no gradient on any rank in this window. Freeze what is not trained "
-            "(requires_grad_(False)), or say what is meant: unused='zeros' counts it as zeros, unused='skip' leaves .grad None "
-            "(find_unused_parameters=True with the wrapper)"
+        assert (
+            message
+            == "'aux_head.weight', 'aux_head.bias' got no gradient on any rank in this window."
+            " Freeze what is not trained (requires_grad_(False)), or say what is meant:"
+            " unused='zeros' counts it as zeros, unused='skip' leaves .grad None"
+            " (find_unused_parameters=True with the wrapper)"
         )
 
 
@@ -142,7 +147,10 @@ def used_by_some(world: lockstep.World) -> tuple[list[str], bool, float]:
 
 def test_a_parameter_used_by_some_is_averaged_with_zeros_and_said_once() -> None:
     first, second = run_ranks(used_by_some, 2)
-    assert first[0] == ["'aux_head.weight', 'aux_head.bias' got no gradient on rank 0: averaged with zeros there. This is said once."]
+    assert first[0] == [
+        "'aux_head.weight', 'aux_head.bias' got no gradient on rank 0: averaged with zeros there."
+        " This is said once."
+    ]
     assert second[0] == []
     assert first[1]
     assert second[1]
@@ -151,7 +159,9 @@ def test_a_parameter_used_by_some_is_averaged_with_zeros_and_said_once() -> None
 
 def skipped(world: lockstep.World, policy: str) -> tuple[bool, float]:
     model = head()
-    stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), unused=policy)  # type: ignore[arg-type]
+    stepper = lockstep.Stepper(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), unused=policy
+    )  # type: ignore[arg-type]
     before = model.aux_head.weight.detach().clone()
     for x, y in stepper.micro_batches([batch(world.rank, 0)]):
         stepper.backward(zoo.loss_sum(model(x), y), weight=4)
@@ -172,7 +182,11 @@ def unfrozen(world: lockstep.World, door: str) -> bool:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     model[0].requires_grad_(False)
     ddp = lockstep.DistributedDataParallel(model)
-    stepper = lockstep.Stepper(ddp, torch.optim.SGD(model.parameters(), lr=0.1)) if door == "stepper" else None
+    stepper = (
+        lockstep.Stepper(ddp, torch.optim.SGD(model.parameters(), lr=0.1))
+        if door == "stepper"
+        else None
+    )
     sgd = stepper.optimizer if stepper else torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(6):
         if number == 2:
@@ -190,7 +204,10 @@ def unfrozen(world: lockstep.World, door: str) -> bool:
             sgd.zero_grad()
             zoo.loss_sum(ddp(x), y).backward()
             sgd.step()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for parameter in model.parameters()
+    )
     return same_everywhere(model)
 
 
@@ -218,7 +235,11 @@ def drifting(world: lockstep.World) -> tuple[str, Sequence[int], int, str]:
 def test_a_replica_changed_by_hand_is_named() -> None:
     for parameter, ranks, step, message in run_ranks(drifting, 3):
         assert (parameter, ranks, step) == ("last.bias", (2,), 1)
-        assert re.search(r"after step 2 .* \(1 of \d+ elements, max \|difference\| 0\.5\)\. 1 of \d+ tensors differ\.", message)
+        assert re.search(
+            r"after step 2 .* \(1 of \d+ elements, max \|difference\| 0\.5\)\. 1 of \d+ tensors"
+            r" differ\.",
+            message,
+        )
 
 
 def weighted(world: lockstep.World) -> list[Tensor]:

@@ -1,4 +1,6 @@
-"""lockstep.Checkpoints: a training that was stopped goes on to the bits of one that was not, at another number of ranks, from whole checkpoints only."""
+"""lockstep.Checkpoints: a training that was stopped goes on to the bits of one that was not, at
+another number of ranks, from whole checkpoints only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoints import files, folders, manifest
+from lockstep.checkpoints import files, folders, manifest, pieces
 from lockstep.checkpoints.due import steps_until_next
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
@@ -30,18 +32,28 @@ from tests import zoo
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(96, 10)).to(
-        memory_format=torch.channels_last
-    )
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(96, 10),
+    ).to(memory_format=torch.channels_last)
 
 
 def images() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(80, 1, 6, 6, generator=generator), torch.randint(0, 10, (80,), generator=generator))
+    return TensorDataset(
+        torch.randn(80, 1, 6, 6, generator=generator),
+        torch.randint(0, 10, (80,), generator=generator),
+    )
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda p: torch.optim.AdamW([{"params": p[:2], "weight_decay": 0.0}, {"params": p[2:]}], lr=1e-2, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(
+        [{"params": p[:2], "weight_decay": 0.0}, {"params": p[2:]}], lr=1e-2, fused=True
+    ),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
 }
@@ -51,14 +63,23 @@ class Run:
     """A training of 15 steps over three epochs."""
 
     def __init__(
-        self, world: lockstep.World, folder: str, optimizer: str = "adamw", update: str = "replicated", every: int | None = 4
+        self,
+        world: lockstep.World,
+        folder: str,
+        optimizer: str = "adamw",
+        update: str = "replicated",
+        every: int | None = 4,
     ) -> None:
         self.model = net()
         made = OPTIMIZERS[optimizer](list(self.model.parameters()))
         scheduler = torch.optim.lr_scheduler.MultiStepLR(made, [3, 9], gamma=0.5)
-        self.stepper = lockstep.Stepper(self.model, made, clip=0.5, scheduler=scheduler, exact=True, update=update, world=world)
+        self.stepper = lockstep.Stepper(
+            self.model, made, clip=0.5, scheduler=scheduler, exact=True, update=update, world=world
+        )
         self.loader = lockstep.Loader(images(), global_batch=16, micro_batch=2, seed=3)
-        self.checkpoints = lockstep.Checkpoints(folder, self.stepper, self.loader, every=every, keep=3)
+        self.checkpoints = lockstep.Checkpoints(
+            folder, self.stepper, self.loader, every=every, keep=3
+        )
 
     def train(self, stop: int | None = None) -> list[float]:
         losses = []
@@ -88,7 +109,9 @@ def stopped(world: lockstep.World, folder: str, stop: int, **options: Any) -> No
     Run(world, folder, **options).train(stop)
 
 
-def resumed(world: lockstep.World, folder: str, **options: Any) -> tuple[int, list[float], list[Tensor]]:
+def resumed(
+    world: lockstep.World, folder: str, **options: Any
+) -> tuple[int, list[float], list[Tensor]]:
     run = Run(world, folder, **options)
     found = run.checkpoints.resume()
     assert found is not None
@@ -97,13 +120,24 @@ def resumed(world: lockstep.World, folder: str, **options: Any) -> tuple[int, li
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_a_stopped_training_goes_on_to_the_same_bits_at_any_number_of_ranks(tmp_path: Path, optimizer: str) -> None:
-    losses, weights = run_ranks(whole, 2, args=(str(tmp_path / "whole"),), kwargs={"optimizer": optimizer})[0]
+def test_a_stopped_training_goes_on_to_the_same_bits_at_any_number_of_ranks(
+    tmp_path: Path, optimizer: str
+) -> None:
+    losses, weights = run_ranks(
+        whole, 2, args=(str(tmp_path / "whole"),), kwargs={"optimizer": optimizer}
+    )[0]
     update = {1: "replicated", 2: "sharded", 3: "sharded", 4: "replicated"}
     for first, then in ((2, 1), (3, 2), (1, 4), (4, 3)):
         folder = str(tmp_path / f"{first}-{then}")
-        run_ranks(stopped, first, args=(folder, 10), kwargs={"optimizer": optimizer, "update": update[first]})
-        for step, rest, found in run_ranks(resumed, then, args=(folder,), kwargs={"optimizer": optimizer, "update": update[then]}):
+        run_ranks(
+            stopped,
+            first,
+            args=(folder, 10),
+            kwargs={"optimizer": optimizer, "update": update[first]},
+        )
+        for step, rest, found in run_ranks(
+            resumed, then, args=(folder,), kwargs={"optimizer": optimizer, "update": update[then]}
+        ):
             assert step == 8
             assert rest == losses[8:]
             assert all(map(torch.equal, found, weights))
@@ -111,7 +145,9 @@ def test_a_stopped_training_goes_on_to_the_same_bits_at_any_number_of_ranks(tmp_
 
 def tied(world: lockstep.World, folder: str, resume: bool) -> tuple[str, dict[str, Tensor]]:
     model = zoo.build("awkward")
-    stepper = lockstep.Stepper(model, torch.optim.Adam(model.parameters(), lr=1e-2), unused="zeros", world=world)
+    stepper = lockstep.Stepper(
+        model, torch.optim.Adam(model.parameters(), lr=1e-2), unused="zeros", world=world
+    )
     checkpoints = lockstep.Checkpoints(folder, stepper)
     if resume:
         with torch.no_grad():
@@ -124,7 +160,9 @@ def tied(world: lockstep.World, folder: str, resume: bool) -> tuple[str, dict[st
         checkpoints.save()
     checkpoints.close()
     assert model.tied.weight is model.inner.weight
-    return sha256(weights(model)), {name: value.clone() for name, value in model.state_dict().items()}
+    return sha256(weights(model)), {
+        name: value.clone() for name, value in model.state_dict().items()
+    }
 
 
 def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) -> None:
@@ -137,11 +175,16 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
     assert sha256(found.tensors) == sha256(dict(found.model())) == digest
     assert "tied.weight" not in found.tensors
     assert run_ranks(tied, 2, args=(str(tmp_path), True))[1][0] == digest
-    older = files.write(tmp_path / "older", found.step, found.tensors, found.state)  # as it was written before
+    # as it was written before
+    older = files.write(tmp_path / "older", found.step, found.tensors, found.state)
     assert "tied.weight" not in load_file(older / files.MODEL)
     for part in found.folder.glob("optimizer-*"):
         shutil.copy(part, older)
-    entries = [manifest.measured(each) for each in sorted(older.iterdir()) if not each.name.startswith("manifest")]
+    entries = [
+        manifest.measured(each)
+        for each in sorted(older.iterdir())
+        if not each.name.startswith("manifest")
+    ]
     manifest.seal(older, found.step, entries)
     assert run_ranks(tied, 2, args=(str(tmp_path / "older"), True))[1][0] == digest
 
@@ -149,13 +192,22 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
 def test_the_folder_is_plain(tmp_path: Path) -> None:
     run_ranks(stopped, 2, args=(str(tmp_path), 8))
     (folder,) = (path for path in tmp_path.iterdir() if path.name == "step-0000008")
-    assert {path.name for path in folder.iterdir()} >= {"model.safetensors", "state.json", "manifest.json", "manifest.sha256"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "model.safetensors",
+        "state.json",
+        "manifest.json",
+        "manifest.sha256",
+    }
     from safetensors.torch import load_file
 
     model = net()
     model.load_state_dict(load_file(folder / "model.safetensors"))
     names = [name for path in folder.glob("optimizer-*") for name in load_file(path)]
-    assert sorted(names) == sorted(f"{state}/{name}" for state in ("exp_avg", "exp_avg_sq", "step") for name, _ in model.named_parameters())
+    assert sorted(names) == sorted(
+        f"{state}/{name}"
+        for state in ("exp_avg", "exp_avg_sq", "step")
+        for name, _ in model.named_parameters()
+    )
     assert len(list(folder.glob("optimizer-*"))) == 2, "both ranks write"
     if shutil.which("sha256sum"):
         subprocess.run(["sha256sum", "-c", "--quiet", "manifest.sha256"], cwd=folder, check=True)
@@ -163,7 +215,11 @@ def test_the_folder_is_plain(tmp_path: Path) -> None:
 
 def test_only_so_many_are_kept_and_the_best(tmp_path: Path) -> None:
     run_ranks(best_and_more, 2, args=(str(tmp_path),))
-    assert [path.name for path in folders.written(tmp_path)] == ["step-0000001", "step-0000004", "step-0000005"]
+    assert [path.name for path in folders.written(tmp_path)] == [
+        "step-0000001",
+        "step-0000004",
+        "step-0000005",
+    ]
     assert files.best(tmp_path) == tmp_path / "step-0000001"
 
 
@@ -173,20 +229,24 @@ def best_and_more(world: lockstep.World, folder: str) -> None:
     for epoch in run.loader.epochs(1):
         for window in epoch:
             for x, y in run.stepper.micro_batches(window):
-                run.stepper.backward(F.cross_entropy(run.model(x), y, reduction="sum"), weight=len(y))
+                run.stepper.backward(
+                    F.cross_entropy(run.model(x), y, reduction="sum"), weight=len(y)
+                )
             run.stepper.step()
             run.checkpoints.save(best=("accuracy", 0.5) if run.stepper.steps == 1 else None)
     run.checkpoints.close()
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------------------------------
+# -- damage --------------------------------------------------------------------------------------
 
 
 def alone(folder: Path, stop: int | None = None, resume: bool = False) -> tuple[int, list[Tensor]]:
     return run_ranks(on_one, 1, args=(str(folder), stop, resume))[0]
 
 
-def on_one(world: lockstep.World, folder: str, stop: int | None, resume: bool) -> tuple[int, list[Tensor]]:
+def on_one(
+    world: lockstep.World, folder: str, stop: int | None, resume: bool
+) -> tuple[int, list[Tensor]]:
     run = Run(world, folder)
     found = run.checkpoints.resume() if resume else None
     if stop is not None:
@@ -224,7 +284,9 @@ def test_every_flipped_bit_truncation_and_missing_file_is_seen(two: Path, tmp_pa
         shutil.rmtree(folder)
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(two: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
+    two: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(two, folder)
     file = folder / "step-0000008" / "model.safetensors"
@@ -233,7 +295,8 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(two: Path, tmp
     file.write_bytes(octets)
     assert run_ranks(falls_back, 2, args=(str(folder),)) == [(4, True), (4, False)]
     assert all(
-        message.startswith("step-0000008: model.safetensors has been changed") for message in run_ranks(names_it, 1, args=(str(folder),))
+        message.startswith("step-0000008: model.safetensors has been changed")
+        for message in run_ranks(names_it, 1, args=(str(folder),))
     )
 
 
@@ -244,7 +307,10 @@ def falls_back(world: lockstep.World, folder: str) -> tuple[int, bool]:
         found = run.checkpoints.resume()
     assert found is not None
     said = [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)]
-    expected = "rejected step-0000008: model.safetensors has been changed (its SHA-256 is not the one in manifest.json); "
+    expected = (
+        "rejected step-0000008: model.safetensors has been changed (its SHA-256 is not the one in"
+        " manifest.json); "
+    )
     return found.step, said == [f"{expected}falling back to step-0000004 (4 steps lost)"]
 
 
@@ -263,14 +329,14 @@ def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path)
             files.read(folder)
 
 
-# -- a save that does not come to its end ------------------------------------------------------------------------------------------------------
+# -- a save that does not come to its end --------------------------------------------------------
 
 KILLED = """
 import os, pathlib, shutil, sys, traceback
 import tests.checkpoints.test_checkpoints as here
 import torch._dynamo  # which the first optimizer of a process imports, for seconds
 import lockstep
-from lockstep.checkpoints import files, folders, manifest
+from lockstep.checkpoints import files, folders, manifest, pieces
 
 source, scratch = map(pathlib.Path, sys.argv[1:])
 
@@ -291,7 +357,7 @@ def save(folder):
         run.checkpoints.resume()
         for name in ("fsync", "rename", "replace", "mkdir", "open"):
             setattr(os, name, dying(getattr(os, name)))
-        files.write_pieces = dying(files.write_pieces)
+        pieces.write_pieces = dying(pieces.write_pieces)
         files.write_forced = manifest.write_forced = dying(manifest.write_forced)
         run.train()
 
@@ -316,15 +382,22 @@ for countdown in range(1, 60):
 
 
 def test_a_kill_at_every_write_leaves_a_whole_checkpoint(two: Path, tmp_path: Path) -> None:
-    """Step 8 is there, step 15 is being saved: it is found whole or not at all."""
+    """Step 8 is there, step 15 is being saved: it is found whole or not at all. Takes seconds: a
+    training for each write.
+    """
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(two), str(tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+        },
     )
     assert done.returncode == 0, done.stderr
-    codes, found, damaged = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+    codes, found, damaged = zip(
+        *(map(int, line.split()) for line in done.stdout.splitlines()), strict=True
+    )
     assert codes == (*[-9] * (len(codes) - 1), 0), done.stderr
     assert set(damaged) == {0}, "nothing half written is under a checkpoint's name"
     assert set(found) == {8, 15}
@@ -337,24 +410,34 @@ def full(world: lockstep.World, folder: str) -> tuple[str, list[str], float]:
     run = Run(world, folder)
     run.train(4)
     run.checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader, every=4)
-    real = files.write_pieces
+    real = pieces.write_pieces
     if world.rank == 1:
-        files.write_pieces = lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
+        pieces.write_pieces = lambda *args: (_ for _ in ()).throw(
+            OSError(28, "No space left on device")
+        )  # type: ignore[assignment]
     try:
         run.checkpoints.save()
         with pytest.raises(LockstepError) as caught:
             run.checkpoints.wait()
     finally:
-        files.write_pieces = real
+        pieces.write_pieces = real
     run.checkpoints.save()
     run.checkpoints.close()
-    return str(caught.value), sorted(path.name for path in Path(folder).iterdir()), run.checkpoints.resume().step  # type: ignore[union-attr]
+    return (
+        str(caught.value),
+        sorted(path.name for path in Path(folder).iterdir()),
+        run.checkpoints.resume().step,
+    )  # type: ignore[union-attr]
 
 
-def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_old_checkpoint_stays(
+    tmp_path: Path,
+) -> None:
     ranks = run_ranks(full, 3, args=(str(tmp_path),))
     assert len({message for message, *_ in ranks}) == 1
-    assert ranks[0][0].endswith("step-0000004 could not be written on rank 1: [Errno 28] No space left on device")
+    assert ranks[0][0].endswith(
+        "step-0000004 could not be written on rank 1: [Errno 28] No space left on device"
+    )
     assert ranks[0][1:] == (["step-0000004"], 4)
 
 
@@ -375,14 +458,17 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> N
     assert "1000 bytes are free on the disk of " in run_ranks(no_room, 2, args=(str(tmp_path),))[0]
 
 
-# -- another training ---------------------------------------------------------------------------------------------------------------------------
+# -- another training ----------------------------------------------------------------------------
 
 
 def other(world: lockstep.World, folder: str) -> list[str]:
     found = []
     for make in (
         lambda: Run(world, folder, optimizer="sgd"),
-        lambda: _with(Run(world, folder), loader=lockstep.Loader(images(), global_batch=16, micro_batch=4, seed=3)),
+        lambda: _with(
+            Run(world, folder),
+            loader=lockstep.Loader(images(), global_batch=16, micro_batch=4, seed=3),
+        ),
         lambda: _with(Run(world, folder), model=nn.Sequential(nn.Linear(3, 3))),
     ):
         run = make()
@@ -396,14 +482,19 @@ def _with(run: Run, **changed: Any) -> Run:
     stepper, loader = run.stepper, changed.get("loader", run.loader)
     if "model" in changed:
         model = changed["model"]
-        stepper = lockstep.Stepper(model, torch.optim.AdamW(model.parameters()), exact=True, world=stepper.world)
+        stepper = lockstep.Stepper(
+            model, torch.optim.AdamW(model.parameters()), exact=True, world=stepper.world
+        )
     run.checkpoints = lockstep.Checkpoints(run.checkpoints.directory, stepper, loader)
     return run
 
 
 def test_another_trainings_checkpoint_is_refused_with_the_difference(two: Path) -> None:
     for found in run_ranks(other, 2, args=(str(two),)):
-        assert "was made with torch.optim.adamw.AdamW, and the optimizer is torch.optim.sgd.SGD" in found[0]
+        assert (
+            "was made with torch.optim.adamw.AdamW, and the optimizer is torch.optim.sgd.SGD"
+            in found[0]
+        )
         assert "micro_batch was 2 and is 4" in found[1]
         assert "the checkpoint is another model's" in found[2]
 
@@ -418,7 +509,9 @@ def test_a_checkpoint_of_a_model_alone_is_no_training(tmp_path: Path) -> None:
         alone(tmp_path, resume=True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("every", 0), ("keep", 0), ("every", 1.5), ("keep", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("every", 0), ("keep", 0), ("every", 1.5), ("keep", True)]
+)
 def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"{name}="):
         lockstep.Checkpoints(tmp_path, None, **{name: value})  # type: ignore[arg-type]
@@ -444,7 +537,9 @@ def test_without_a_number_all_ranks_save_at_the_same_steps(tmp_path: Path) -> No
     assert state["step"] == 2
 
 
-def closed(world: lockstep.World, folder: str, every: int | None, steps: int, fails: bool) -> list[int]:
+def closed(
+    world: lockstep.World, folder: str, every: int | None, steps: int, fails: bool
+) -> list[int]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), world=world)
@@ -452,7 +547,13 @@ def closed(world: lockstep.World, folder: str, every: int | None, steps: int, fa
     checkpoints.resume()
     try:
         for number in range(steps):
-            for x in stepper.micro_batches([torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + world.rank))]):
+            for x in stepper.micro_batches(
+                [
+                    torch.randn(
+                        4, 3, generator=torch.Generator().manual_seed(10 * number + world.rank)
+                    )
+                ]
+            ):
                 stepper.backward(model(x).square().sum(), weight=4)
             stepper.step()
             checkpoints.step({"said": number})
@@ -471,7 +572,8 @@ def closed(world: lockstep.World, folder: str, every: int | None, steps: int, fa
 def test_close_saves_what_is_newer_than_the_last_save(tmp_path: Path, every: int | None) -> None:
     assert run_ranks(closed, 2, (str(tmp_path), every, 44, False))[0][-1] == 44
     assert files.read(folders.folder_of(tmp_path, 44)).state["said"] == 43
-    assert run_ranks(closed, 1, (str(tmp_path), every, 0, False))[0][-1] == 44  # resumed: nothing is newer
+    # resumed: nothing is newer
+    assert run_ranks(closed, 1, (str(tmp_path), every, 0, False))[0][-1] == 44
 
 
 def test_close_saves_nothing_while_an_exception_is_handled(tmp_path: Path) -> None:

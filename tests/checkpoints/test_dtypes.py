@@ -1,4 +1,6 @@
-"""Whatever dtype a buffer has, it trains, is saved and comes back; or it is refused before training, by name."""
+"""Whatever dtype a buffer has, it trains, is saved and comes back; or it is refused before
+training, by name.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,23 @@ from lockstep.testing import run_ranks
 from lockstep.training.train import train
 from tests.training import toy
 
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int64]
-OTHERS = [torch.bool, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.int64,
+]
+OTHERS = [
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+]
 EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
@@ -57,12 +74,17 @@ def test_every_dtype_is_trained_saved_and_read_back(tmp_path: Path) -> None:
     assert sha256(found) == first
     for name, tensor in weights(Net()).items():
         assert found[name].dtype == tensor.dtype
-        assert not name.startswith("stays") or torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert not name.startswith("stays") or torch.equal(
+            found[name].view(torch.uint8), tensor.view(torch.uint8)
+        )
 
 
 def test_intervals_of_complex_tensors_are_put_together(tmp_path: Path) -> None:
     whole = torch.complex(torch.arange(6.0), -torch.arange(6.0)).to(torch.complex128)
-    parts = [Piece("exp_avg/w", whole[start : start + 3].clone(), start, (2, 3), (3, 1)) for start in (0, 3)]
+    parts = [
+        Piece("exp_avg/w", whole[start : start + 3].clone(), start, (2, 3), (3, 1))
+        for start in (0, 3)
+    ]
     for number, part in enumerate(parts):
         write_pieces(tmp_path / f"{number}.safetensors", [part])
     found = dict(read_whole([tmp_path / "0.safetensors", tmp_path / "1.safetensors"]))
@@ -83,12 +105,22 @@ def of(buffer: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("buffer", "message", "own_loop"),
     [
-        (torch.eye(2).to_sparse(), r"buffer inner\.odd is in layout torch\.sparse_coo", r"buffer 'inner\.odd' is a sparse tensor"),
-        (torch.zeros(2, dtype=torch.bits8), r"buffer inner\.odd is of dtype torch\.bits8", r"buffer inner\.odd is of dtype torch\.bits8"),
+        (
+            torch.eye(2).to_sparse(),
+            r"buffer inner\.odd is in layout torch\.sparse_coo",
+            r"buffer 'inner\.odd' is a sparse tensor",
+        ),
+        (
+            torch.zeros(2, dtype=torch.bits8),
+            r"buffer inner\.odd is of dtype torch\.bits8",
+            r"buffer inner\.odd is of dtype torch\.bits8",
+        ),
     ],
     ids=["sparse", "bits"],
 )
-def test_what_cannot_be_saved_is_refused_before_training(tmp_path: Path, buffer: Tensor, message: str, own_loop: str) -> None:
+def test_what_cannot_be_saved_is_refused_before_training(
+    tmp_path: Path, buffer: Tensor, message: str, own_loop: str
+) -> None:
     steps: list[Any] = []
     with pytest.raises(TaskError, match=message + ".*persistent=False"):
         train(toy.task(model=of(buffer), on_step=steps.append), run=tmp_path / "run")
@@ -97,4 +129,6 @@ def test_what_cannot_be_saved_is_refused_before_training(tmp_path: Path, buffer:
     with lockstep.init() as world:
         model = of(buffer)()
         with pytest.raises(UsageError, match=own_loop):
-            lockstep.Checkpoints(tmp_path / "own", lockstep.Stepper(model, toy.sgd(model), world=world))
+            lockstep.Checkpoints(
+                tmp_path / "own", lockstep.Stepper(model, toy.sgd(model), world=world)
+            )

@@ -1,4 +1,6 @@
-"""A checkpoint is there whole or not at all, and what is read back is what was written, to the bit."""
+"""A checkpoint is there whole or not at all, and what is read back is what was written, to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ TENSORS = {
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    folder = files.write(tmp_path / "checkpoints", 12, TENSORS, {"task": "toy", "metrics": {"loss": 0.5}})
+    folder = files.write(
+        tmp_path / "checkpoints", 12, TENSORS, {"task": "toy", "metrics": {"loss": 0.5}}
+    )
     assert folder == tmp_path / "checkpoints" / "step-0000012"
     found = files.read(folder)
     assert found.state == {"step": 12, "task": "toy", "metrics": {"loss": 0.5}}
@@ -36,7 +40,9 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
-    found = files.read(files.write(tmp_path, 1, {"whole": whole, "tail": whole[3:], "again": whole.view(2, 3)}, {}))
+    found = files.read(
+        files.write(tmp_path, 1, {"whole": whole, "tail": whole[3:], "again": whole.view(2, 3)}, {})
+    )
     assert torch.equal(found.tensors["tail"], whole[3:])
     assert torch.equal(found.tensors["again"], whole.view(2, 3))
 
@@ -47,14 +53,25 @@ def test_newest_goes_by_number_and_ignores_what_is_unfinished(tmp_path: Path) ->
         files.write(tmp_path, step, {"x": torch.tensor(step)}, {})
     (tmp_path / ".step-0099999.1.unfinished").mkdir()
     (tmp_path / "step-notes").mkdir()
-    assert [path.name for path in folders.written(tmp_path)] == ["step-0000009", "step-0000200", "step-10000000"]
+    assert [path.name for path in folders.written(tmp_path)] == [
+        "step-0000009",
+        "step-0000200",
+        "step-10000000",
+    ]
     assert folders.newest(tmp_path) == tmp_path / "step-10000000"
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = files.write(tmp_path, 3, {"x": torch.ones(2)}, {"good": True})
-    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(LockstepError, match=r"checkpoint .*step-0000003 could not be written: .*No space left on device"):
+    monkeypatch.setattr(
+        "os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(
+        LockstepError,
+        match=r"checkpoint .*step-0000003 could not be written: .*No space left on device",
+    ):
         files.write(tmp_path, 3, {"x": torch.zeros(2)}, {})
     assert files.read(folder).state["good"] is True
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000003"]
@@ -73,7 +90,11 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     folders.keep_only(tmp_path, made[1:])
     assert files.best(tmp_path) == made[1]
     assert folders.written(tmp_path) == made[1:]
-    assert json.loads((tmp_path / "best.json").read_text()) == {"checkpoint": "step-0000002", "metric": "accuracy", "value": 0.95}
+    assert json.loads((tmp_path / "best.json").read_text()) == {
+        "checkpoint": "step-0000002",
+        "metric": "accuracy",
+        "value": 0.95,
+    }
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -83,5 +104,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     model = folder / files.MODEL
     size = model.stat().st_size
     model.write_bytes(model.read_bytes()[:-7])
-    with pytest.raises(DamagedCheckpoint, match=f"step-0000001: model.safetensors has {size - 7} bytes and should have {size}"):
+    with pytest.raises(
+        DamagedCheckpoint,
+        match=f"step-0000001: model.safetensors has {size - 7} bytes and should have {size}",
+    ):
         files.read(folder)

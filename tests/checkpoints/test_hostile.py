@@ -1,4 +1,6 @@
-"""Checkpoints that somebody has edited and sealed again: nothing but DamagedCheckpoint or UsageError comes of them."""
+"""Checkpoints that somebody has edited and sealed again: nothing but DamagedCheckpoint or
+UsageError comes of them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,22 @@ from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.manifest import MANIFEST, SEAL, STATE
 from lockstep.errors import DamagedCheckpoint, UsageError
 
-HOSTILE = [None, True, -1, 10**400, float("nan"), float("inf"), "", "x", "../../x", [], [None], {}, {"!": "tuple", "of": 3}, 2.5]
+HOSTILE = [
+    None,
+    True,
+    -1,
+    10**400,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "../../x",
+    [],
+    [None],
+    {},
+    {"!": "tuple", "of": 3},
+    2.5,
+]
 Edit = Callable[[Path, random.Random], None]
 
 
@@ -33,14 +50,19 @@ class Run:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         self.stepper = lockstep.Stepper(self.model, optimizer, scheduler=scheduler, world=world)
-        self.loader = lockstep.Loader([(torch.ones(3), 1)] * 8, global_batch=4, micro_batch=2, seed=0)
+        self.loader = lockstep.Loader(
+            [(torch.ones(3), 1)] * 8, global_batch=4, micro_batch=2, seed=0
+        )
         self.checkpoints = lockstep.Checkpoints(folder, self.stepper, self.loader, every=1)
 
     def train(self) -> None:
         for epoch in self.loader.epochs(1):
             for window in epoch:
                 for x, y in self.stepper.micro_batches(window):
-                    self.stepper.backward(torch.nn.functional.cross_entropy(self.model(x), y, reduction="sum"), weight=len(y))
+                    self.stepper.backward(
+                        torch.nn.functional.cross_entropy(self.model(x), y, reduction="sum"),
+                        weight=len(y),
+                    )
                 self.stepper.step()
                 self.checkpoints.step()
         self.checkpoints.close()
@@ -76,7 +98,9 @@ def edited(value: Any, rng: random.Random) -> Any:
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
-        for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        for key in (
+            node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
+        ):
             places.append((node, key))
             walk(node[key])
 
@@ -103,7 +127,14 @@ def edit_header(folder: Path, rng: random.Random) -> None:
     octets = file.read_bytes()
     (size,) = struct.unpack("<Q", octets[:8])
     header = json.loads(octets[8 : 8 + size])
-    header.setdefault("__metadata__", {"shapes": json.dumps({name: [[2], [1]] for name in header}), "tied": "{}", "complex": "[]"})
+    header.setdefault(
+        "__metadata__",
+        {
+            "shapes": json.dumps({name: [[2], [1]] for name in header}),
+            "tied": "{}",
+            "complex": "[]",
+        },
+    )
     text = json.dumps(edited(header, rng)).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + octets[8 + size :])
     seal_again(folder)
@@ -119,7 +150,9 @@ def edit_bytes(folder: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("edit", [edit_state, edit_manifest, edit_header, edit_bytes])
-def test_whatever_was_edited_is_refused_as_such(world: lockstep.World, saved: Path, tmp_path: Path, edit: Edit) -> None:
+def test_whatever_was_edited_is_refused_as_such(
+    world: lockstep.World, saved: Path, tmp_path: Path, edit: Edit
+) -> None:
     refused = 0
     for seed in range(60):
         folder = tmp_path / "hostile" / saved.name
@@ -149,7 +182,10 @@ def test_json_that_is_nested_too_deep_is_damage(saved: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", STATE])
 def test_a_manifest_that_leaves_a_file_out_is_refused(saved: Path, name: str) -> None:
-    seal_again(saved, lambda found: {**found, "files": [each for each in found["files"] if each["name"] != name]})
+    seal_again(
+        saved,
+        lambda found: {**found, "files": [each for each in found["files"] if each["name"] != name]},
+    )
     with pytest.raises(DamagedCheckpoint, match=f"lists no {'model' if name != STATE else STATE}"):
         manifest.check(saved)
 
@@ -177,7 +213,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(saved: Path, name: str) -> 
     assert caught.value.file == name
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"checkpoint": "../../elsewhere"}', '{"checkpoint": 5}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"checkpoint": "../../elsewhere"}', '{"checkpoint": 5}']
+)
 def test_a_mark_of_the_best_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / folders.BEST).write_text(text)
     assert files.best(tmp_path) is None

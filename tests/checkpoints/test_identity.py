@@ -1,4 +1,6 @@
-"""One hash for equal weights, another for any change; the same from the model and from the checkpoint's file."""
+"""One hash for equal weights, another for any change; the same from the model and from the
+checkpoint's file.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,26 @@ from tests import zoo
 
 
 def test_it_is_the_raw_bytes_in_the_order_of_sorted_names() -> None:
-    tensors = {"b": torch.tensor([1.0, 2.0]), "a": torch.tensor([[3, 4], [5, 6]]).t(), "c": torch.tensor(7, dtype=torch.int16)}
-    raw = bytes(torch.tensor([3, 5, 4, 6]).numpy().data) + bytes(tensors["b"].numpy().data) + (7).to_bytes(2, "little")
+    tensors = {
+        "b": torch.tensor([1.0, 2.0]),
+        "a": torch.tensor([[3, 4], [5, 6]]).t(),
+        "c": torch.tensor(7, dtype=torch.int16),
+    }
+    raw = (
+        bytes(torch.tensor([3, 5, 4, 6]).numpy().data)
+        + bytes(tensors["b"].numpy().data)
+        + (7).to_bytes(2, "little")
+    )
     assert sha256(tensors) == hashlib.sha256(raw).hexdigest()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.complex64]
+)
 def test_every_dtype_and_no_elements_at_all(dtype: torch.dtype) -> None:
-    assert len(sha256({"x": torch.ones(3).to(dtype), "empty": torch.zeros(0, 2, dtype=dtype)})) == 64
+    assert (
+        len(sha256({"x": torch.ones(3).to(dtype), "empty": torch.zeros(0, 2, dtype=dtype)})) == 64
+    )
 
 
 def test_one_bit_more_is_another_hash() -> None:

@@ -1,4 +1,6 @@
-"""Values as JSON and back: the same value of the same type, and nothing that only pickle could keep."""
+"""Values as JSON and back: the same value of the same type, and nothing that only pickle could
+keep.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,15 @@ from lockstep.errors import UsageError
 
 KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.tuples(st.integers(), st.text()))
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
-    lambda inner: st.one_of(st.lists(inner), st.tuples(inner, inner), st.dictionaries(KEYS, inner), st.sets(st.integers())),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner),
+        st.sets(st.integers()),
+    ),
 )
 
 
@@ -30,7 +39,13 @@ def test_there_and_back(value: Any) -> None:
 
 
 def test_what_schedulers_and_optimizers_keep() -> None:
-    value = {"milestones": Counter({3: 1, 9: 2}), "betas": (0.9, 0.999), "!": "a key like ours", "lr": np.float64(0.5), "inf": float("inf")}
+    value = {
+        "milestones": Counter({3: 1, 9: 2}),
+        "betas": (0.9, 0.999),
+        "!": "a key like ours",
+        "lr": np.float64(0.5),
+        "inf": float("inf"),
+    }
     found = decoded(json.loads(json.dumps(encoded(value, "a value"))))
     assert found == value
     assert type(found["milestones"]) is Counter
@@ -39,14 +54,21 @@ def test_what_schedulers_and_optimizers_keep() -> None:
     assert torch.signbit(lr).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 0, {1: object()}, OrderedDict(a=1), torch.zeros(5000), range(3)])
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 0, {1: object()}, OrderedDict(a=1), torch.zeros(5000), range(3)]
+)
 def test_what_needs_pickle_is_refused_by_its_place(value: Any) -> None:
     with pytest.raises(UsageError, match="the scheduler's state"):
         encoded([value], "the scheduler's state")
 
 
 @pytest.mark.parametrize(
-    "value", [{"!": "os.system", "of": ["ls"]}, {"!": "tuple"}, {"!": "tensor", "dtype": "load", "shape": [1], "of": "AA=="}]
+    "value",
+    [
+        {"!": "os.system", "of": ["ls"]},
+        {"!": "tuple"},
+        {"!": "tensor", "dtype": "load", "shape": [1], "of": "AA=="},
+    ],
 )
 def test_a_kind_that_we_do_not_write_is_not_read(value: Any) -> None:
     with pytest.raises(ValueError, match="unknown"):

@@ -1,4 +1,6 @@
-"""Copies of checkpoints at a URL: a host that is gone is made up for, half an upload is no checkpoint, and nothing that comes down is believed."""
+"""Copies of checkpoints at a URL: a host that is gone is made up for, half an upload is no
+checkpoint, and nothing that comes down is believed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Copied(Run):
 
     def __init__(self, world: lockstep.World, folder: str, url: str, keep: int = 2) -> None:
         super().__init__(world, folder)
-        self.checkpoints = lockstep.Checkpoints(folder, self.stepper, self.loader, every=4, keep=keep, remote=url)
+        self.checkpoints = lockstep.Checkpoints(
+            folder, self.stepper, self.loader, every=4, keep=keep, remote=url
+        )
 
 
 def stopped(world: lockstep.World, folder: str, url: str, stop: int) -> None:
@@ -47,7 +51,9 @@ def at(world: lockstep.World, folder: str, url: str) -> tuple[int | None, list[s
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = Copied(world, folder, url).checkpoints.resume()
-    return None if found is None else found.step, [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)]
+    return None if found is None else found.step, [
+        str(each.message) for each in caught if issubclass(each.category, LockstepWarning)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +70,17 @@ def there(two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(two, tmp_path / "there"))
 
 
-def test_a_training_goes_on_from_its_copies_where_nothing_else_is_left(two: Path, there: Path, tmp_path: Path) -> None:
+def test_a_training_goes_on_from_its_copies_where_nothing_else_is_left(
+    two: Path, there: Path, tmp_path: Path
+) -> None:
     assert sorted(path.name for path in two.iterdir()) == ["step-0000004", "step-0000008"]
     assert all(files.read(path) for path in two.iterdir())
-    _, losses, weights = run_ranks(resumed, 1, args=(str(tmp_path / "whole"), str(tmp_path / "elsewhere")))[0]
-    for step, rest, found in run_ranks(resumed, 3, args=(str(tmp_path / "here"), f"file://{there}")):
+    _, losses, weights = run_ranks(
+        resumed, 1, args=(str(tmp_path / "whole"), str(tmp_path / "elsewhere"))
+    )[0]
+    for step, rest, found in run_ranks(
+        resumed, 3, args=(str(tmp_path / "here"), f"file://{there}")
+    ):
         assert (step, rest) == (8, losses[8:])
         assert all(map(torch.equal, found, weights))
     assert sorted(path.name for path in there.iterdir()) == ["step-0000012", "step-0000015"]
@@ -77,10 +89,14 @@ def test_a_training_goes_on_from_its_copies_where_nothing_else_is_left(two: Path
 def in_memory(world: lockstep.World, folder: str) -> list[Any]:
     run = Copied(world, f"{folder}/a", "memory://here/run")
     run.train(9)
-    run.checkpoints = lockstep.Checkpoints(f"{folder}/a", run.stepper, run.loader, every=4, remote="memory://here/run")
+    run.checkpoints = lockstep.Checkpoints(
+        f"{folder}/a", run.stepper, run.loader, every=4, remote="memory://here/run"
+    )
     run.checkpoints.save(best=("accuracy", 0.5))
     run.checkpoints.close()
-    run.checkpoints = lockstep.Checkpoints(f"{folder}/a", run.stepper, run.loader, every=4, keep=1, remote="memory://here/run")
+    run.checkpoints = lockstep.Checkpoints(
+        f"{folder}/a", run.stepper, run.loader, every=4, keep=1, remote="memory://here/run"
+    )
     run.stepper.steps += 1
     run.checkpoints.save()
     run.checkpoints.close()
@@ -89,7 +105,12 @@ def in_memory(world: lockstep.World, folder: str) -> list[Any]:
     marked = files.best(Path(folder, "b"))
     assert found is not None
     assert marked is not None
-    return [Remote("memory://here/run").steps(), found.step, marked.name, sorted(path.name for path in Path(folder, "b").iterdir())]
+    return [
+        Remote("memory://here/run").steps(),
+        found.step,
+        marked.name,
+        sorted(path.name for path in Path(folder, "b").iterdir()),
+    ]
 
 
 def test_any_file_system_of_fsspec_takes_them_and_the_best_comes_back_too(tmp_path: Path) -> None:
@@ -112,7 +133,9 @@ def test_what_is_here_and_newer_is_taken(there: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("survive", range(6))
-def test_half_an_upload_is_no_checkpoint(two: Path, tmp_path: Path, survive: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_an_upload_is_no_checkpoint(
+    two: Path, tmp_path: Path, survive: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The connection goes after so many files."""
     url = f"memory://half/{survive}"
     remote = Remote(url)
@@ -131,7 +154,10 @@ def test_half_an_upload_is_no_checkpoint(two: Path, tmp_path: Path, survive: int
     monkeypatch.setattr(type(remote._fs), "put_file", breaks)
     for folder in ("step-0000008", "step-0000004"):  # a new one, and one that replaces another
         sent.clear()
-        with pytest.raises(LockstepError, match=f"memory://half/{survive} did not take {folder} .ConnectionError: gone."):
+        with pytest.raises(
+            LockstepError,
+            match=f"memory://half/{survive} did not take {folder} .ConnectionError: gone.",
+        ):
             remote.upload(two / folder)
         left = remote.steps()
         assert 8 not in left
@@ -150,29 +176,48 @@ def _flip(file: Path) -> None:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit": (lambda folder: _flip(folder / "model.safetensors"), "model.safetensors has been changed"),
-    "a file cut short": (lambda folder: (folder / "state.json").write_text("{}"), "state.json has 2 bytes and should have"),
-    "a file too long": (lambda folder: (folder / "state.json").write_bytes(bytes(10**6)), "state.json has 1000000 bytes and should have"),
-    "a file gone": (lambda folder: (folder / "optimizer-00001.safetensors").unlink(), "optimizer-00001.safetensors is missing"),
-    "another manifest": (lambda folder: _flip(folder / "manifest.json"), "manifest.json does not agree with manifest.sha256"),
+    "a flipped bit": (
+        lambda folder: _flip(folder / "model.safetensors"),
+        "model.safetensors has been changed",
+    ),
+    "a file cut short": (
+        lambda folder: (folder / "state.json").write_text("{}"),
+        "state.json has 2 bytes and should have",
+    ),
+    "a file too long": (
+        lambda folder: (folder / "state.json").write_bytes(bytes(10**6)),
+        "state.json has 1000000 bytes and should have",
+    ),
+    "a file gone": (
+        lambda folder: (folder / "optimizer-00001.safetensors").unlink(),
+        "optimizer-00001.safetensors is missing",
+    ),
+    "another manifest": (
+        lambda folder: _flip(folder / "manifest.json"),
+        "manifest.json does not agree with manifest.sha256",
+    ),
 }
 
 
 @pytest.mark.parametrize("how", list(SPOILT))
-def test_a_damaged_copy_is_told_and_the_one_before_is_taken(there: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_copy_is_told_and_the_one_before_is_taken(
+    there: Path, tmp_path: Path, how: str
+) -> None:
     spoil, why = SPOILT[how]
     spoil(there / "step-0000008")
     with pytest.raises(DamagedCheckpoint, match=f"{there}: step-0000008: {why}|{there}: .*{why}"):
         Remote(str(there)).fetch(8, tmp_path / "down")
     assert list((tmp_path / "down").iterdir()) == []
-    ((step, said), (_, unsaid)) = run_ranks(at, 2, args=(str(tmp_path / "here"), str(there)))
+    (step, said), (_, unsaid) = run_ranks(at, 2, args=(str(tmp_path / "here"), str(there)))
     assert step == 4
     assert why in said[0]
     assert said[0].endswith("falling back to step-0000004 (4 steps lost)")
     assert unsaid == []
 
 
-def test_a_copy_that_does_not_fit_is_not_brought(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_does_not_fit_is_not_brought(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
     with pytest.raises(LockstepError, match="1000 bytes are free on the disk"):
@@ -180,11 +225,17 @@ def test_a_copy_that_does_not_fit_is_not_brought(two: Path, tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_more_is_brought_than_the_manifest_says(there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_brought_than_the_manifest_says(
+    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (there / "step-0000008" / "state.json").write_bytes(bytes(10**6))
     remote, brought = Remote(str(there)), []
     real = remote._fs.get_file
-    monkeypatch.setattr(remote._fs, "get_file", lambda source, target: (brought.append(Path(source).name), real(source, target)))
+    monkeypatch.setattr(
+        remote._fs,
+        "get_file",
+        lambda source, target: (brought.append(Path(source).name), real(source, target)),
+    )
     with pytest.raises(DamagedCheckpoint):
         remote.fetch(8, tmp_path)
     assert "manifest.json" in brought
@@ -216,7 +267,11 @@ def unreachable(world: lockstep.World, folder: str) -> tuple[list[str], str, lis
         with pytest.raises(LockstepError) as raised:
             run.checkpoints.close()
         Remote.upload = real  # type: ignore[method-assign]
-    return [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)], str(raised.value), steps
+    return (
+        [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)],
+        str(raised.value),
+        steps,
+    )
 
 
 def test_what_could_not_be_copied_is_said_made_up_for_and_never_left_unsaid(tmp_path: Path) -> None:
@@ -235,7 +290,17 @@ def test_a_url_that_cannot_work_is_one_sentence(url: str, tmp_path: Path) -> Non
             pass
         else:
             pytest.skip("s3fs is installed here")
-    command = [sys.executable, "-m", "lockstep", "train", "digits", "--checkpoints", url, "--run", "mine"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "digits",
+        "--checkpoints",
+        url,
+        "--run",
+        "mine",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"checkpoints at {url}: " in done.stderr
@@ -252,7 +317,18 @@ def test_copies_need_a_run(tmp_path: Path) -> None:
 
 def test_from_the_command_line_another_host_goes_on_and_fresh_begins_anew(tmp_path: Path) -> None:
     def train(run: str, *more: str) -> tuple[str, str]:
-        command = [sys.executable, "-m", "lockstep", "train", "digits", "--exact", "--checkpoints", "copies", "--run", run]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "train",
+            "digits",
+            "--exact",
+            "--checkpoints",
+            "copies",
+            "--run",
+            run,
+        ]
         command += ["--steps", "6", "--checkpoint-every", "2", *more]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -261,7 +337,9 @@ def test_from_the_command_line_another_host_goes_on_and_fresh_begins_anew(tmp_pa
     first, said = train("one")
     assert "resumed" not in said
     copies = tmp_path / "copies"
-    assert [step for step in Remote(str(copies)).steps()] == [folders.step_of(path) for path in folders.written(copies)]
+    assert [step for step in Remote(str(copies)).steps()] == [
+        folders.step_of(path) for path in folders.written(copies)
+    ]
     shutil.rmtree(copies / "step-0000006")
     again, said = train("two", "--resume")
     assert "resumed from step 4 of 6" in said
@@ -269,5 +347,8 @@ def test_from_the_command_line_another_host_goes_on_and_fresh_begins_anew(tmp_pa
     anew, said = train("two", "--fresh")
     assert "resumed" not in said
     assert anew == first
-    assert json.loads((tmp_path / "copies" / "before-1" / "best.json").read_text())["metric"] == "accuracy"
+    assert (
+        json.loads((tmp_path / "copies" / "before-1" / "best.json").read_text())["metric"]
+        == "accuracy"
+    )
     assert (tmp_path / "copies" / "before-1" / "step-0000006").exists()

@@ -1,4 +1,6 @@
-"""The number that stands for tensors: equal for equal bits in the same order, different when one bit changes or two elements change places."""
+"""The number that stands for tensors: equal for equal bits in the same order, different when one
+bit changes or two elements change places.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 def test_every_bit_counts(tensor: Tensor) -> None:
     whole = digest([tensor])
     assert whole == digest([tensor.clone()]) == digest([octets_of(tensor)])
-    assert all(digest([flipped(tensor, bit)]) != whole for bit in range(8 * octets_of(tensor).numel()))
+    assert all(
+        digest([flipped(tensor, bit)]) != whole for bit in range(8 * octets_of(tensor).numel())
+    )
 
 
 def test_the_order_of_elements_and_of_tensors_counts() -> None:
@@ -55,12 +59,17 @@ def test_the_number_is_signed_and_nothing_has_one() -> None:
 def test_what_a_device_computes_sees_every_bit_and_the_order() -> None:
     words = torch.randint(-(2**62), 2**62, (257,))
     whole = int(mixed(words))
-    assert all(int(mixed(octets.view(torch.int64))) != whole for octets in (flipped(words, bit) for bit in range(0, 257 * 64, 7)))
+    assert all(
+        int(mixed(octets.view(torch.int64))) != whole
+        for octets in (flipped(words, bit) for bit in range(0, 257 * 64, 7))
+    )
     for first, second in ((0, 1), (3, 131), (5, 256)):
         order = torch.arange(257)
         order[[first, second]] = order[[second, first]]
         assert int(mixed(words[order])) != whole
-    assert int(mixed(torch.zeros(3, dtype=torch.int64))) != int(mixed(torch.zeros(4, dtype=torch.int64)))
+    assert int(mixed(torch.zeros(3, dtype=torch.int64))) != int(
+        mixed(torch.zeros(4, dtype=torch.int64))
+    )
 
 
 def test_a_device_mixes_small_tensors_together_and_large_ones_in_pieces() -> None:
@@ -68,4 +77,6 @@ def test_a_device_mixes_small_tensors_together_and_large_ones_in_pieces() -> Non
     whole = torch.cat(octets).tolist()
     found = list(chunks(octets, 64))
     assert max(words.numel() for words in found) <= 64 / 8
-    assert [each for each in torch.cat(found).view(torch.uint8).tolist() if each] == [each for each in whole if each]
+    assert [each for each in torch.cat(found).view(torch.uint8).tolist() if each] == [
+        each for each in whole if each
+    ]

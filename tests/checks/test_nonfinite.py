@@ -1,4 +1,6 @@
-"""A nan is traced to the rank, the step and the parameter where it came up, before the sum spreads it."""
+"""A nan is traced to the rank, the step and the parameter where it came up, before the sum
+spreads it.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,18 @@ class Net(nn.Module):
 
 
 def trained(world: lockstep.World, trace: bool, bad_steps: tuple[int, ...], what: str) -> list[str]:
-    """Three steps of two micro-batches; rank 1's second is bad in some steps. Reasons and warnings."""
+    """Three steps of two micro-batches; rank 1's second is bad in some steps. Reasons and
+    warnings.
+    """
     torch.manual_seed(1)
     model = Net()
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0, trace_nonfinite=trace, checks="full")
+    stepper = lockstep.Stepper(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        clip=1.0,
+        trace_nonfinite=trace,
+        checks="full",
+    )
     said = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -56,34 +66,52 @@ def trained(world: lockstep.World, trace: bool, bad_steps: tuple[int, ...], what
     return said + [str(each.message) for each in caught if each.category is LockstepWarning]
 
 
-FOUND = "Before the sum, the first gradient that is not finite: 'second.bias' on rank 1 (micro-batch 1 of its window)"
+FOUND = (
+    "Before the sum, the first gradient that is not finite: 'second.bias' on rank 1 (micro-batch 1"
+    " of its window)"
+)
 
 
 @pytest.mark.parametrize(
-    ("trace", "first"), [(True, FOUND), (False, "The next window's gradients are looked at one by one, before they are summed")]
+    ("trace", "first"),
+    [
+        (True, FOUND),
+        (False, "The next window's gradients are looked at one by one, before they are summed"),
+    ],
 )
 def test_a_gradient_of_nan_is_traced(trace: bool, first: str) -> None:
     rank0, rank1 = run_ranks(trained, 2, args=(trace, (0, 1), "gradient"))
-    reasons = [f"the gradient's norm is nan. {first}", f"the gradient's norm is nan. {FOUND}", "applied"]
+    reasons = [
+        f"the gradient's norm is nan. {first}",
+        f"the gradient's norm is nan. {FOUND}",
+        "applied",
+    ]
     assert rank1 == reasons
     assert rank0[:3] == reasons
     told = [reasons[0]] if trace else reasons[:2]
-    assert rank0[3:] == [f"step {number} was skipped: {reason}. This is said once." for number, reason in enumerate(told, 1)]
+    assert rank0[3:] == [
+        f"step {number} was skipped: {reason}. This is said once."
+        for number, reason in enumerate(told, 1)
+    ]
 
 
 def test_a_loss_of_inf_is_traced_to_its_rank() -> None:
     for found in run_ranks(trained, 2, args=(True, (1,), "loss")):
         assert found[0] == "applied"
-        assert found[1] == (
-            "the loss is inf: this update would make every weight nan. The loss of rank 1 is not finite. Before the sum, the first gradient "
-            "that is not finite: 'last.bias' on rank 1 (micro-batch 1 of its window)"
+        assert (
+            found[1]
+            == "the loss is inf: this update would make every weight nan. The loss of rank 1 is not"
+            " finite. Before the sum, the first gradient that is not finite: 'last.bias' on rank"
+            " 1 (micro-batch 1 of its window)"
         )
         assert found[2] == "applied"
 
 
 def overflow(world: lockstep.World) -> str | None:
     model = nn.Linear(1, 1, bias=False)
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0, trace_nonfinite=True)
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), clip=1.0, trace_nonfinite=True
+    )
     for x in stepper.micro_batches([torch.full((1, 1), 3e38)]):
         stepper.backward((model(x) * 0.9).sum() * 1e-3 * 1e3, weight=1)
     with warnings.catch_warnings():
@@ -93,4 +121,7 @@ def overflow(world: lockstep.World) -> str | None:
 
 def test_a_sum_that_overflows_is_told_from_gradients_that_did() -> None:
     for reason in run_ranks(overflow, 2):
-        assert reason == "the gradient's norm is inf. Every rank's gradients were finite before the sum"
+        assert (
+            reason
+            == "the gradient's norm is inf. Every rank's gradients were finite before the sum"
+        )

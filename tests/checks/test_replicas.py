@@ -1,4 +1,6 @@
-"""Replicas that differ are found where it counts, whatever differs in them: tensor, rank and step are named on all ranks."""
+"""Replicas that differ are found where it counts, whatever differs in them: tensor, rank and
+step are named on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def step_of(stepper: lockstep.Stepper, world: lockstep.World, number: int) -> No
 
 def stepper_of(world: lockstep.World, update: str = "replicated") -> lockstep.Stepper:
     model = model_of()
-    return lockstep.Stepper(model, torch.optim.AdamW(model.parameters(), lr=1e-3), update=update, world=world)
+    return lockstep.Stepper(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), update=update, world=world
+    )
 
 
 Where = Callable[[lockstep.Stepper], Tensor]
@@ -93,8 +97,12 @@ def one_bit_each(world: lockstep.World, odd: int) -> list[object]:
 
 
 @pytest.mark.parametrize(("workers", "odd", "ranks"), [(2, 1, (1,)), (3, 0, (0,)), (3, 2, (2,))])
-def test_one_low_bit_of_anything_replicated_is_found_and_named(workers: int, odd: int, ranks: tuple[int, ...]) -> None:
-    """With three ranks the one that differs from the two others is named, also where it is rank 0."""
+def test_one_low_bit_of_anything_replicated_is_found_and_named(
+    workers: int, odd: int, ranks: tuple[int, ...]
+) -> None:
+    """With three ranks the one that differs from the two others is named, also where it is rank
+    0.
+    """
     expected = [each for name in NAMES for each in (None, (name, ranks))]
     assert run_ranks(one_bit_each, workers, (odd,)) == [expected] * workers
 
@@ -126,8 +134,13 @@ def after_a_resume(world: lockstep.World, at: int, flipped_after: int) -> tuple[
     return -1, ""
 
 
-@pytest.mark.parametrize(("at", "flipped_after", "step"), [(0, 1, 2), (0, 2, 102), (0, 150, 202), (150, 151, 152), (150, 153, 252)])
-def test_steps_are_counted_over_the_processes_of_a_run(at: int, flipped_after: int, step: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "flipped_after", "step"),
+    [(0, 1, 2), (0, 2, 102), (0, 150, 202), (150, 151, 152), (150, 153, 252)],
+)
+def test_steps_are_counted_over_the_processes_of_a_run(
+    at: int, flipped_after: int, step: int
+) -> None:
     """After the first two of each, and 100 after the last comparison at the latest."""
     assert run_ranks(after_a_resume, 2, (at, flipped_after)) == [(step, "2.weight")] * 2
 
@@ -146,8 +159,12 @@ def overwritten(world: lockstep.World, owner: int) -> tuple[int, str, tuple[int,
 
 
 @pytest.mark.parametrize("owner", [0, 1])
-def test_a_weight_of_a_sharded_update_is_compared_before_the_next_all_gather_overwrites_it(owner: int) -> None:
-    """Whichever rank updates it: with another's it lasts for a step, with its own it would be everybody's."""
+def test_a_weight_of_a_sharded_update_is_compared_before_the_next_all_gather_overwrites_it(
+    owner: int,
+) -> None:
+    """Whichever rank updates it: with another's it lasts for a step, with its own it would be
+    everybody's.
+    """
     assert run_ranks(overwritten, 2, (owner,)) == [(7, "0.weight", (1,))] * 2
 
 
@@ -164,7 +181,9 @@ def test_one_rank_has_nothing_to_compare_with() -> None:
 
 def unchecked(world: lockstep.World) -> object:
     model = model_of()
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), checks="start", world=world)
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), checks="start", world=world
+    )
     step_of(stepper, world, 0)
     if world.rank == 1:
         flip(weight(stepper))

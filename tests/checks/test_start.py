@@ -1,4 +1,6 @@
-"""Ranks that were set up differently: the first field that differs is named, on all ranks, before anything is broadcast."""
+"""Ranks that were set up differently: the first field that differs is named, on all ranks,
+before anything is broadcast.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def model(rank: int, mistake: str) -> nn.Module:
     wrong = rank == 1
     a, b = ("b", "a") if wrong and mistake == "order" else ("a", "b")
     width = 9 if wrong and mistake == "shape" else 8
-    net: nn.Module = nn.Sequential(OrderedDict([(a, nn.Linear(8, 8)), (b, nn.Linear(8, width if mistake == "shape" else 8))]))
+    net: nn.Module = nn.Sequential(
+        OrderedDict([(a, nn.Linear(8, 8)), (b, nn.Linear(8, width if mistake == "shape" else 8))])
+    )
     if wrong and mistake == "count":
         net.add_module("head", nn.Linear(8, 2))
     if wrong and mistake == "dtype":
@@ -36,18 +40,34 @@ def build(world: lockstep.World, mistake: str, door: str) -> tuple[str, tuple[in
         if door == "wrapper":
             lockstep.DistributedDataParallel(net)
         else:
-            lockstep.Stepper(net, torch.optim.SGD(net.parameters(), lr=lr), seed=5 * world.rank if mistake == "seed" else 0)
+            lockstep.Stepper(
+                net,
+                torch.optim.SGD(net.parameters(), lr=lr),
+                seed=5 * world.rank if mistake == "seed" else 0,
+            )
     except ReplicaDivergence as error:
         return str(error), error.ranks
     return "nothing said", ()
 
 
 MISTAKES = {
-    "shape": "parameter 'b.weight' differs: rank 0 has [8, 8] float32 trained, rank 1 has [9, 8] float32 trained",
-    "order": "parameter names differ: at position 0 rank 0 has 'a.weight', rank 1 has 'b.weight'; build the model alike on all ranks",
+    "shape": (
+        "parameter 'b.weight' differs: rank 0 has [8, 8] float32 trained, rank 1 has [9, 8] float32"
+        " trained"
+    ),
+    "order": (
+        "parameter names differ: at position 0 rank 0 has 'a.weight', rank 1 has 'b.weight'; build"
+        " the model alike on all ranks"
+    ),
     "count": "parameter names differ: only rank 1 has 'head.weight', 'head.bias'",
-    "dtype": "parameter 'a.weight' differs: rank 0 has [8, 8] float32 trained, rank 1 has [8, 8] float64 trained",
-    "frozen": "parameter 'a.weight' differs: rank 0 has [8, 8] float32 trained, rank 1 has [8, 8] float32 frozen",
+    "dtype": (
+        "parameter 'a.weight' differs: rank 0 has [8, 8] float32 trained, rank 1 has [8, 8] float64"
+        " trained"
+    ),
+    "frozen": (
+        "parameter 'a.weight' differs: rank 0 has [8, 8] float32 trained, rank 1 has [8, 8] float32"
+        " frozen"
+    ),
     "buffer": "buffer 'scale' differs: rank 0 has [1] float32, rank 1 has [2] float32",
 }
 
@@ -59,8 +79,14 @@ def test_a_model_that_differs_is_named(mistake: str, door: str) -> None:
 
 
 def test_an_optimizer_or_seed_that_differs_is_named() -> None:
-    assert run_ranks(build, 3, args=("lr", "stepper")) == [("optimizer group 0 lr differs: rank 0 has 0.1, rank 1 has 0.2", (1,))] * 3
-    assert run_ranks(build, 3, args=("seed", "stepper")) == [("seed differs: rank 0 has 0, ranks 1,2 have 5", (1, 2))] * 3
+    assert (
+        run_ranks(build, 3, args=("lr", "stepper"))
+        == [("optimizer group 0 lr differs: rank 0 has 0.1, rank 1 has 0.2", (1,))] * 3
+    )
+    assert (
+        run_ranks(build, 3, args=("seed", "stepper"))
+        == [("seed differs: rank 0 has 0, ranks 1,2 have 5", (1, 2))] * 3
+    )
 
 
 def off(world: lockstep.World) -> int:

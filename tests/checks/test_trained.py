@@ -1,4 +1,6 @@
-"""What replicas cannot train is refused by the Stepper and by the wrapper, by name, before the first step."""
+"""What replicas cannot train is refused by the Stepper and by the wrapper, by name, before the
+first step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def _by_stepper(module: nn.Module) -> Any:
 DOORS: list[Callable[[nn.Module], Any]] = [_by_stepper, lockstep.DistributedDataParallel]
 
 
-def _with(name: str, tensor: torch.Tensor, *, buffer: bool = False, trained: bool = True) -> nn.Module:
+def _with(
+    name: str, tensor: torch.Tensor, *, buffer: bool = False, trained: bool = True
+) -> nn.Module:
     inner = nn.Linear(2, 2)
     if buffer:
         inner.register_buffer(name, tensor)
@@ -42,13 +46,18 @@ def _with(name: str, tensor: torch.Tensor, *, buffer: bool = False, trained: boo
     [
         (lambda: _with("scale", torch.ones(1, 3).expand(4, 3)), r"'0\.scale'.*\[4, 3\]"),
         (lambda: _with("mask", torch.ones(1).expand(2), buffer=True), r"'0\.mask'.*\[2\]"),
-        (lambda: _with("scale", torch.ones(2).to(torch.float8_e4m3fn)), r"'0\.scale'.*float8_e4m3fn"),
+        (
+            lambda: _with("scale", torch.ones(2).to(torch.float8_e4m3fn)),
+            r"'0\.scale'.*float8_e4m3fn",
+        ),
         (lambda: _with("table", torch.eye(2).to_sparse()), r"'0\.table'.*sparse"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), r"'1'.*SyncBatchNorm"),
     ],
     ids=["expanded parameter", "expanded buffer", "float8", "sparse", "SyncBatchNorm"],
 )
-def test_refused_by_name(door: Callable[[nn.Module], Any], model: Callable[[], nn.Module], named: str) -> None:
+def test_refused_by_name(
+    door: Callable[[nn.Module], Any], model: Callable[[], nn.Module], named: str
+) -> None:
     with pytest.raises(UsageError, match=named):
         door(model())
 
@@ -62,6 +71,13 @@ def test_what_can_be_trained_is_taken(door: Callable[[nn.Module], Any]) -> None:
 
 
 def test_which_dtypes_add_up() -> None:
-    floating = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    floating = {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
     narrow = {torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32}
     assert {dtype for dtype in floating | narrow if adds_up(dtype)} == floating

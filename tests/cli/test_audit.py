@@ -1,4 +1,6 @@
-"""`lockstep audit` from the outside: a table, and the exit code that says whether something is wrong."""
+"""`lockstep audit` from the outside: a table, and the exit code that says whether something is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
 
-from lockstep.cli.audit import audit
 from lockstep.errors import UsageError
+from tests.cli.command import command as given
 
 TASK = """
 import numpy as np
@@ -34,26 +35,32 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_good_task(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    audit(str(file), workers=2, json=file.with_suffix(".json"))
+    given("audit", str(file), workers=2, json=file.with_suffix(".json"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "audited_task: 44 samples, 2 epochs, 2 workers"
     assert [line.split() for line in lines[2:5]] == [["rank", "samples"], ["0", "32"], ["1", "12"]]
     assert "ok     coverage      each of 44 samples once in epoch 1" in lines
     report = json.loads(file.with_suffix(".json").read_text())
-    assert (report["task"], report["samples_by_rank"], report["wrong"]) == ("audited_task", [32, 12], False)
+    assert (report["task"], report["samples_by_rank"], report["wrong"]) == (
+        "audited_task",
+        [32, 12],
+        False,
+    )
 
 
 def test_what_is_wrong_is_the_exit_code(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as left:
-        audit(str(file), workers=2, override=["own=true"])
-    assert left.value.exit_code == 1
-    assert "WRONG  augmentation  sample 0 differs when it is fetched twice" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        given("audit", str(file), workers=2, set=["own=true"])
+    assert left.value.code == 1
+    assert (
+        "WRONG  augmentation  sample 0 differs when it is fetched twice" in capsys.readouterr().out
+    )
 
 
 def test_mistakes_are_sentences(file: Path) -> None:
     with pytest.raises(UsageError, match="task 'digit' is unknown"):
-        audit("digit")
+        given("audit", "digit")
     with pytest.raises(UsageError, match="--workers 0: give at least 1"):
-        audit(str(file), workers=0)
+        given("audit", str(file), workers=0)
     with pytest.raises(UsageError, match=r"--json .*none/x.json cannot be written"):
-        audit(str(file), json=file.parent / "none" / "x.json")
+        given("audit", str(file), json=file.parent / "none" / "x.json")

@@ -1,4 +1,6 @@
-"""`lockstep bench` from the outside: a table, JSON with every column, a tuning that worlds read, a picture, and a sentence for every mistake."""
+"""`lockstep bench` from the outside: a table, JSON with every column, a tuning that worlds read,
+a picture, and a sentence for every mistake.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,24 @@ from lockstep.cli.app import app
 from lockstep.cli.bench import _sizes
 from lockstep.collectives.choose import Tuning
 from lockstep.errors import UsageError
-from lockstep.measure import collectives as measured
-from lockstep.measure import sampler, training_step
-from lockstep.measure.files import check_writable
 from lockstep.testing import run_ranks
-from lockstep.world import World, init
+from lockstep.tools.bench import collectives as measured
+from lockstep.tools.bench import sampler_cost, training_step
+from lockstep.tools.timing.files import check_writable
+from lockstep.world.world import World, init
 
-COLUMNS = {"collective", "algorithm", "size", "workers", "runs", "p50", "p99", "wrong", "algbw", "busbw"}
+COLUMNS = {
+    "collective",
+    "algorithm",
+    "size",
+    "workers",
+    "runs",
+    "p50",
+    "p99",
+    "wrong",
+    "algbw",
+    "busbw",
+}
 
 
 def bench(*args: str) -> Result:
@@ -33,13 +46,15 @@ def bench(*args: str) -> Result:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in (measured, training_step):
         monkeypatch.setattr(each, "launch", None)
-    monkeypatch.setattr(sampler, "in_a_process", None)
+    monkeypatch.setattr(sampler_cost, "in_a_process", None)
 
 
-def figures(kind: str, workers: int, sizes: list[int], algorithms: list[str], runs: int | None = None) -> list[measured.Measured]:
+def figures(
+    kind: str, workers: int, sizes: list[int], algorithms: list[str], runs: int | None = None
+) -> list[measured.CollectiveTime]:
     """In place of measuring: the last algorithm is twice as fast as the others."""
     return [
-        measured.Measured(
+        measured.CollectiveTime(
             collective=kind,
             algorithm=name,
             size=size,
@@ -54,12 +69,14 @@ def figures(kind: str, workers: int, sizes: list[int], algorithms: list[str], ru
     ]
 
 
-# -- sampler -------------------------------------------------------------------------------------------------------------------------------
+# -- sampler -------------------------------------------------------------------------------------
 
 
-def test_sampler_prints_a_table_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "rows", partial(sampler.rows, sizes=(1000, 10**6)))
-    monkeypatch.setattr(sampler, "in_a_process", sampler.measure)
+def test_sampler_prints_a_table_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_cost, "rows", partial(sampler_cost.rows, sizes=(1000, 10**6)))
+    monkeypatch.setattr(sampler_cost, "in_a_process", sampler_cost.measure)
     file = tmp_path / "figures.json"
     done = bench("sampler", "--largest-torch", "1000", "--json", str(file))
     assert done.exit_code == 0, done.output
@@ -75,32 +92,68 @@ def test_sampler_prints_a_table_and_writes_json(tmp_path: Path, monkeypatch: pyt
     assert large["torch"] is large["time_ratio"] is None
 
 
-# -- collectives ---------------------------------------------------------------------------------------------------------------------------
+# -- collectives ---------------------------------------------------------------------------------
 
 
 def test_collectives_prints_a_table_and_writes_json_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "lockstep", "bench", "collectives", "--workers", "2", "--sizes", "1K..4K", "--runs", "2"]
-    command += ["--collective", "all_reduce", "--algorithms", "native,ring", "--json", "figures.json", "--plot", "times.png"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "bench",
+        "collectives",
+        "--workers",
+        "2",
+        "--sizes",
+        "1K..4K",
+        "--runs",
+        "2",
+    ]
+    command += [
+        "--collective",
+        "all_reduce",
+        "--algorithms",
+        "native,ring",
+        "--json",
+        "figures.json",
+        "--plot",
+        "times.png",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[:3] for line in lines[2:]] == [["all_reduce", name, size] for size in ("1024", "4096") for name in ("native", "ring")]
+    assert [line[:3] for line in lines[2:]] == [
+        ["all_reduce", name, size] for size in ("1024", "4096") for name in ("native", "ring")
+    ]
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [(row["algorithm"], row["size"]) for row in rows] == [(line[1], int(line[2])) for line in lines[2:]]
+    assert [(row["algorithm"], row["size"]) for row in rows] == [
+        (line[1], int(line[2])) for line in lines[2:]
+    ]
     for row in rows:
         assert set(row) == COLUMNS
-        assert (row["collective"], row["workers"], row["runs"], row["wrong"]) == ("all_reduce", 2, 2, 0)
+        assert (row["collective"], row["workers"], row["runs"], row["wrong"]) == (
+            "all_reduce",
+            2,
+            2,
+            0,
+        )
         assert row["busbw"] == row["algbw"]  # of two ranks
     assert (tmp_path / "times.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_several_collectives_with_all_their_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "measure", figures)
-    done = bench("collectives", "--collective", "broadcast,all_to_all", "--sizes", "64", "--workers", "3")
+    done = bench(
+        "collectives", "--collective", "broadcast,all_to_all", "--sizes", "64", "--workers", "3"
+    )
     assert done.exit_code == 0, done.output
     found = [tuple(line.split()[:2]) for line in done.stdout.splitlines()[2:]]
-    expected = [(kind, name) for kind in ("broadcast", "all_to_all") for name in ("native", *measured.algorithms_of(kind))]
+    expected = [
+        (kind, name)
+        for kind in ("broadcast", "all_to_all")
+        for name in ("native", *measured.algorithms_of(kind))
+    ]
     assert found == expected
 
 
@@ -109,14 +162,23 @@ def chosen(world: World) -> tuple[str, str]:
     return world.tuning.source, world.group.tuning.choose("all_reduce", 2**20, world.size)
 
 
-def test_what_tune_writes_is_what_worlds_choose_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tune_writes_is_what_worlds_choose_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measured, "measure", figures)
     file = tmp_path / "tuning.json"
     done = bench("collectives", "--workers", "2", "--sizes", "64..256", "--tune", str(file))
     assert done.exit_code == 0, done.output
-    assert done.stdout.endswith(f"\nwritten to {file}: use it with LOCKSTEP_TUNING={file}, or lockstep.init(tuning={str(file)!r})\n")
-    assert {line.split()[0] for line in done.stdout.splitlines()[2:-2]} == set(measured.TUNED)
-    fastest = [name for name in measured.algorithms_of("all_reduce") if name not in ("central", "hierarchical")][-1]
+    assert done.stdout.endswith(
+        f"\nwritten to {file}: use it with LOCKSTEP_TUNING={file}, or"
+        f" lockstep.init(tuning={str(file)!r})\n"
+    )
+    assert {line.split()[0] for line in done.stdout.splitlines()[2:-2]} == set(measured.KINDS)
+    fastest = [
+        name
+        for name in measured.algorithms_of("all_reduce")
+        if name not in ("central", "hierarchical")
+    ][-1]
     assert Tuning.read(file).choose("all_reduce", 64, 2) == fastest
     monkeypatch.setenv("LOCKSTEP_TUNING", str(file))
     assert run_ranks(chosen, 2) == [(str(file), fastest)] * 2
@@ -127,10 +189,20 @@ def test_what_tune_writes_is_what_worlds_choose_by(tmp_path: Path, monkeypatch: 
 
 
 def test_tune_measures_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "TUNED", ("broadcast",))
+    monkeypatch.setattr(measured, "KINDS", ("broadcast",))
     file, figures_file = tmp_path / "tuning.json", tmp_path / "figures.json"
     monkeypatch.setattr(measured, "_WORTH", 0.0)
-    done = bench("collectives", "--workers", "2", "--sizes", "64", "--tune", str(file), "--json", str(figures_file))
+    done = bench(
+        "collectives",
+        "--workers",
+        "2",
+        "--sizes",
+        "64",
+        "--tune",
+        str(file),
+        "--json",
+        str(figures_file),
+    )
     assert done.exit_code == 0, done.output
     tuning = json.loads(file.read_text())
     assert (tuning["world"], set(tuning["table"])) == (2, {"broadcast"})
@@ -140,7 +212,7 @@ def test_tune_measures_on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert Tuning.read(file).world == 2
 
 
-# -- train ---------------------------------------------------------------------------------------------------------------------------------
+# -- train ---------------------------------------------------------------------------------------
 
 TASK = """
 import torch
@@ -166,38 +238,91 @@ def task(lr: float = 0.1, broken: bool = False) -> lockstep.Task:
 def test_train_times_a_task_of_ones_own(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "mine.py").write_text(TASK)
-    command = [sys.executable, "-m", "lockstep", "bench", "train", "mine.py", "--workers", "2", "--steps", "2", "--set", "lr=0.5"]
-    command += ["--device", "cpu", "--variants", "ddp:5,stepper:native", "--json", "figures.json", "--plot", "steps.png"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "bench",
+        "train",
+        "mine.py",
+        "--workers",
+        "2",
+        "--steps",
+        "2",
+        "--set",
+        "lr=0.5",
+    ]
+    command += [
+        "--device",
+        "cpu",
+        "--variants",
+        "ddp:5,stepper:native",
+        "--json",
+        "figures.json",
+        "--plot",
+        "steps.png",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("mine: global batch 16 = 4 micro-batches x 4; 2 ranks x 2; ")
     assert [line.split()[0] for line in lines[2:]] == ["variant", "ddp:5", "stepper:native"]
     found = json.loads((tmp_path / "figures.json").read_text())
-    assert [(row["variant"], len(row["seconds"])) for row in found["rows"]] == [("ddp:5", 2), ("stepper:native", 2)]
+    assert [(row["variant"], len(row["seconds"])) for row in found["rows"]] == [
+        ("ddp:5", 2),
+        ("stepper:native", 2),
+    ]
     assert (found["best"], found["workers"], found["device"]) == ("ddp:5", 2, "cpu")
     assert found["rows"][1]["apart"] < 1e-4
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
-def of_rank(source: object, names: list[str], steps: int, device: str) -> training_step._Found:
+def of_rank(
+    source: object, names: list[str], steps: int, device: str, others: object
+) -> training_step._Found:
     """In place of measuring: the last one has trained something else."""
-    return training_step._Found("as it is", {name: [0.1] * steps for name in names}, {names[-1]: 0.9}, 1.0, [])
+    return training_step._Found(
+        "as it is", {name: [0.1] * steps for name in names}, {names[-1]: 0.9}, 1.0, []
+    )
 
 
-def test_train_says_what_trained_something_else_and_exits_with_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_says_what_trained_something_else_and_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(training_step, "launch", lambda fn, workers, args: [of_rank(*args)])
     (tmp_path / "mine.py").write_text(TASK)
     file = tmp_path / "figures.json"
-    done = bench("train", str(tmp_path / "mine.py"), "--device", "cpu", "--variants", "ddp:5,stepper:native", "--json", str(file))
+    done = bench(
+        "train",
+        str(tmp_path / "mine.py"),
+        "--device",
+        "cpu",
+        "--variants",
+        "ddp:5,stepper:native",
+        "--json",
+        str(file),
+    )
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1].startswith("stepper:native trained something else: its weights lie 0.9 of the way")
+    assert done.stdout.splitlines()[-1].startswith(
+        "stepper:native trained something else: its weights lie 0.9 of the way"
+    )
     assert json.loads(file.read_text())["workers"] == 2  # without GPUs
 
 
 def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    done = bench("train", str(tmp_path / "mine.py"), "-n", "1", "--device", "cpu", "--variants", "local", "--set", "broken=true")
+    done = bench(
+        "train",
+        str(tmp_path / "mine.py"),
+        "-n",
+        "1",
+        "--device",
+        "cpu",
+        "--variants",
+        "local",
+        "--set",
+        "broken=true",
+    )
     assert (done.exit_code, done.stdout) == (1, "")
     assert "Task: loss returned a Tensor; it must return (sum of the losses, weight)" in done.stderr
 
@@ -206,12 +331,24 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["digist"], "task 'digist' is unknown: the bundled tasks are digits, text (did you mean 'digits'?)"),
-        (["text", "--variants", "ddp:25,stepper"], "variant 'stepper' is unknown: choose some of local, ddp:MB"),
-        (["text", "--variants", ""], "variant '' is unknown: choose some of local, ddp:MB"),
+        (
+            ["digist"],
+            "task 'digist' is unknown: the bundled tasks are digits, text (did you mean 'digits'?)",
+        ),
+        (
+            ["text", "--variants", "ddp:25,stepper"],
+            "variant 'stepper' is unknown: choose some of ddp:MB",
+        ),
+        (["text", "--variants", ""], "variant '' is unknown: choose some of ddp:MB"),
         (["text", "--set", "widht=3"], "--set widht"),
         (["text", "--set", "width"], "--set width: write it as --set key=value"),
-        (["text", "--workers", "9"], "workers=9: a step of task text (global_batch=16, micro_batch=2) has no micro-batch for some"),
+        (
+            ["text", "--workers", "9"],
+            (
+                "workers=9: a step of task text (global_batch=16, micro_batch=2) has no micro-batch"
+                " for some"
+            ),
+        ),
         (["text", "--workers", "0"], "workers=0: give a whole number of at least 1"),
         (["text", "--steps", "0"], "steps=0: give a whole number of at least 1"),
         (["text", "--device", "gpu"], "device='gpu' is unknown: choose one of auto, cpu, cuda"),
@@ -224,7 +361,7 @@ def test_mistakes_in_train_are_sentences_and_start_nothing(args: list[str], mess
     assert done.stdout == ""
 
 
-# -- refused -------------------------------------------------------------------------------------------------------------------------------
+# -- refused -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,11 +383,26 @@ def test_sizes_go_up_by_four(text: str, sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--algorithms", "rign"], "algorithm 'rign' is unknown for all_reduce: choose one of native, auto, shared_memory, central, ring"),
+        (
+            ["--algorithms", "rign"],
+            (
+                "algorithm 'rign' is unknown for all_reduce: choose one of native, auto,"
+                " shared_memory, central, ring"
+            ),
+        ),
         (["--algorithms", "native,"], "algorithm '' is unknown for all_reduce"),
-        (["--collective", "all_redcue"], "collective 'all_redcue' is unknown: choose one of all_reduce, broadcast"),
-        (["--collective", "broadcast", "--algorithms", "recursive_doubling"], "algorithm 'recursive_doubling' is unknown for broadcast"),
-        (["--sizes", "4X..8X"], "--sizes 4X..8X: '4X' is no number of bytes; give FROM..TO, such as 4K..64M"),
+        (
+            ["--collective", "all_redcue"],
+            "collective 'all_redcue' is unknown: choose one of all_reduce, broadcast",
+        ),
+        (
+            ["--collective", "broadcast", "--algorithms", "recursive_doubling"],
+            "algorithm 'recursive_doubling' is unknown for broadcast",
+        ),
+        (
+            ["--sizes", "4X..8X"],
+            "--sizes 4X..8X: '4X' is no number of bytes; give FROM..TO, such as 4K..64M",
+        ),
         (["--sizes", "0..4K"], "--sizes 0..4K: '0' is no number of bytes"),
         (["--sizes=-4K"], "--sizes -4K: '-4K' is no number of bytes"),
         (["--sizes", "4K.."], "--sizes 4K..: '' is no number of bytes"),
@@ -286,7 +438,9 @@ def test_no_ranks_at_all() -> None:
     ],
 )
 @pytest.mark.usefixtures("nothing_starts")
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, command: list[str], option: str) -> None:
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, command: list[str], option: str
+) -> None:
     if option == "--plot":
         pytest.importorskip("matplotlib")
     file = tmp_path / "missing" / "out.png"
@@ -314,11 +468,15 @@ def test_looking_whether_a_file_can_be_written_leaves_it_as_it_was(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("option", [["--runs", "3"], ["--collective", "broadcast"], ["--algorithms", "all"]])
+@pytest.mark.parametrize(
+    "option", [["--runs", "3"], ["--collective", "broadcast"], ["--algorithms", "all"]]
+)
 def test_tune_takes_everything(tmp_path: Path, option: list[str]) -> None:
     done = bench("collectives", "--tune", str(tmp_path / "tuning.json"), *option)
     assert isinstance(done.exception, UsageError)
     name, value = option
-    assert str(done.exception) == (
-        f"{name} {value}: --tune measures every collective and algorithm, as often as each is worth; leave {name} out"
+    assert (
+        str(done.exception)
+        == f"{name} {value}: --tune measures every collective and algorithm, as often as each is"
+        f" worth; leave {name} out"
     )

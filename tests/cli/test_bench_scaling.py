@@ -1,4 +1,6 @@
-"""`lockstep bench scaling` from the outside: tables, JSON and a picture of real ranks, and a sentence for every mistake."""
+"""`lockstep bench scaling` from the outside: tables, JSON and a picture of real ranks, and a
+sentence for every mistake.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from lockstep.cli import bench_scaling
 from lockstep.cli.app import app
-from lockstep.measure.scaling import benchmark
+from lockstep.tools.bench.scaling import benchmark
 
 TASK = """
 from tests.training import toy
@@ -23,7 +25,18 @@ def task(global_batch: int = 8):
     return toy.task(global_batch=global_batch, micro_batch=2)
 """
 COLUMNS = {
-    *("mode", "workers", "samples_per_s", "low", "high", "speedup", "efficiency", "predicted_efficiency", "threads", "step_ms"),
+    *(
+        "mode",
+        "workers",
+        "samples_per_s",
+        "low",
+        "high",
+        "speedup",
+        "efficiency",
+        "predicted_efficiency",
+        "threads",
+        "step_ms",
+    ),
 }
 
 
@@ -34,16 +47,45 @@ def scaling(*args: str) -> Result:
 def test_both_modes_with_json_and_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "small.py").write_text(TASK)
-    command = [sys.executable, "-m", "lockstep", "bench", "scaling", str(tmp_path / "small.py"), "--workers", "1,2", "--both", "--set"]
-    command += ["global_batch=16", "--steps", "2", "--rounds", "2", "--threads", "1", "--device", "cpu", "--no-loading"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "bench",
+        "scaling",
+        str(tmp_path / "small.py"),
+        "--workers",
+        "1,2",
+        "--both",
+        "--set",
+    ]
+    command += [
+        "global_batch=16",
+        "--steps",
+        "2",
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--no-loading",
+    ]
     command += ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "scaling.png")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "strong scaling: the global batch stays 16 (8 micro-batches of 2)" in done.stdout
     assert "weak scaling: the batch of a rank stays 16 (8 micro-batches of 2)" in done.stdout
     assert "loading is not timed" in done.stdout
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    assert [(row["mode"], row["workers"]) for row in rows] == [("strong", 1), ("strong", 2), ("weak", 1), ("weak", 2)]
+    assert [(row["mode"], row["workers"]) for row in rows] == [
+        ("strong", 1),
+        ("strong", 2),
+        ("weak", 1),
+        ("weak", 2),
+    ]
     for row in rows:
         assert set(row) == COLUMNS
         base = next(each for each in rows if each["mode"] == row["mode"])
@@ -63,8 +105,32 @@ def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Done
 
     monkeypatch.setattr(benchmark, "benchmark_scaling", instead)
-    given = ["--workers", "2,1", "--weak", "--steps", "7", "--rounds", "3", "--threads", "2", "--no-loading", "--loader-workers", "1"]
-    given += ["--set", "lr=1", "--device", "cpu", "--reduce", "native", "--compress", "bf16", "--update", "sharded", "--exact"]
+    given = [
+        "--workers",
+        "2,1",
+        "--weak",
+        "--steps",
+        "7",
+        "--rounds",
+        "3",
+        "--threads",
+        "2",
+        "--no-loading",
+        "--loader-workers",
+        "1",
+    ]
+    given += [
+        "--set",
+        "lr=1",
+        "--device",
+        "cpu",
+        "--reduce",
+        "native",
+        "--compress",
+        "bf16",
+        "--update",
+        "sharded",
+    ]
     assert isinstance(scaling("digits", *given).exception, Done)
     assert seen == {
         "task": "digits",
@@ -80,19 +146,26 @@ def test_options_reach_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
         "reduce": "native",
         "compress": "bf16",
         "update": "sharded",
-        "exact": True,
+        "exact": False,
     }
+    assert isinstance(scaling("digits", "--exact").exception, Done)
+    assert (seen["exact"], seen["compress"]) == (True, None)
     assert isinstance(scaling("digits").exception, Done)
     assert (seen["mode"], seen["workers"][:2], seen["loading"]) == ("strong", [1, 2], True)
 
 
-def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.cores.cores", lambda: 6)
-    monkeypatch.setattr("lockstep.launcher.agent.gpus", lambda: 0)
+def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.runtime.cores.cores", lambda: 6)
+    monkeypatch.setattr("lockstep.launcher.server.gpus", lambda: 0)
     assert bench_scaling._powers_of_two("auto") == [1, 2, 4]
-    monkeypatch.setattr("lockstep.launcher.agent.gpus", lambda: 8)
-    assert (bench_scaling._powers_of_two("auto"), bench_scaling._powers_of_two("cpu")) == ([1, 2, 4, 8], [1, 2, 4])
-    monkeypatch.setattr("lockstep.cores.cores", lambda: 1)
+    monkeypatch.setattr("lockstep.launcher.server.gpus", lambda: 8)
+    assert (bench_scaling._powers_of_two("auto"), bench_scaling._powers_of_two("cpu")) == (
+        [1, 2, 4, 8],
+        [1, 2, 4],
+    )
+    monkeypatch.setattr("lockstep.runtime.cores.cores", lambda: 1)
     assert bench_scaling._powers_of_two("cpu") == [1, 2]
 
 
@@ -100,18 +173,29 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(monkeypatch: pyt
     ("args", "message"),
     [
         (["digits", "--workers", "0"], "--workers 0: give numbers of workers, each at least 1"),
-        (["digits", "--workers", "2,1,x"], "--workers 2,1,x: give numbers of workers, each at least 1, with commas between them"),
+        (
+            ["digits", "--workers", "2,1,x"],
+            "--workers 2,1,x: give numbers of workers, each at least 1, with commas between them",
+        ),
         (["digits", "--workers", ""], "--workers '': give numbers"),
         (["digits", "--workers", "2,2"], "workers=2,2: 2 is there twice"),
         (["digits", "--strong", "--weak"], "--strong --weak: give one of them"),
-        (["digits", "--workers", "1,2", "--steps", "0"], "--steps 0: give at least 1"),
-        (["digits", "--workers", "1,2", "--json", "/nowhere/x"], "--json /nowhere/x cannot be written"),
+        (
+            ["digits", "--workers", "1,2", "--steps", "0"],
+            "steps=0: give a whole number of at least 1",
+        ),
+        (
+            ["digits", "--workers", "1,2", "--json", "/nowhere/x"],
+            "--json /nowhere/x cannot be written",
+        ),
         (["digit", "--workers", "1,2"], "task 'digit' is unknown"),
         (["nothing.py"], "task file 'nothing.py' does not exist"),
         (["digits", "--workers", "1,2", "--set", "lr"], "--set lr: write it as --set key=value"),
     ],
 )
-def test_mistakes_are_told_before_any_rank_starts(monkeypatch: pytest.MonkeyPatch, args: list[str], message: str) -> None:
+def test_mistakes_are_told_before_any_rank_starts(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
     monkeypatch.setattr(benchmark, "run_teams", None)
     done = scaling(*args)
     assert message in str(done.exception)

@@ -1,4 +1,6 @@
-"""`lockstep checkpoints`: listing, verifying, comparing and exporting, and a sentence for what is not there."""
+"""`lockstep checkpoints`: listing, verifying, comparing and exporting, and a sentence for what
+is not there.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,23 @@ from lockstep.checkpoints import files
 from lockstep.cli.checkpoints import app
 from lockstep.errors import UsageError
 
-TENSORS = {"a.weight": torch.arange(6.0), "b": torch.tensor([1.0, float("nan")]), "n": torch.tensor(3)}
+TENSORS = {
+    "a.weight": torch.arange(6.0),
+    "b": torch.tensor([1.0, float("nan")]),
+    "n": torch.tensor(3),
+}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     directory = tmp_path / "run" / "checkpoints"
     for step in (4, 8):
-        folder = files.write(directory, step, {**TENSORS, "n": torch.tensor(step)}, {"metrics": {"accuracy": step / 10}})
+        folder = files.write(
+            directory,
+            step,
+            {**TENSORS, "n": torch.tensor(step)},
+            {"metrics": {"accuracy": step / 10}},
+        )
         if step == 4:
             files.mark_best(folder, "accuracy", 0.4)
     return tmp_path / "run"
@@ -38,7 +49,10 @@ def test_ls(run: Path, tmp_path: Path) -> None:
     assert first.endswith("accuracy 0.4000  best")
     assert second.endswith("accuracy 0.8000")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert [(row["name"], row["best"]) for row in rows] == [("step-0000004", True), ("step-0000008", False)]
+    assert [(row["name"], row["best"]) for row in rows] == [
+        ("step-0000004", True),
+        ("step-0000008", False),
+    ]
 
 
 def test_verify_names_what_is_damaged(run: Path) -> None:
@@ -57,11 +71,19 @@ def test_verify_names_what_is_damaged(run: Path) -> None:
 def test_diff_goes_by_bits(run: Path) -> None:
     one, two = (run / "checkpoints" / name for name in ("step-0000004", "step-0000008"))
     same = called("diff", one, one)
-    assert (same.exit_code, same.stdout) == (0, "step 4 and step 4: 3 tensors are equal to the bit\n")
+    assert (same.exit_code, same.stdout) == (
+        0,
+        "step 4 and step 4: 3 tensors are equal to the bit\n",
+    )
     found = called("diff", one, run)
     assert found.exit_code == 1
-    assert found.stdout.splitlines() == ["n: 1 of 1 elements differ, by 4 at most", "step 4 and step 8: 1 of 3 tensors differ"]
-    files.write(two.parent, 9, {"a.weight": torch.zeros(2), "c": torch.zeros(1), "n": torch.tensor(4)}, {})
+    assert found.stdout.splitlines() == [
+        "n: 1 of 1 elements differ, by 4 at most",
+        "step 4 and step 8: 1 of 3 tensors differ",
+    ]
+    files.write(
+        two.parent, 9, {"a.weight": torch.zeros(2), "c": torch.zeros(1), "n": torch.tensor(4)}, {}
+    )
     other = called("diff", one, run)
     assert other.exit_code == 1
     assert other.stdout.splitlines() == [
@@ -87,14 +109,22 @@ def test_export(run: Path, tmp_path: Path) -> None:
     [
         (("ls", "{}/nowhere"), "does not exist"),
         (("ls", "{}"), "holds no checkpoints"),
-        (("export", "{}/run", "--out", "{}/x.pt", "--step", "5"), "--step 5: .* has checkpoints of step-0000004, step-0000008"),
+        (
+            ("export", "{}/run", "--out", "{}/x.pt", "--step", "5"),
+            "--step 5: .* has checkpoints of step-0000004, step-0000008",
+        ),
         (("export", "{}/run", "--out", "{}/x.pt", "--step", "4", "--best"), "exclude each other"),
         (("export", "{}/run", "--out", "{}/nowhere/x.safetensors"), "cannot be written"),
         (("export", "{}/run", "--out", "{}/nowhere/x.pt"), "cannot be written"),
-        (("export", "{}/run", "--out", "{}/model.bin"), r"ends in \.safetensors, or in \.pt or \.pth"),
+        (
+            ("export", "{}/run", "--out", "{}/model.bin"),
+            r"ends in \.safetensors, or in \.pt or \.pth",
+        ),
     ],
 )
-def test_what_cannot_work_is_a_sentence(run: Path, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+def test_what_cannot_work_is_a_sentence(
+    run: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
     found = called(*(word.format(tmp_path) for word in words))
     assert isinstance(found.exception, UsageError)
     with pytest.raises(UsageError, match=message):

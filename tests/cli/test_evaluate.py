@@ -1,9 +1,10 @@
-"""`lockstep evaluate` from the outside: a run that was trained gives its own numbers again, on any number of ranks."""
+"""`lockstep evaluate` from the outside: a run that was trained gives its own numbers again, on
+any number of ranks.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,12 +15,11 @@ import pytest
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.cli import over_run
-from lockstep.cli.evaluate import evaluate
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
-from lockstep.settings import Settings
 from lockstep.training.resolve import resolve
+from tests.cli.command import command as given
 
-ROOT = Path(__file__).parents[2]
 TASK = """
 from torch import nn
 from tests.training import toy
@@ -37,9 +37,8 @@ def task(other: bool = False, held_out: bool = True):
 
 
 def command(name: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "lockstep", name, *args]
-    return subprocess.run(line, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def trained(folder: Path) -> Path:
@@ -56,7 +55,19 @@ def trained(folder: Path) -> Path:
 def test_the_runs_own_numbers_again_on_three_ranks(tmp_path: Path) -> None:
     run = trained(tmp_path)
     expected = json.loads((run / "result.json").read_text())["metrics"]
-    done = command("evaluate", "run_task.py", "--run", "run", "--workers", "3", "--device", "cpu", "--json", "found.json", cwd=tmp_path)
+    done = command(
+        "evaluate",
+        "run_task.py",
+        "--run",
+        "run",
+        "--workers",
+        "3",
+        "--device",
+        "cpu",
+        "--json",
+        "found.json",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     first, second, last = done.stdout.splitlines()
     assert first.split() == ["accuracy", repr(expected["accuracy"])]
@@ -71,40 +82,76 @@ def test_the_runs_own_numbers_again_on_three_ranks(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_named_once(tmp_path: Path) -> None:
     trained(tmp_path)
-    done = command("evaluate", "run_task.py", "--run", "run", "--set", "other=true", "--device", "cpu", "-n", "2", cwd=tmp_path)
+    done = command(
+        "evaluate",
+        "run_task.py",
+        "--run",
+        "run",
+        "--set",
+        "other=true",
+        "--device",
+        "cpu",
+        "-n",
+        "2",
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert re.match(r"error: checkpoint .*step-0000004 \(of task 'run_task'\) does not fit the model of task 'run_task': ", line)
+    assert re.match(
+        r"error: checkpoint .*step-0000004 \(of task 'run_task'\) does not fit the model of task"
+        r" 'run_task': ",
+        line,
+    )
     assert "missing: first.bias; of another shape: last.bias, last.weight; give the task" in line
     assert line.endswith("(and its --set values) that was trained")
 
 
 def test_a_task_without_eval_data(tmp_path: Path) -> None:
     trained(tmp_path)
-    done = command("evaluate", "run_task.py", "--run", "run", "--set", "held_out=false", "--device", "cpu", cwd=tmp_path)
+    done = command(
+        "evaluate",
+        "run_task.py",
+        "--run",
+        "run",
+        "--set",
+        "held_out=false",
+        "--device",
+        "cpu",
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: task 'run_task' has no eval_data to evaluate on: give it eval_data= in task()\n"
+    assert (
+        done.stderr
+        == "error: task 'run_task' has no eval_data to evaluate on: give it eval_data= in task()\n"
+    )
 
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(UsageError, match=r"--run .*run does not exist \(looked from .*\): give the run directory"):
-        evaluate("digits", run)
+    with pytest.raises(
+        UsageError, match=r"--run .*run does not exist \(looked from .*\): give the run directory"
+    ):
+        given("evaluate", "digits", run=run)
     run.mkdir()
-    with pytest.raises(UsageError, match=r"settings.json cannot be read .* is not a run directory of `lockstep train`"):
-        evaluate("digits", run)
+    with pytest.raises(
+        UsageError,
+        match=r"settings.json cannot be read .* is not a run directory of `lockstep train`",
+    ):
+        given("evaluate", "digits", run=run)
     Settings(task="digits").write(run)
     with pytest.raises(UsageError, match=r"run .* has no checkpoint yet"):
-        evaluate("digits", run)
+        given("evaluate", "digits", run=run)
     files.write(run / "checkpoints", 1, {}, {})
     with pytest.raises(UsageError, match=r"--best: run .* has no best checkpoint"):
-        evaluate("digits", run, best=True)
+        given("evaluate", "digits", run=run, best=True)
     with pytest.raises(UsageError, match="workers=0: give a whole number of at least 1"):
-        evaluate("digits", run, workers=0)
+        given("evaluate", "digits", run=run, workers=0)
     with pytest.raises(UsageError, match="device='tpu' is unknown"):
-        evaluate("digits", run, device="tpu")
+        given("evaluate", "digits", run=run, device="tpu")
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
     over_run.write_json(tmp_path / "x.json", {"metrics": {"none": float("nan")}})
-    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail) == {"metrics": {"none": "nan"}}
+    assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail) == {
+        "metrics": {"none": "nan"}
+    }

@@ -52,8 +52,12 @@ def test_a_training_says_where_its_run_is_and_latest_finds_it(folder: Path) -> N
     (named,) = [line for line in done.stderr.splitlines() if line.startswith("run directory: ")]
     assert named == f"run directory: {next((folder / 'runs').iterdir()).relative_to(folder)}"
     assert "step-0000002" in command("checkpoints", "ls", "latest").stdout
-    assert command("train", "digits", "--steps", "2", "--resume", "--run", "latest").stdout.splitlines() == [line]
+    assert command(
+        "train", "digits", "--steps", "2", "--resume", "--run", "latest"
+    ).stdout.splitlines() == [line]
 
 
 def command(*line: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lockstep", *line], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *line], capture_output=True, text=True, check=False
+    )

@@ -1,4 +1,6 @@
-"""`lockstep train --mesh`: from the command to the last line, and what other commands make of the run."""
+"""`lockstep train --mesh`: from the command to the last line, and what other commands make of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,52 @@ from pathlib import Path
 
 import pytest
 
-SMALL = ["--set", "train_bytes=3000", "--set", "eval_bytes=600", "--set", "width=16", "--set", "depth=2", "--set", "length=8"]
+SMALL = [
+    "--set",
+    "train_bytes=3000",
+    "--set",
+    "eval_bytes=600",
+    "--set",
+    "width=16",
+    "--set",
+    "depth=2",
+    "--set",
+    "length=8",
+]
 
 
 def lockstep(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lockstep", *words], cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *words], cwd=folder, capture_output=True, text=True
+    )
 
 
 def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
-    found = lockstep("train", "text", "--mesh", "pipeline=2", "--schedule", "gpipe", "--steps", "3", "--run", "r", *SMALL, folder=tmp_path)
+    found = lockstep(
+        "train",
+        "text",
+        "--mesh",
+        "pipeline=2",
+        "--schedule",
+        "gpipe",
+        "--steps",
+        "3",
+        "--run",
+        "r",
+        *SMALL,
+        folder=tmp_path,
+    )
     assert found.returncode == 0, found.stderr
     last = found.stdout.splitlines()[-1]
-    assert re.match(r"text: 3 steps, 2 workers, mesh pipeline=2 gpipe, replicated, .* \| weights sha256 [0-9a-f]{64}$", last)
+    assert re.match(
+        r"text: 3 steps, 2 workers, mesh pipeline=2 gpipe, replicated, .* \| weights sha256"
+        r" [0-9a-f]{64}$",
+        last,
+    )
     assert "mesh pipeline=2: a rank holds" in found.stderr
     assert re.search(
-        r"pipeline: rank 0 idled [\d.]+% of the time in which 8 micro-batches went through 2 stages; \(p-1\)/\(m\+p-1\) is 11.1%",
+        r"pipeline: rank 0 idled [\d.]+% of the time in which 8 micro-batches went through 2"
+        r" stages; \(p-1\)/\(m\+p-1\) is 11.1%",
         found.stderr,
     )
     said = json.loads((tmp_path / "r" / "mesh.json").read_text())
@@ -45,16 +78,36 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
             ["--mesh", "data=2,pipeline=2", "--workers", "3"],
             "--mesh data=2,pipeline=2 has 4 ranks (data 2 x pipeline 2), and the run has 3",
         ),
-        (["--mesh", "pipe=2"], "--mesh pipe=2: there is no axis 'pipe'; there are data, shard, pipeline, tensor"),
+        (
+            ["--mesh", "pipe=2"],
+            "--mesh pipe=2: there is no axis 'pipe'; there are data, shard, pipeline, tensor",
+        ),
         (
             ["--mesh", "pipeline=2", "--workers", "1:2"],
-            "--mesh pipeline=2 has a place for each of 2 ranks: give that number of workers, and no range",
+            (
+                "--mesh pipeline=2 has a place for each of 2 ranks: give that number of workers,"
+                " and no range"
+            ),
         ),
-        (["--schedule", "gpipe"], "--schedule gpipe says how a pipeline runs, and there is none: give --mesh pipeline=2, say"),
-        (["--mesh", "shard=2", "--exact"], "--exact with --mesh shard=2: torch's engines add up in orders of their own; leave one out"),
+        (
+            ["--schedule", "gpipe"],
+            (
+                "--schedule gpipe says how a pipeline runs, and there is none: give --mesh"
+                " pipeline=2, say"
+            ),
+        ),
+        (
+            ["--mesh", "shard=2", "--exact"],
+            (
+                "--exact with --mesh shard=2: torch's engines add up in orders of their own; leave"
+                " one out"
+            ),
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_before_any_rank_starts(words: list[str], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_before_any_rank_starts(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
     found = lockstep("train", "text", *words, folder=tmp_path)
     assert found.returncode == 2
     assert message in found.stderr

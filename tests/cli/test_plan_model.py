@@ -1,4 +1,6 @@
-"""`lockstep plan --model`: what is printed and written, and sentences for what cannot be planned."""
+"""`lockstep plan --model`: what is printed and written, and sentences for what cannot be
+planned.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,24 @@ def plan(*words: str) -> str:
 
 def test_the_text_and_the_json_of_vgg(tmp_path: Path) -> None:
     file = tmp_path / "vgg.json"
-    text = plan("--model", "vgg16", "--device", "p100", "--network", "25GbE", "--nodes-of", "4", "--workers", "1..512", "--json", str(file))
-    assert "vgg16: 138.4 million parameters, 30.9 GFLOP an image forward; 64 images a device and step\n" in text
+    text = plan(
+        "--model",
+        "vgg16",
+        "--device",
+        "p100",
+        "--network",
+        "25GbE",
+        "--nodes-of",
+        "4",
+        "--workers",
+        "1..512",
+        "--json",
+        str(file),
+    )
+    assert (
+        "vgg16: 138.4 million parameters, 30.9 GFLOP an image forward; 64 images a device and"
+        " step\n" in text
+    )
     found = json.loads(file.read_text())
     assert (found["model"], found["device"]) == ("vgg16", "p100")
     assert [row["workers"] for row in found["rows"]] == [2**power for power in range(10)]
@@ -36,11 +54,26 @@ def test_gpt3_does_not_fit_and_how_many_devices_it_takes() -> None:
     text = plan("--model", "gpt3-175b", "--device", "a100-80g", "--workers", "8")
     assert "no: weights, gradients, optimizer\n" in text
     assert "no layout fits" in text
-    assert [line.split()[2] for line in text.splitlines() if line.startswith("mesh ") and line.endswith("yes")] == ["46", "40"]
+    assert [
+        line.split()[2]
+        for line in text.splitlines()
+        if line.startswith("mesh ") and line.endswith("yes")
+    ] == ["46", "40"]
 
 
 def test_a_way_that_is_given_is_the_only_one() -> None:
-    text = plan("--model", "resnet50", "--device", "p100", "--workers", "4", "--compress", "bf16", "--network", "10Gbit")
+    text = plan(
+        "--model",
+        "resnet50",
+        "--device",
+        "p100",
+        "--workers",
+        "4",
+        "--compress",
+        "bf16",
+        "--network",
+        "10Gbit",
+    )
     assert "compress bf16" in text
     assert "update sharded  " in text  # of the table of what fits
     assert text.count("replicated") == 1
@@ -55,8 +88,14 @@ def test_a_way_that_is_given_is_the_only_one() -> None:
         (["--model", "vgg16", "--device", "p100", "--batch", "0"], "--batch 0"),
         (["--model", "vgg16", "--device", "p100", "--batch", "-1"], "--batch -1"),
         (["--model", "vgg16", "--device", "p100", "--workers", "0"], "--workers 0"),
-        (["--model", "vgg16", "--device", "p100", "--network", "here"], "--network here is of this host's own ranks"),
-        (["--model", "vgg16", "--device", "p100", "--noise-scale"], "--noise-scale does not go with --model"),
+        (
+            ["--model", "vgg16", "--device", "p100", "--network", "here"],
+            "--network here is of this host's own ranks",
+        ),
+        (
+            ["--model", "vgg16", "--device", "p100", "--noise-scale"],
+            "--noise-scale does not go with --model",
+        ),
     ],
 )
 def test_what_cannot_be_planned(words: list[str], said: str) -> None:

@@ -1,4 +1,6 @@
-"""`lockstep predict` from the outside: one file, in the order of the data set, the same on any number of ranks."""
+"""`lockstep predict` from the outside: one file, in the order of the data set, the same on any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoints import files, folders
-from lockstep.cli.predict import predict
 from lockstep.errors import UsageError
-from lockstep.inference.apply import fill
+from lockstep.training.inference.apply import fill
 from lockstep.training.resolve import resolve
+from tests.cli.command import command as given
 from tests.cli.test_evaluate import command, trained
 from tests.training import toy
 
@@ -19,9 +21,24 @@ from tests.training import toy
 def test_the_same_file_from_one_rank_and_from_three(tmp_path: Path) -> None:
     run = trained(tmp_path)
     for workers, out in (("1", []), ("3", ["--out", "three.npy"])):
-        done = command("predict", "run_task.py", "--run", "run", "--workers", workers, "--device", "cpu", *out, cwd=tmp_path)
+        done = command(
+            "predict",
+            "run_task.py",
+            "--run",
+            "run",
+            "--workers",
+            workers,
+            "--device",
+            "cpu",
+            *out,
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stderr
-    assert done.stdout == "run_task: 21 samples, 3 workers, newest checkpoint (step 4) | predictions in three.npy\n"
+    assert (
+        done.stdout
+        == "run_task: 21 samples, 3 workers, newest checkpoint (step 4) | predictions in"
+        " three.npy\n"
+    )
     assert (tmp_path / "three.npy").read_bytes() == (run / "predictions.npy").read_bytes()
     rows = np.load(tmp_path / "three.npy")
     assert rows.shape == (toy.HELD_OUT, 3)
@@ -34,7 +51,9 @@ def test_the_same_file_from_one_rank_and_from_three(tmp_path: Path) -> None:
 
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"out=x.csv ends in '.csv': predictions are written as .npy or .parquet"):
-        predict("digits", tmp_path, out=Path("x.csv"))
+    with pytest.raises(
+        UsageError, match=r"out=x.csv ends in '.csv': predictions are written as .npy or .parquet"
+    ):
+        given("predict", "digits", run=tmp_path, out=Path("x.csv"))
     with pytest.raises(UsageError, match=r"settings\.json cannot be read"):
-        predict("digits", tmp_path)
+        given("predict", "digits", run=tmp_path)

@@ -1,4 +1,6 @@
-"""A training that is asked to stop stops after a step, saves, and leaves with 75; the same command goes on to the same weights."""
+"""A training that is asked to stop stops after a step, saves, and leaves with 75; the same
+command goes on to the same weights.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ class Training(TrainingProcess):
         return str(json.loads((self.folder / "run" / "result.json").read_text())["sha256"])
 
     def evaluations(self) -> list[object]:
-        return [{key: value for key, value in record.items() if key != "seconds"} for record in self.records("evaluate")]
+        return [
+            {key: value for key, value in record.items() if key != "seconds"}
+            for record in self.records("evaluate")
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,9 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 def hit(training: Training, who: str, number: signal.Signals) -> None:
     everybody = training.everybody()
-    chosen = {"launcher": everybody[-1:], "rank": training.everybody()[-1].children()[-1:], "everybody": everybody}[who]
+    chosen = (
+        [training.rank(1)] if who == "rank" else everybody[-1:] if who == "launcher" else everybody
+    )
     for process in chosen:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -85,7 +92,9 @@ def hit(training: Training, who: str, number: signal.Signals) -> None:
         ("everybody", signal.SIGTERM, 75),
     ],
 )
-def test_in_a_step(training: Training, undisturbed: object, who: str, number: signal.Signals, code: int) -> None:
+def test_in_a_step(
+    training: Training, undisturbed: object, who: str, number: signal.Signals, code: int
+) -> None:
     """`everybody`: as schedulers do it, loader workers too."""
     (training.folder / "slowly").touch()
     training.start()
@@ -101,7 +110,9 @@ def test_in_a_step(training: Training, undisturbed: object, who: str, number: si
     assert before <= step <= before + 3
     assert stopped[0].endswith(f"step {step} of 24, saved: the same command with --run run goes on")
     assert "Traceback" not in err
-    assert [path.name for path in sorted((training.folder / "run" / "checkpoints").iterdir())][-1] == f"step-{step:07d}"
+    assert [path.name for path in sorted((training.folder / "run" / "checkpoints").iterdir())][
+        -1
+    ] == f"step-{step:07d}"
     (training.folder / "slowly").unlink()
     training.start(workers=1)
     ended, _, err = training.end()
@@ -119,7 +130,9 @@ def test_in_an_evaluation_which_is_made_up_for(training: Training, undisturbed: 
     ended, _, err = training.end()
     assert ended == 75, err
     assert "stopped as asked after step 4 of 24, saved" in err
-    assert len((training.folder / "evaluated").read_text()) < 21, "it was not waited for the end of the evaluation"
+    assert len((training.folder / "evaluated").read_text()) < 21, (
+        "it was not waited for the end of the evaluation"
+    )
     (training.folder / "slowly").unlink()
     training.start(workers=1)
     ended, _, err = training.end()
@@ -146,7 +159,10 @@ def test_a_second_signal_does_not_wait(training: Training) -> None:
     assert training.process is not None
     training.process.send_signal(signal.SIGINT)
     assert training.process.stderr is not None
-    assert training.process.stderr.readline() == "Ctrl-C: stopping after this step; once more to stop now\n"
+    assert (
+        training.process.stderr.readline()
+        == "Ctrl-C: stopping after this step; once more to stop now\n"
+    )
     training.process.send_signal(signal.SIGINT)
     ended, _, err = training.end()
     assert (ended, err) == (130, "stopped by Ctrl-C; all ranks have ended\n")

@@ -1,4 +1,6 @@
-"""What is refused: in one style, with the option as it was typed, with exit code 2, before torch is imported, and leaving nothing behind."""
+"""What is refused: in one style, with the option as it was typed, with exit code 2, before torch
+is imported, and leaving nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from lockstep.cli import app
 from lockstep.cli.refusals import as_typed
 
 
-def refused(line: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(
+    line: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
     monkeypatch.setattr("sys.argv", ["lockstep", *line])
     with pytest.raises(SystemExit) as left:
         app.main()
@@ -44,7 +48,11 @@ def refused(line: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     ],
 )
 def test_the_value_is_named_as_it_was_typed(
-    line: list[str], begins: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: list[str],
+    begins: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     said = refused(line, monkeypatch, capsys)
     assert said.startswith(begins)
@@ -52,10 +60,19 @@ def test_the_value_is_named_as_it_was_typed(
 
 
 @pytest.mark.parametrize(
-    ("command", "typed", "meant"), [("train", "--worker", "--workers"), ("run", "--work", "--workers"), ("tune", "--devise", "--device")]
+    ("command", "typed", "meant"),
+    [
+        ("train", "--worker", "--workers"),
+        ("run", "--work", "--workers"),
+        ("tune", "--devise", "--device"),
+    ],
 )
 def test_what_begins_alike_is_suggested_first(
-    command: str, typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    typed: str,
+    meant: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert f"(did you mean {meant}" in refused([command, typed, "2", "digits"], monkeypatch, capsys)
 
@@ -64,7 +81,11 @@ def test_what_begins_alike_is_suggested_first(
     ("message", "line", "said"),
     [
         ("timeout=0.0: give more", ["--timeout", "0"], "--timeout 0: give more"),
-        ("bucket_mb=0: wrong; bucket_mb too", ["--bucket-mb=0"], "--bucket-mb 0: wrong; --bucket-mb too"),
+        (
+            "bucket_mb=0: wrong; bucket_mb too",
+            ["--bucket-mb=0"],
+            "--bucket-mb 0: wrong; --bucket-mb too",
+        ),
         ("the task's epochs=0: give more", ["--epochs", "3"], "the task's epochs=0: give more"),
         ("global_batch=3 is odd", ["--epochs", "3"], "global_batch=3 is odd"),
     ],
@@ -156,16 +177,33 @@ show all-reduce --root 1
 def test_nothing_heavy_is_imported_to_refuse_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "syntax.py").write_text("def task(:\n")
     (tmp_path / "nothing.py").write_text("lr = 0.1\n")
-    (tmp_path / "mine.py").write_text("import torch\n\n\ndef task(lr: float = 0.1):\n    return torch\n")
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\ndef task(lr: float = 0.1):\n    return torch\n"
+    )
     (tmp_path / "finished").mkdir()
     for name in ("lock", "result.json"):
         (tmp_path / "finished" / name).write_text("{}")
     lines = [line.split() for line in REFUSED.strip().splitlines()]
-    done = subprocess.run([sys.executable, "-c", EARLY], input=json.dumps(lines), cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        input=json.dumps(lines),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert {line: said for line, said in found.items() if said[:3] != [77 if "--resume --run" in line else 2, [], True]} == {}
-    assert {line: said[3] for line, said in found.items() if not said[3].startswith("error: ") or said[3].count("\n") != 1} == {}
+    assert {
+        line: said
+        for line, said in found.items()
+        if said[:3] != [77 if "--resume --run" in line else 2, [], True]
+    } == {}
+    assert {
+        line: said[3]
+        for line, said in found.items()
+        if not said[3].startswith("error: ") or said[3].count("\n") != 1
+    } == {}
     assert "syntax.py, line 1" in found["train syntax.py"][3]
     assert "it takes lr" in found["train mine.py --set rate=1"][3]
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
-from lockstep.extras import install
-from tests.measure.page.runs import anatomy, make, metrics
+from tests.tools.report.page.runs import anatomy, make, metrics
 
 
 def report(*words: str) -> str:
@@ -35,7 +34,13 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert found["verdict"]["sentences"] == [verdict]
     assert [each["ranks"] for each in found["ranks"]] == [[0], [1], [2], [3]]
     assert found["ranks"][3]["data"] > 0.05
-    assert found["starts"][0] | {"seconds": 0} == {"workers": 4, "from": 0, "to": 40, "missing": [], "seconds": 0}
+    assert found["starts"][0] | {"seconds": 0} == {
+        "workers": 4,
+        "from": 0,
+        "to": 40,
+        "missing": [],
+        "seconds": 0,
+    }
     assert found["state"] == "finished"
 
 
@@ -64,7 +69,9 @@ def test_a_run_without_anatomy_still_has_its_curves(tmp_path: Path) -> None:
 
 
 def test_a_run_of_one_rank_and_a_run_without_a_step(tmp_path: Path) -> None:
-    assert report(str(make(tmp_path / "one", parts=anatomy(1, 8), workers=1))).startswith("1 rank: ")
+    assert report(str(make(tmp_path / "one", parts=anatomy(1, 8), workers=1))).startswith(
+        "1 rank: "
+    )
     none = make(tmp_path / "none", parts=anatomy(2, 0), records=metrics(0), finished=False)
     assert report(str(none)).startswith("No step was recorded")
 
@@ -87,9 +94,15 @@ def test_it_can_be_written_again(tmp_path: Path) -> None:
         (["/nowhere"], "/nowhere does not exist"),
         (["{tmp}"], "is not a run directory of `lockstep train`"),
         (["{tmp}/run/settings.json"], "settings.json is a file: give the run directory"),
-        (["{tmp}/run", "--out", "/nowhere/page.html"], "--out /nowhere/page.html cannot be written"),
+        (
+            ["{tmp}/run", "--out", "/nowhere/page.html"],
+            "--out /nowhere/page.html cannot be written",
+        ),
         (["{tmp}/run", "--out", "{tmp}"], "cannot be written: Is a directory"),
-        (["{tmp}/run", "--json", "/nowhere/page.json"], "--json /nowhere/page.json cannot be written"),
+        (
+            ["{tmp}/run", "--json", "/nowhere/page.json"],
+            "--json /nowhere/page.json cannot be written",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
@@ -98,22 +111,23 @@ def test_what_is_refused(tmp_path: Path, words: list[str], message: str) -> None
         report(*(word.format(tmp=tmp_path) for word in words))
 
 
-def test_without_matplotlib_the_verdict_is_printed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make(tmp_path / "run")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = CliRunner().invoke(app, ["report", str(run)])
-    assert done.stdout.startswith("4 ranks: ")
-    assert isinstance(done.exception, UsageError)
-    assert install("plot") in str(done.exception)
-    assert not (run / "report.html").exists()
+    assert done.exit_code == 0
+    assert (run / "report.html").read_text().count("<svg") == 8
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     """A page is written in a second or two, also on a machine that trains nothing."""
     run = make(tmp_path / "run", parts=anatomy(2, 4))
     program = (
-        "import sys; sys.modules['torch'] = None; from lockstep.cli.app import app; app(['report', sys.argv[1]], standalone_mode=False)"
+        "import sys; sys.modules['torch'] = None; from lockstep.cli.app import app; app(['report',"
+        " sys.argv[1]], standalone_mode=False)"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (run / "report.html").exists()

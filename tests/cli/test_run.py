@@ -23,20 +23,43 @@ with lockstep.init() as world:
 
 
 def lockstep(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "lockstep", *args], cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_arguments_pass_through_untouched(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv)")
-    theirs = ["--workers", "3", "-m", "--help", "a b", "", "$HOME", "$$", "${local_rank}", "--", "-x", "*"]
+    theirs = [
+        "--workers",
+        "3",
+        "-m",
+        "--help",
+        "a b",
+        "",
+        "$HOME",
+        "$$",
+        "${local_rank}",
+        "--",
+        "-x",
+        "*",
+    ]
     done = lockstep("run", "--workers", "2", "script.py", *theirs, cwd=tmp_path)
     assert done.stderr.startswith("warning: the 2 ranks never joined")
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} {['script.py', *theirs]}" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"[{rank}] {rank} {['script.py', *theirs]}" for rank in (0, 1)
+    ]
 
 
 def test_a_module_and_one_worker_by_default(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text("import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:], __name__)")
+    (tmp_path / "package" / "train.py").write_text(
+        "import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:], __name__)"
+    )
     done = lockstep("run", "--workers", "1", "-m", "package.train", "--workers", "5", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 ['--workers', '5'] __main__\n", "")
 
@@ -46,8 +69,12 @@ def test_the_exit_code_is_the_ranks_own(tmp_path: Path) -> None:
     assert lockstep("run", "-n", "1", "script.py", cwd=tmp_path).returncode == 5
 
 
-def test_debug_writes_to_the_logs_and_what_the_user_set_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each collective, however it is carried; torch's own lines; NCCL's variables set, or left as they were."""
+def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each collective, however it is carried; torch's own lines; NCCL's variables
+    set, or left as they were.
+    """
     (tmp_path / "script.py").write_text(_COLLECTIVES)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     done = lockstep("run", "-n", "2", "--log", "logs", "--debug", "script.py", cwd=tmp_path)
@@ -61,9 +88,15 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(tmp_path: Path, mon
         told = [line for line in lines if line.startswith("collective #")]
         assert [re.sub(r"\d+\.\d\d ms", "T ms", line) for line in told] == [
             "collective #1 all_reduce sum f32[3,4] at script.py:5, 12 elements, ranks 0,1: T ms",
-            "collective #2 all_reduce sum by ring f64[7] at script.py:6, 7 elements, ranks 0,1: T ms",
+            (
+                "collective #2 all_reduce sum by ring f64[7] at script.py:6, 7 elements, ranks 0,1:"
+                " T ms"
+            ),
             "collective #3 broadcast from 1 i64[2] at script.py:7, 2 elements, ranks 0,1: T ms",
-            "collective #5 all_reduce sum f32[5] at script.py:9, 5 elements, ranks 0,1: not waited for",
+            (
+                "collective #5 all_reduce sum f32[5] at script.py:9, 5 elements, ranks 0,1: not"
+                " waited for"
+            ),
         ]
 
 
@@ -73,8 +106,14 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(tmp_path: Path, mon
         (["run"], "error: nothing to run: give a script"),
         (["run", "nowhere.py"], "error: script 'nowhere.py' does not exist"),
         (["run", "--workers", "0", "-m", "this"], "error: --workers 0: give at least 1"),
-        (["run", "--log", "/dev/null/x", "-m", "this"], "error: --log /dev/null/x: no directory can be made there (Not a directory)"),
-        (["run", "--debug", "-m", "this"], "error: --debug writes to the logs, which are removed when all goes well"),
+        (
+            ["run", "--log", "/dev/null/x", "-m", "this"],
+            "error: --log /dev/null/x: no directory can be made there (Not a directory)",
+        ),
+        (
+            ["run", "--debug", "-m", "this"],
+            "error: --debug writes to the logs, which are removed when all goes well",
+        ),
         (["run", "--wrokers", "2", "x.py"], "--wrokers"),
         (["run", "--workers", "two", "x.py"], "error: --workers two: give a whole number"),
     ],

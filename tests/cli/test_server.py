@@ -1,8 +1,9 @@
-"""`lockstep train --update server`: to the end, through a worker's death, a server's death, and a request to stop."""
+"""`lockstep train --update server`: to the end, through a worker's death, a server's death, and
+a request to stop.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -16,10 +17,9 @@ import pytest
 
 from tests.cli.training_process import TrainingProcess, nobody_left
 
-ROOT = Path(__file__).parents[2]
 EPOCHS, SAMPLES, STEPS = 2, 250, 46
 TASK = f"""
-import time
+import os, time
 from pathlib import Path
 from tests.training import toy
 
@@ -49,10 +49,15 @@ def samples(records: list[dict[str, Any]]) -> Counter[int]:
 
 
 def test_to_the_end(training: TrainingProcess) -> None:
-    training.start(3, "--update", "server:lr=by-age", "--staleness", "2", "--checkpoint-every", "10")
+    training.start(
+        3, "--update", "server:lr=by-age", "--staleness", "2", "--checkpoint-every", "10"
+    )
     code, out, err = training.end()
     assert code == 0, err
-    assert out.startswith(f"my_task: {EPOCHS} epochs, {STEPS} steps, 3 workers, server:lr=by-age, staleness 2, messages | accuracy 0.")
+    assert out.startswith(
+        f"my_task: {EPOCHS} epochs, {STEPS} steps, 3 workers, server:lr=by-age, staleness 2,"
+        " messages | accuracy 0."
+    )
     steps = training.records()
     assert sorted(each["step"] for each in steps) == list(range(1, STEPS + 1))
     assert all(each["gradient_age"] >= 0 and len(each["samples_by_rank"]) == 3 for each in steps)
@@ -126,7 +131,11 @@ def test_a_stopped_worker_is_the_one_that_is_blamed(training: TrainingProcess, u
     code, _, err = training.end()
     assert code == 76, err
     (line,) = [line for line in err.splitlines() if line.startswith("STALL")]
-    assert re.search(r"ranks 0 and 1 wait for messages of other ranks, step \d+. Rank 2 does not answer: stopped", line)
+    assert re.search(
+        r"ranks 0 and 1 wait for messages of other ranks, step \d+. Rank 2 does not answer:"
+        r" stopped",
+        line,
+    )
     assert line.endswith("rank-2.log")
 
 
@@ -154,9 +163,10 @@ with lockstep.init() as world:
 def test_who_held_what_is_said_of_a_shard_that_has_gone(tmp_path: Path) -> None:
     """It leaves without a word and with code 0: what the others say of it is all there is."""
     (tmp_path / "script.py").write_text(LEAVES)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
-    ended = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "PeerFailed: rank 1, which held 100 % of the parameters, has gone" in ended.stderr, ended.stderr
+    assert "PeerFailed: rank 1, which held 100 % of the parameters, has gone" in ended.stderr, (
+        ended.stderr
+    )
     assert "From its last checkpoint, with the same --run, the training goes on" in ended.stderr

@@ -1,4 +1,6 @@
-"""`lockstep show pipeline`: what model_parallel/chart.py draws, with the options as given."""
+"""`lockstep show pipeline`: what tools/show/pipeline_picture.py draws, with the options as
+given.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.app import app
+from lockstep.config.pipeline_schedules import Schedule
 from lockstep.errors import UsageError
-from lockstep.mesh.schedules import Schedule
-from lockstep.model_parallel.chart import chart, text
-from lockstep.model_parallel.chart_svg import svg
+from lockstep.tools.show.pipeline_picture import chart, drawing, text
 
 
 def shown(*args: str) -> str:
@@ -25,7 +26,9 @@ def test_defaults() -> None:
 
 
 def test_options() -> None:
-    found = shown("--schedule", "interleaved:3", "--stages", "2", "--micro-batches", "4", "--backward", "1.5")
+    found = shown(
+        "--schedule", "interleaved:3", "--stages", "2", "--micro-batches", "4", "--backward", "1.5"
+    )
     assert found == text(chart(Schedule.read("interleaved:3"), 2, 4, 1.5)) + "\n"
 
 
@@ -33,16 +36,25 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
     file = tmp_path / "chart.svg"
     found = shown("--schedule", "gpipe", "-n", "2", "-m", "3", "--out", str(file))
     assert found == f"{file}: gpipe: 2 ranks, 3 micro-batches; a backward takes 2 forwards\n"
-    assert file.read_text() == svg(chart(Schedule.read("gpipe"), 2, 3))
+    assert file.read_text() == drawing(chart(Schedule.read("gpipe"), 2, 3)).svg()
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--schedule", "1f2b"], "schedule='1f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved, zero-bubble"),
+        (
+            ["--schedule", "1f2b"],
+            (
+                "schedule='1f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved,"
+                " zero-bubble"
+            ),
+        ),
         (["--stages", "0"], "--stages 0: give at least 1"),
         (["--micro-batches", "-1"], "--micro-batches -1: give at least 1"),
-        (["--stages", "4", "--micro-batches", "3"], "3 micro-batches for 4 stages: 1f1b needs at least as many"),
+        (
+            ["--stages", "4", "--micro-batches", "3"],
+            "3 micro-batches for 4 stages: 1f1b needs at least as many",
+        ),
         (["--backward", "0"], "how many forwards a backward takes"),
         (["--out", "chart.pdf"], "give a file that ends in .svg or .png"),
     ],

@@ -1,4 +1,6 @@
-"""`lockstep slurm`: what it takes for a task and what for a script, and mistakes that must not wait in a queue."""
+"""`lockstep slurm`: what it takes for a task and what for a script, and mistakes that must not
+wait in a queue.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.slurm import slurm
 from lockstep.errors import UsageError
+from tests.cli.command import command
 
 
 @pytest.fixture(autouse=True)
@@ -18,26 +20,40 @@ def _in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def printed(capsys: pytest.CaptureFixture[str], target: str, *args: str, **options: object) -> str:
-    slurm(target, list(args), **options)  # type: ignore[arg-type]
+    command("slurm", target, *(["--", *args] if args else []), **options)
     return capsys.readouterr().out
 
 
 def test_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "digits", "--exact", nodes=2, workers_per_node=4)
-    assert f'    {sys.executable} -P -m lockstep train digits --exact --run {tmp_path}/runs/digits-"$SLURM_JOB_ID"\n' in text
+    assert (
+        f"    {sys.executable} -P -m lockstep train digits --exact --run"
+        f' {tmp_path}/runs/digits-"$SLURM_JOB_ID"\n' in text
+    )
     assert f"--output={tmp_path}/logs/slurm-%j.log\n" in text
     assert (tmp_path / "logs").is_dir()
 
 
 @pytest.mark.parametrize(
-    "text", ["def task(): ...", "from others import make as task", "task = make", "if True:\n    task = 1", "from others import task"]
+    "text",
+    [
+        "def task(): ...",
+        "from others import make as task",
+        "task = make",
+        "if True:\n    task = 1",
+        "from others import task",
+    ],
 )
 def test_a_file_with_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "mine.py").write_text(text)
-    assert f"lockstep train {tmp_path}/mine.py --run {tmp_path}/runs/mine-" in printed(capsys, "mine.py")
+    assert f"lockstep train {tmp_path}/mine.py --run {tmp_path}/runs/mine-" in printed(
+        capsys, "mine.py"
+    )
 
 
-@pytest.mark.parametrize("text", ["print(1)", "def other():\n    def task(): ...", "class A:\n    def task(self): ..."])
+@pytest.mark.parametrize(
+    "text", ["print(1)", "def other():\n    def task(): ...", "class A:\n    def task(self): ..."]
+)
 def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "script.py").write_text(text)
     found = printed(capsys, "script.py", "--lr", "0.1 0.2", job_name="a b")
@@ -46,7 +62,11 @@ def test_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str)
 
 
 def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "digits", "--run", "here").partition("train digits ")[2].startswith("--run here\n")
+    assert (
+        printed(capsys, "digits", "--run", "here")
+        .partition("train digits ")[2]
+        .startswith("--run here\n")
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,32 +79,51 @@ def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
         ("digits", ["--epochs", "x"], {}, "after --, for lockstep train: .*--epochs"),
         ("digits", ["more"], {}, "after --, for lockstep train: .*more"),
         ("digits", ["--help"], {}, "after --: --help trains nothing"),
-        ("digits", ["--workers", "4"], {}, "after --: --workers 4 is not the ranks' affair here; give --nodes"),
+        (
+            "digits",
+            ["--workers", "4"],
+            {},
+            "after --: --workers 4 is not the ranks' affair here; give --nodes",
+        ),
         ("digits", ["--max-restarts", "1"], {}, "after --: --max-restarts 1 is not"),
-        ("digits", [], {"job_name": "a\nb"}, r"--job-name 'a\\nb': a line of a script cannot hold a line break"),
+        (
+            "digits",
+            [],
+            {"job_name": "a\nb"},
+            r"--job-name 'a\\nb': a line of a script cannot hold a line break",
+        ),
         ("digits", [], {"job_name": ""}, "--job-name '': give a name"),
         ("digits", [], {"time": "1h"}, "--time '1h' is no time limit"),
         ("digits", [], {"nodes": 0}, "--nodes 0: give at least 1"),
-        ("digits", [], {"log": Path("broken.py/logs")}, "--log broken.py/logs cannot be made .*: SLURM would drop the output"),
+        (
+            "digits",
+            [],
+            {"log": Path("broken.py/logs")},
+            "--log broken.py/logs cannot be made .*: SLURM would drop the output",
+        ),
     ],
 )
-def test_mistakes(tmp_path: Path, target: str, args: list[str], options: dict[str, object], message: str) -> None:
+def test_mistakes(
+    tmp_path: Path, target: str, args: list[str], options: dict[str, object], message: str
+) -> None:
     (tmp_path / "broken.py").write_text("def task(:")
     with pytest.raises(UsageError, match=message):
-        slurm(target, args, **options)  # type: ignore[arg-type]
+        command("slurm", target, *(["--", *args] if args else []), **options)
     assert [path.name for path in tmp_path.iterdir()] == ["broken.py"]
 
 
 def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="--submit: there is no sbatch here; use --print"):
-        slurm("digits", submit=True)
+        command("slurm", "digits", submit=True)
 
 
-def test_what_sbatch_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_sbatch_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(Exception, match="1"):
-        slurm("digits", submit=True)
+    with pytest.raises(SystemExit, match="1"):
+        command("slurm", "digits", submit=True)
     assert capsys.readouterr() == ("", "error: sbatch has refused the job: no such partition\n")

@@ -1,4 +1,6 @@
-"""`lockstep train` from the outside: the last line, the run directory, and a sentence for every mistake."""
+"""`lockstep train` from the outside: the last line, the run directory, and a sentence for every
+mistake.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ import pytest
 
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256
-from lockstep.cli.train import train
 from lockstep.errors import UsageError
-from lockstep.launcher import agent, supervise
+from lockstep.launcher import server, supervise
 from lockstep.training.run_directory import RunDirectory
+from tests.cli.command import command
 from tests.ending import wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -53,11 +55,7 @@ def task(lr: float = LR, fail: str = "", at: int = 3, micro_batch: int = 4):
 
 def lockstep(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lockstep", "train", *args]
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, check=False)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -72,7 +70,9 @@ def nothing_runs_on(tmp_path: Path) -> Iterator[None]:
     """No process is left in the test's folder, wherever it hangs in the process tree."""
     yield
     left = [
-        process for process in psutil.process_iter(["cwd", "pid"]) if process.info["cwd"] in (str(tmp_path), str(tmp_path / "elsewhere"))
+        process
+        for process in psutil.process_iter(["cwd", "pid"])
+        if process.info["cwd"] in (str(tmp_path), str(tmp_path / "elsewhere"))
     ]
     wait_gone(left)
 
@@ -80,32 +80,56 @@ def nothing_runs_on(tmp_path: Path) -> Iterator[None]:
 def test_the_main_job_from_another_folder(folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    done = lockstep("../my_task.py", "--workers", "2", "--epochs", "3", "--set", "lr=0.05", cwd=elsewhere)
+    done = lockstep(
+        "../my_task.py", "--workers", "2", "--epochs", "3", "--set", "lr=0.05", cwd=elsewhere
+    )
     assert done.returncode == 0, done.stderr
     (run,) = (elsewhere / "runs").iterdir()
     assert re.fullmatch(r"my_task-\d{8}-\d{6}", run.name)
     result = json.loads((run / "result.json").read_text())
     checkpoint = files.read(run / result["checkpoint"])
     accuracy = result["metrics"]["accuracy"]
-    expected = f"my_task: 3 epochs, 12 steps, 2 workers, replicated, shared memory | accuracy {accuracy:.4f} | weights sha256 {sha256(checkpoint.tensors)}\n"
+    expected = (
+        "my_task: 3 epochs, 12 steps, 2 workers, replicated, shared memory | accuracy"
+        f" {accuracy:.4f} | weights sha256 {sha256(checkpoint.tensors)}\n"
+    )
     assert done.stdout == expected
     progress = done.stderr.splitlines()
     assert re.match(r"global batch 11 = 3 micro-batches x 4.*2 ranks: 2, 1", progress[0])
-    assert [line.partition(",")[0] for line in progress[1:-1]] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert [line.partition(",")[0] for line in progress[1:-1]] == [
+        "epoch 1/3",
+        "epoch 2/3",
+        "epoch 3/3",
+    ]
     assert progress[-1] == f"run directory: runs/{run.name}"
     assert (run / "rank-0.log").read_text().splitlines() == progress[:-1]
     settings = json.loads((run / "settings.json").read_text())
     assert settings["task"] == str(folder / "my_task.py")
     assert (settings["workers"], settings["overrides"]) == (2, {"lr": "0.05"})
-    again = lockstep(str(folder / "my_task.py"), "--run", str(run), "--epochs", "3", "--set", "lr=0.05", cwd=folder)
+    again = lockstep(
+        str(folder / "my_task.py"),
+        "--run",
+        str(run),
+        "--epochs",
+        "3",
+        "--set",
+        "lr=0.05",
+        cwd=folder,
+    )
     assert (again.returncode, again.stdout) == (0, done.stdout)
     assert "--fresh trains it again" in again.stderr
     other = lockstep(str(folder / "my_task.py"), "--run", str(run), cwd=folder)
     assert (other.returncode, other.stdout) == (2, "")
-    assert re.fullmatch(r"error: run directory .* already holds a finished run: choose another --run, or --fresh .*\n", other.stderr)
+    assert re.fullmatch(
+        r"error: run directory .* already holds a finished run: choose another --run, or --fresh"
+        r" .*\n",
+        other.stderr,
+    )
     shown = lockstep(str(folder / "my_task.py"), "--run", str(run), "--resume", cwd=folder)
     assert (shown.returncode, shown.stdout) == (0, done.stdout)
-    anew = lockstep(str(folder / "my_task.py"), "--run", str(run), "--fresh", "--steps", "1", cwd=folder)
+    anew = lockstep(
+        str(folder / "my_task.py"), "--run", str(run), "--fresh", "--steps", "1", cwd=folder
+    )
     assert anew.returncode == 0, anew.stderr
     assert (run / "before-1" / "result.json").exists()
 
@@ -114,7 +138,11 @@ def test_an_exception_in_the_model_on_one_rank(folder: Path) -> None:
     done = lockstep("my_task.py", "--workers", "2", "--set", "fail=raise", cwd=folder)
     assert (done.returncode, done.stdout) == (1, "")
     lines = done.stderr.splitlines()
-    assert re.fullmatch(r"rank 1 \(pid \d+, .*, log .*rank-1.log\) failed at step 4, in forward: ArithmeticError: in my model", lines[-1])
+    assert re.fullmatch(
+        r"rank 1 \(pid \d+, .*, log .*rank-1.log\) failed at step 4, in forward: ArithmeticError:"
+        r" in my model",
+        lines[-1],
+    )
     assert 'my_task.py", line' in done.stderr
     assert 'raise ArithmeticError("in my model")' in done.stderr
     assert "lockstep/launcher" not in done.stderr
@@ -159,8 +187,29 @@ def test_a_task_s_own_threads_files_and_exit_handlers_have_their_end(folder: Pat
 
 
 def test_nothing_is_left_open_that_python_would_warn_of(folder: Path) -> None:
-    command = [sys.executable, "-X", "dev", "-m", "lockstep", "train", "my_task.py", "--workers", "1", "--run", "run", "--steps", "2"]
-    done = subprocess.run(command, cwd=folder, env=environment() | {"PYTHONDEVMODE": "1"}, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-X",
+        "dev",
+        "-m",
+        "lockstep",
+        "train",
+        "my_task.py",
+        "--workers",
+        "1",
+        "--run",
+        "run",
+        "--steps",
+        "2",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | {"PYTHONDEVMODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "ResourceWarning" not in done.stderr
 
@@ -182,14 +231,39 @@ def task(unused: str = "error"):
 @pytest.mark.parametrize("unused", ["error", "zeros", "skip"])
 def test_parameters_that_nothing_uses_may_be_meant(folder: Path, unused: str) -> None:
     (folder / "my_task.py").write_text(UNUSED)
-    done = lockstep("my_task.py", "--workers", "2", "--run", "run", "--steps", "2", "--set", f"unused={unused}", cwd=folder)
+    done = lockstep(
+        "my_task.py",
+        "--workers",
+        "2",
+        "--run",
+        "run",
+        "--steps",
+        "2",
+        "--set",
+        f"unused={unused}",
+        cwd=folder,
+    )
     assert (done.returncode == 0) == (unused != "error"), done.stderr
-    assert ("'spare.weight', 'spare.bias' got no gradient on any rank" in done.stderr) == (unused == "error")
+    assert ("'spare.weight', 'spare.bias' got no gradient on any rank" in done.stderr) == (
+        unused == "error"
+    )
 
 
 def test_ctrl_c(folder: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "train", "my_task.py", "--workers", "2", "--set", "fail=hang"]
-    with subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "my_task.py",
+        "--workers",
+        "2",
+        "--set",
+        "fail=hang",
+    ]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
         while not (folder / "hanging").exists():
             assert running.poll() is None
             time.sleep(0.02)
@@ -203,11 +277,24 @@ def test_ctrl_c(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "text", "message"),
     [
-        ([], "x = 1", r"my_task.py has no task\(\) function: define `def task\(\):` in it, which returns a lockstep.Task"),
-        (["--set", "micro_batch=12"], TASK, "micro_batch=12 is larger than global_batch=11: .*make it at most 11"),
+        (
+            [],
+            "x = 1",
+            (
+                r"my_task.py has no task\(\) function: define `def task\(\):` in it, which returns"
+                r" a lockstep.Task"
+            ),
+        ),
+        (
+            ["--set", "micro_batch=12"],
+            TASK,
+            "micro_batch=12 is larger than global_batch=11: .*make it at most 11",
+        ),
     ],
 )
-def test_mistakes_in_the_file_are_sentences(folder: Path, args: list[str], text: str, message: str) -> None:
+def test_mistakes_in_the_file_are_sentences(
+    folder: Path, args: list[str], text: str, message: str
+) -> None:
     (folder / "my_task.py").write_text(text)
     done = lockstep("my_task.py", *args, cwd=folder)
     assert (done.returncode, done.stdout) == (2, "")
@@ -227,72 +314,124 @@ def test_the_users_own_import_error_is_the_users_traceback(folder: Path) -> None
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_schedulers_signal_while_the_launcher_imports_is_75(folder: Path, number: signal.Signals) -> None:
+def test_a_schedulers_signal_while_the_launcher_imports_is_75(
+    folder: Path, number: signal.Signals
+) -> None:
     (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text("import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(1000)\n")
+    (folder / "torch" / "__init__.py").write_text(
+        "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(1000)\n"
+    )
     command = [sys.executable, "-m", "lockstep", "train", "my_task.py"]
-    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as launcher:
+    slow = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    with subprocess.Popen(
+        command, cwd=folder, env=slow, stderr=subprocess.PIPE, text=True
+    ) as launcher:
         while not (folder / "importing").exists():
             assert launcher.poll() is None
             time.sleep(0.01)
         launcher.send_signal(number)
         assert launcher.stderr is not None
-        assert launcher.stderr.read() == f"stopped by signal {int(number)} ({number.name}); no rank was running\n"
+        assert (
+            launcher.stderr.read()
+            == f"stopped by signal {int(number)} ({number.name}); no rank was running\n"
+        )
     assert launcher.returncode == 75
     assert not (folder / "runs").exists()
 
 
 def test_a_sys_exit_in_the_loss_fails_with_its_line(folder: Path) -> None:
-    text = "import sys\n\ndef loss(output, batch):\n    sys.exit(0)\n\nfrom tests.training import toy\ndef task():\n    return toy.task(loss=loss)\n"
+    text = (
+        "import sys\n\ndef loss(output, batch):\n    sys.exit(0)\n\nfrom tests.training import"
+        " toy\ndef task():\n    return toy.task(loss=loss)\n"
+    )
     (folder / "my_task.py").write_text(text)
     done = lockstep("my_task.py", "--workers", "2", cwd=folder)
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.match(r"rank [01] \(.*\) was ended by sys.exit\(0\) at step 1, in forward \(.*my_task.py:4\)", done.stderr.splitlines()[-1])
+    assert re.match(
+        r"rank [01] \(.*\) was ended by sys.exit\(0\) at step 1, in forward \(.*my_task.py:4\)",
+        done.stderr.splitlines()[-1],
+    )
     assert "in loss" in done.stderr
 
 
-def test_a_task_that_ends_its_process_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_ends_its_process_is_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(supervise, "supervise", lambda *args, **options: supervise.Outcome(0))
-    with pytest.raises(UsageError, match=r"task 'my_task.py' ended its process before the training was over"):
-        train("my_task.py")
+    with pytest.raises(
+        UsageError, match=r"task 'my_task.py' ended its process before the training was over"
+    ):
+        command("train", "my_task.py")
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("task", "options", "message"),
     [
-        ({"task": "digit"}, r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean 'digits'\?\)"),
-        ({"task": "nowhere.py"}, "task file 'nowhere.py' does not exist"),
-        ({"workers": "0"}, "--workers 0: give at least 1"),
-        ({"workers": "-2"}, "--workers -2: give a number, or the least and the most"),
-        ({"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
-        ({"device": "tpu"}, "device='tpu' is unknown"),
-        ({"precision": "fp8"}, "precision='fp8' is unknown"),
-        ({"reduce": "gossip"}, "reduce='gossip' is unknown"),
-        ({"balance": "fast"}, "balance='fast': give auto, or a number for each rank, such as 2,1,1"),
-        ({"balance": "2,1", "workers": "3"}, "balance='2,1' gives 2 of 3 workers a share: give one number for each of them"),
-        ({"balance": "2,1", "workers": "1:2"}, "--balance 2,1 has a number for each of 2 ranks: give that number of workers, and no range"),
-        ({"balance": "2,1", "nodes": "1:2"}, "--balance 2,1 has a number for each of 2 ranks"),
-        ({"balance": "auto", "update": "server"}, "balance='auto' with update='server'"),
-        ({"override": ["lr"]}, "--set lr: write it as --set key=value"),
-        ({"run": Path("file")}, "run directory file cannot be made: it, or a folder above it, is a file"),
-        ({"run": Path("file/run")}, "run directory file/run cannot be made"),
+        (
+            "digit",
+            {},
+            (
+                r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean"
+                r" 'digits'\?\)"
+            ),
+        ),
+        ("nowhere.py", {}, "task file 'nowhere.py' does not exist"),
+        ("digits", {"workers": "0"}, "--workers 0: give at least 1"),
+        ("digits", {"workers": "-2"}, "--workers -2: give a number, or the least and the most"),
+        ("digits", {"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
+        ("digits", {"device": "tpu"}, "device='tpu' is unknown"),
+        ("digits", {"precision": "fp8"}, "precision='fp8' is unknown"),
+        ("digits", {"reduce": "gossip"}, "reduce='gossip' is unknown"),
+        (
+            "digits",
+            {"balance": "fast"},
+            "balance='fast': give auto, or a number for each rank, such as 2,1,1",
+        ),
+        (
+            "digits",
+            {"balance": "2,1", "workers": "3"},
+            "balance='2,1' gives 2 of 3 workers a share: give one number for each of them",
+        ),
+        (
+            "digits",
+            {"balance": "2,1", "workers": "1:2"},
+            (
+                "--balance 2,1 has a number for each of 2 ranks: give that number of workers, and"
+                " no range"
+            ),
+        ),
+        ("digits", {"balance": "auto", "update": "server"}, "balance='auto' with update='server'"),
+        ("digits", {"set": ["lr"]}, "--set lr: write it as --set key=value"),
+        (
+            "digits",
+            {"run": Path("file")},
+            "run directory file cannot be made: it, or a folder above it, is a file",
+        ),
+        ("digits", {"run": Path("file/run")}, "run directory file/run cannot be made"),
     ],
 )
 def test_mistakes_on_the_command_line_start_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    options: dict[str, object],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=message):
-        train(**{"task": "digits", **options})  # type: ignore[arg-type]
+        command("train", task, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_run_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with RunDirectory.claim(tmp_path / "run", "x"), pytest.raises(UsageError, match=f"run is in use by process {os.getpid()} on "):
-        train("digits", run=tmp_path / "run")
+    with (
+        RunDirectory.claim(tmp_path / "run", "x"),
+        pytest.raises(UsageError, match=f"run is in use by process {os.getpid()} on "),
+    ):
+        command("train", "digits", run=tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -304,20 +443,34 @@ def test_a_run_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_more_gpus_than_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    options: dict[str, object],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agent, "gpus", lambda: gpus)
+    monkeypatch.setattr(server, "gpus", lambda: gpus)
     with pytest.raises(UsageError, match=message):
-        train("digits", **options)  # type: ignore[arg-type]
+        command("train", "digits", **options)
 
 
 @pytest.mark.parametrize(
     ("gpus", "options", "workers"),
-    [(4, {}, 4), (0, {}, 1), (4, {"device": "cpu"}, 1), (4, {"workers": "2"}, 2), (0, {"balance": "2,1,1"}, 3)],
+    [
+        (4, {}, 4),
+        (0, {}, 1),
+        (4, {"device": "cpu"}, 1),
+        (4, {"workers": "2"}, 2),
+        (0, {"balance": "2,1,1"}, 3),
+    ],
 )
 def test_the_default_is_a_worker_for_each_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, options: dict[str, object], workers: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    options: dict[str, object],
+    workers: int,
 ) -> None:
     asked = []
 
@@ -326,18 +479,23 @@ def test_the_default_is_a_worker_for_each_gpu(
         raise UsageError("enough")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(agent, "gpus", lambda: gpus)
+    monkeypatch.setattr(server, "gpus", lambda: gpus)
     monkeypatch.setattr(supervise, "supervise", note)
     with pytest.raises(UsageError, match="enough"):
-        train("digits", **options)  # type: ignore[arg-type]
+        command("train", "digits", **options)
     assert asked == [workers]
 
 
 def test_resume_where_nothing_can_be_gone_on_from(folder: Path) -> None:
     missing = lockstep("my_task.py", "--run", "run", "--resume", cwd=folder)
     assert (missing.returncode, missing.stdout) == (77, "")
-    assert missing.stderr == "error: --resume: no checkpoint in run can be gone on from: it has none\n"
-    for options, message in ((("--resume",), "give --run DIR"), (("--run", "run", "--resume", "--fresh"), "no --fresh")):
+    assert (
+        missing.stderr == "error: --resume: no checkpoint in run can be gone on from: it has none\n"
+    )
+    for options, message in (
+        (("--resume",), "give --run DIR"),
+        (("--run", "run", "--resume", "--fresh"), "no --fresh"),
+    ):
         refused = lockstep("my_task.py", *options, cwd=folder)
         assert refused.returncode == 2
         assert message in refused.stderr
@@ -368,12 +526,16 @@ def test_a_run_goes_on_with_fewer_workers_and_grows_back(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("sha256 ")[1] == whole.stdout.split("sha256 ")[1]
     said = [line for line in done.stderr.splitlines() if line.startswith(("going on", "resumed"))]
-    assert [line.partition(" from the newest")[0] for line in said if line.startswith("going on")] == [
+    assert [
+        line.partition(" from the newest")[0] for line in said if line.startswith("going on")
+    ] == [
         "going on with 2 workers",
         "going on with 3 workers again",
     ]
     assert len([line for line in said if line.startswith("resumed from step ")]) == 2
-    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 21))
 
 
@@ -383,14 +545,29 @@ def test_without_a_range_a_killed_worker_ends_the_run(folder: Path) -> None:
     assert (done.returncode, done.stdout) == (137, "")
     assert "going on" not in done.stderr
     (folder / "killed-10").unlink()
-    again = lockstep("killed.py", "--workers", "2", "--run", "run", "--max-restarts", "1", cwd=folder)
+    again = lockstep(
+        "killed.py", "--workers", "2", "--run", "run", "--max-restarts", "1", cwd=folder
+    )
     assert again.returncode == 0, again.stderr
     assert "going on with 2 workers from the newest checkpoint (restart 1 of 1)" in again.stderr
 
 
 @pytest.mark.parametrize(("at", "stays"), [(0, False), (2, True)], ids=["first-step", "later-step"])
-def test_a_run_that_fails_before_its_first_step_leaves_nothing(folder: Path, at: int, stays: bool) -> None:
-    run = lockstep("my_task.py", "--workers", "2", "--run", "mine", "--set", "fail=raise", "--set", f"at={at}", cwd=folder)
+def test_a_run_that_fails_before_its_first_step_leaves_nothing(
+    folder: Path, at: int, stays: bool
+) -> None:
+    run = lockstep(
+        "my_task.py",
+        "--workers",
+        "2",
+        "--run",
+        "mine",
+        "--set",
+        "fail=raise",
+        "--set",
+        f"at={at}",
+        cwd=folder,
+    )
     assert run.returncode == 1
     assert "ArithmeticError" in run.stderr
     assert (folder / "mine").exists() is stays
@@ -422,7 +599,9 @@ def test_a_run_directory_that_goes_away_ends_the_run(folder: Path, how: str) -> 
     """It would train for ever; nothing is written to what has the name now."""
     (folder / "how").write_text(how)
     (folder / "my_task.py").write_text(REPLACED)
-    run = lockstep("my_task.py", "--workers", "2", "--run", "mine", "--checkpoint-every", "4", cwd=folder)
+    run = lockstep(
+        "my_task.py", "--workers", "2", "--run", "mine", "--checkpoint-every", "4", cwd=folder
+    )
     assert run.returncode == 1
     assert "mine was re" in run.stderr
     assert "during the run" in run.stderr

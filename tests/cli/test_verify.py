@@ -9,19 +9,30 @@ import sys
 from pathlib import Path
 
 import pytest
-import sklearn.datasets  # noqa: F401 - sets environment variables, which no test shall be blamed for
-import typer
 
-from lockstep.cli.verify import verify
 from lockstep.errors import UsageError
-from tests.verify.conftest import quick_ranks  # noqa: F401 - a fixture
-from tests.verify.planted import __file__ as planted
-from tests.verify.test_runs import run
+from tests.cli.command import command as given
+from tests.tools.verify.planted import __file__ as planted
+from tests.tools.verify.test_finished_runs import run
 
 
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.fixture
+def one_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are forked, where otherwise one training would start fresh interpreters."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.mark.usefixtures("one_hash_seed")
 def test_digits_gives_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verify(["digits"], workers="1,2,3", steps=3, exact=True, device="cpu", json=tmp_path / "found.json")
+    given(
+        "verify",
+        "digits",
+        workers="1,2,3",
+        steps=3,
+        exact=True,
+        device="cpu",
+        json=tmp_path / "found.json",
+    )
     *table, last = capsys.readouterr().out.splitlines()
     assert last == "verify: digits gives the same bits on 1, 2 and 3 workers (3 steps)"
     assert table[0].split() == ["workers", "steps", "loss", "at", "the", "end", "weights", "sha256"]
@@ -34,56 +45,93 @@ def test_digits_gives_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["trainings"][2]["sha256"].startswith(rows[2][3])
 
 
-@pytest.mark.usefixtures("quick_ranks")
+@pytest.mark.usefixtures("one_hash_seed")
 def test_digits_agrees_within_rounding_without_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    verify(["digits"], workers="1,2", steps=3, device="cpu", update="sharded")
+    given("verify", "digits", workers="1,2", steps=3, device="cpu", update="sharded")
     out = capsys.readouterr().out
     assert "agrees" in out
-    assert out.splitlines()[-1] == "verify: digits gives the same values within rounding on 1 and 2 workers (3 steps)"
+    assert (
+        out.splitlines()[-1]
+        == "verify: digits gives the same values within rounding on 1 and 2 workers (3 steps)"
+    )
 
 
 def test_the_order_of_a_set(tmp_path: Path) -> None:
-    """The command's own ranks are started, not forked: each hashes text in its own way, unless PYTHONHASHSEED says how; also on one worker, twice."""
+    """The command's own ranks are started, not forked: each hashes text in its own way, unless
+    PYTHONHASHSEED says how; also on one worker, twice.
+    """
     (tmp_path / "my_task.py").write_text(Path(planted).read_text())
-    command = [sys.executable, "-m", "lockstep", "verify", "my_task.py", "--workers", "1,1", "--steps", "1", "--set", "fault=set"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "verify",
+        "my_task.py",
+        "--workers",
+        "1,1",
+        "--steps",
+        "1",
+        "--set",
+        "fault=set",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    done = subprocess.run([*command, "--exact"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--exact"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1, done.stderr
     *table, where, why = done.stdout.splitlines()
     assert table[2].split()[-1] == "differs"
-    assert where.startswith("verify: my_task differs. First difference: step 1, micro-batch 0 (of rank 0 of 1 and of rank 0 of 1): ")
+    assert where.startswith(
+        "verify: my_task differs. First difference: step 1, micro-batch 0 (of rank 0 of 1 and of"
+        " rank 0 of 1): "
+    )
     assert where.endswith("the first gradient that differs is that of last.bias")
     assert why.startswith(
-        "likely cause: the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all processes running this micro-batch"
+        "likely cause: the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all"
+        " processes running this micro-batch"
     )
     assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["my_task.py"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == [
+        "my_task.py"
+    ]
 
 
-@pytest.mark.usefixtures("quick_ranks")
-def test_an_exception_in_the_task_is_the_ranks_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("one_hash_seed")
+def test_an_exception_in_the_task_is_the_ranks_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = Path(planted).read_text()
-    (tmp_path / "my_task.py").write_text(text.replace("return found, len(batch[1])", 'raise ArithmeticError("in my loss")'))
-    with pytest.raises(typer.Exit) as caught:
-        verify([str(tmp_path / "my_task.py")], workers="1,2", steps=1, device="cpu")
-    assert caught.value.exit_code == 1
+    (tmp_path / "my_task.py").write_text(
+        text.replace("return found, len(batch[1])", 'raise ArithmeticError("in my loss")')
+    )
+    with pytest.raises(SystemExit) as caught:
+        given("verify", str(tmp_path / "my_task.py"), workers="1,2", steps=1, device="cpu")
+    assert caught.value.code == 1
     assert "ArithmeticError: in my loss" in capsys.readouterr().err
 
 
 def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, same, other = run(tmp_path / "a"), run(tmp_path / "b"), run(tmp_path / "c", weight=2.0)
-    verify([str(one), str(same)])
+    given("verify", str(one), str(same))
     assert (
         capsys.readouterr().out
-        == f"verify: {one} and {same} are equal, bit for bit: 3 steps, 1 evaluation and the weights of step-0000003\n"
+        == f"verify: {one} and {same} are equal, bit for bit: 3 steps, 1 evaluation and the weights"
+        " of step-0000003\n"
     )
-    with pytest.raises(typer.Exit) as caught:
-        verify([str(one), str(other)], json=tmp_path / "found.json")
-    assert caught.value.exit_code == 1
+    with pytest.raises(SystemExit) as caught:
+        given("verify", str(one), str(other), json=tmp_path / "found.json")
+    assert caught.value.code == 1
     assert capsys.readouterr().out.splitlines()[0] == f"verify: {one} and {other} differ"
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["same"] is False
-    assert found["differences"] == ["weights (step-0000003): layer.weight differs in 1 of 3 elements, by 1 at most"]
+    assert found["differences"] == [
+        "weights (step-0000003): layer.weight differs in 1 of 3 elements, by 1 at most"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +144,15 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["digits"], {"exact": True, "reduce": "central"}, "reduce='central' with exact"),
         (["digit"], {}, r"task 'digit' is unknown: .*did you mean 'digits'"),
         (["a", "b", "c"], {}, "3 arguments were given: give one task, or two run directories"),
-        (["a", "b"], {"exact": True, "steps": 3}, "--steps, --exact: two runs are compared as they are"),
+        (
+            ["a", "b"],
+            {"exact": True, "steps": 3},
+            "--exact, --steps: two runs are compared as they are",
+        ),
         (["a", "b"], {}, "run a does not exist"),
         (["."], {}, ". is a folder: give two run directories"),
     ],
 )
 def test_mistakes_are_sentences(what: list[str], options: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        verify(what, **options)  # type: ignore[arg-type]
+        given("verify", *what, **options)

@@ -1,4 +1,6 @@
-"""`lockstep train my_task.py` as a process in a folder of its own: started, waited for, looked at, and ended."""
+"""`lockstep train my_task.py` as a process in a folder of its own: started, waited for, looked
+at, and ended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,18 @@ import psutil
 
 from tests.ending import end, kill, wait_gone
 
-ROOT = Path(__file__).parents[2]
+_KNOWN = """
+the_task = task
+
+def task():
+    rank = os.environ.get("RANK")
+    if rank is not None:
+        Path(f"pid-{rank}").write_text(str(os.getpid()))
+    return the_task()
+"""
+"""Behind a task: each rank names itself. The environment of a forked process cannot be seen from
+outside.
+"""
 
 
 class TrainingProcess:
@@ -28,8 +41,9 @@ class TrainingProcess:
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self._options = options
-        self.temporary = Path(tempfile.mkdtemp())  # not in `folder`: what lies there has paths too long for sockets
-        (folder / "my_task.py").write_text(task)
+        # not in `folder`: what lies there has paths too long for sockets
+        self.temporary = Path(tempfile.mkdtemp())
+        (folder / "my_task.py").write_text(task + _KNOWN)
 
     def start(self, workers: int | str = 2, *options: str) -> None:
         command = [
@@ -45,9 +59,15 @@ class TrainingProcess:
             *self._options,
             *options,
         ]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        env = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(self.temporary)}
-        self.process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        env = {**os.environ, "TMPDIR": str(self.temporary)}
+        self.process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def until(self, there: Callable[[], bool]) -> None:
         assert self.process is not None
@@ -62,21 +82,27 @@ class TrainingProcess:
         metrics = self.folder / "run" / "metrics.jsonl"
         if not metrics.exists():
             return []
-        found = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        found = [
+            json.loads(line)
+            for line in metrics.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
         return [each for each in found if each["kind"] == kind]
 
     def everybody(self) -> list[psutil.Process]:
-        """All descendants, then the launcher."""
+        """All that the training has started, wherever they hang in the process tree, then the
+        launcher.
+        """
         assert self.process is not None
-        launcher = psutil.Process(self.process.pid)
-        return [*launcher.children(recursive=True), launcher]
+        started = [
+            each
+            for each in psutil.process_iter(["cwd"])
+            if each.info["cwd"] == str(self.folder) and each.pid != self.process.pid
+        ]
+        return [*started, psutil.Process(self.process.pid)]
 
     def rank(self, number: int) -> psutil.Process:
-        for process in self.everybody()[-1].children():
-            with suppress(psutil.Error):
-                if process.environ().get("RANK") == str(number):
-                    return process
-        raise AssertionError(f"rank {number} is not there")
+        return psutil.Process(int((self.folder / f"pid-{number}").read_text()))
 
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
@@ -87,11 +113,17 @@ class TrainingProcess:
 
 @contextmanager
 def nobody_left(training: TrainingProcess) -> Iterator[TrainingProcess]:
-    """Of all that was started in its folder nothing lives in the end, and no directory of a loader worker that was killed lies about."""
+    """Of all that was started in its folder nothing lives in the end, and no directory of a
+    loader worker that was killed lies about.
+    """
     yield training
     if training.process is not None:
         end(training.process)
-    left = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(training.folder)]
+    left = [
+        process
+        for process in psutil.process_iter(["cwd"])
+        if process.info["cwd"] == str(training.folder)
+    ]
     try:
         wait_gone(left)
         assert not list(training.temporary.glob("pymp-*"))

@@ -1,4 +1,6 @@
-"""An oracle for schedules that knows nothing of prove(): run the messages on Python integers and read off who was counted, and how often."""
+"""An oracle for schedules that knows nothing of prove(): run the messages on Python integers and
+read off who was counted, and how often.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,30 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lockstep.collectives.algorithms import algorithms_of, schedule
-from lockstep.collectives.schedule import REDUCING, Kind, Round, Schedule, held_before, together, wanted_after
+from lockstep.collectives.schedule import (
+    REDUCING,
+    Kind,
+    Round,
+    Schedule,
+    held_before,
+    together,
+    wanted_after,
+)
 
-KINDS: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "scatter", "gather", "all_to_all")
+KINDS: tuple[Kind, ...] = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "scatter",
+    "gather",
+    "all_to_all",
+)
 ROOTED: tuple[Kind, ...] = ("reduce", "broadcast", "scatter", "gather")
 NAMED = [(kind, name) for kind in KINDS for name in algorithms_of(kind)]
-BASE = 1 << 16  # a contribution would have to be counted this often before it passed for another one
+# a contribution would have to be counted this often before it passed for another one
+BASE = 1 << 16
 
 
 def schedules(kind: Kind, name: str, world: int) -> Iterator[Schedule]:
@@ -22,13 +42,18 @@ def schedules(kind: Kind, name: str, world: int) -> Iterator[Schedule]:
 
 
 def counts_right(built: Schedule) -> bool:
-    """Whether every rank ends with every contribution that it should have, each counted exactly once, if the messages are simply carried out.
+    """Whether every rank ends with every contribution that it should have, each counted exactly
+    once, if the messages are simply carried out.
 
-    Rank r brings BASE**r to each of its cells, so that a sum shows in its digits how often each rank was counted in it. False as well where
-    a rank sends what it does not have or adds to what is not there.
+    Rank r brings BASE**r to each of its cells, so that a sum shows in its digits how often each
+    rank was counted in it. False as well where a rank sends what it does not have or adds to what
+    is not there.
     """
     world, kind = built.world, built.kind
-    held = [dict.fromkeys(held_before(kind, world, rank, built.root, built.cells), BASE**rank) for rank in range(world)]
+    held = [
+        dict.fromkeys(held_before(kind, world, rank, built.root, built.cells), BASE**rank)
+        for rank in range(world)
+    ]
     for transfers in built.transfers():
         if any(cell not in held[each.src] for each in transfers for cell in each.cells):
             return False
@@ -55,21 +80,30 @@ def written_out(built: Schedule) -> Schedule:
     """The same rounds, each once: so that a single message can be changed."""
     rounds = []
     for each in built.rounds:
-        rounds += [replace(each, cell=(each.cell + turn * each.shift) % built.cells, repeat=1, shift=0) for turn in range(each.repeat)]
+        rounds += [
+            replace(each, cell=(each.cell + turn * each.shift) % built.cells, repeat=1, shift=0)
+            for turn in range(each.repeat)
+        ]
     return replace(built, rounds=tuple(rounds))
 
 
 def mutants(built: Schedule) -> Iterator[tuple[str, Schedule]]:
-    """Every schedule that differs in one message, or in what one round does with what arrives; with what was done to it."""
+    """Every schedule that differs in one message, or in what one round does with what arrives;
+    with what was done to it.
+    """
     plain = written_out(built)
     for number, each in enumerate(plain.rounds):
 
         def changed(*instead: Round, number: int = number) -> Schedule:
-            return replace(plain, rounds=(*plain.rounds[:number], *instead, *plain.rounds[number + 1 :]))
+            return replace(
+                plain, rounds=(*plain.rounds[:number], *instead, *plain.rounds[number + 1 :])
+            )
 
         yield "exchanged copy and reduce", changed(replace(each, reduce=not each.reduce))
         for i in range(len(each)):
-            src, dst, cell, count = (int(part[i]) for part in (each.src, each.dst, each.cell, each.count))
+            src, dst, cell, count = (
+                int(part[i]) for part in (each.src, each.dst, each.cell, each.count)
+            )
             again = together(src, dst, cell, reduce=each.reduce, count=count)
             yield "dropped", changed(_without(each, i))
             yield "doubled in a later round", changed(each, again)
@@ -84,12 +118,18 @@ def mutants(built: Schedule) -> Iterator[tuple[str, Schedule]]:
 
 def _without(each: Round, i: int) -> Round:
     keep = [k for k in range(len(each)) if k != i]
-    return replace(each, src=each.src[keep], dst=each.dst[keep], cell=each.cell[keep], count=each.count[keep])
+    return replace(
+        each, src=each.src[keep], dst=each.dst[keep], cell=each.cell[keep], count=each.count[keep]
+    )
 
 
-def _with(each: Round, i: int, src: int, dst: int, *, count: int | None = None, extra: bool = False) -> Round:
+def _with(
+    each: Round, i: int, src: int, dst: int, *, count: int | None = None, extra: bool = False
+) -> Round:
     keep = [*range(len(each)), i] if extra else list(range(len(each)))
-    sources, targets, cells, counts = (part[keep].copy() for part in (each.src, each.dst, each.cell, each.count))
+    sources, targets, cells, counts = (
+        part[keep].copy() for part in (each.src, each.dst, each.cell, each.count)
+    )
     sources[i], targets[i] = src, dst
     if count is not None:
         counts[i] = count

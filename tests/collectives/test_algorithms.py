@@ -1,4 +1,6 @@
-"""What the algorithms are known for: rounds, messages, what each rank sends, and the order of addition."""
+"""What the algorithms are known for: rounds, messages, what each rank sends, and the order of
+addition.
+"""
 
 from __future__ import annotations
 
@@ -78,20 +80,26 @@ def test_halving_doubling(world: int) -> None:
     core = 2 ** int(log2(world))
     assert proof.rounds == 2 * log2(core) + 2 * (world != core)
     if world == core:
-        assert all(proof.share_sent(rank, built.cells) == 2 * (world - 1) / world for rank in range(world))
+        assert all(
+            proof.share_sent(rank, built.cells) == 2 * (world - 1) / world for rank in range(world)
+        )
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_direct(world: int) -> None:
     proof = prove(schedule("all_reduce", "direct", world))
     assert proof.messages == 2 * world * (world - 1)
-    assert all(proof.share_sent(rank, cells=world) == 2 * (world - 1) / world for rank in range(world))
+    assert all(
+        proof.share_sent(rank, cells=world) == 2 * (world - 1) / world for rank in range(world)
+    )
 
 
 @pytest.mark.parametrize("world", POWERS)
 @pytest.mark.parametrize("name", ["tree", "recursive_doubling", "halving_doubling"])
 def test_powers_of_two_are_added_along_the_balanced_tree(name: str, world: int) -> None:
-    assert set(prove(schedule("all_reduce", name, world)).orders.values()) == {balanced(range(world))}
+    assert set(prove(schedule("all_reduce", name, world)).orders.values()) == {
+        balanced(range(world))
+    }
 
 
 def test_the_balanced_tree_is_what_it_looks_like() -> None:
@@ -108,8 +116,12 @@ def test_a_ring_adds_each_cell_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
-def test_hierarchical_with_full_nodes_of_powers_of_two_adds_each_node_along_its_tree(ranks_per_node: int) -> None:
-    orders = prove(schedule("all_reduce", "hierarchical", 2 * ranks_per_node, ranks_per_node=ranks_per_node)).orders
+def test_hierarchical_with_full_nodes_of_powers_of_two_adds_each_node_along_its_tree(
+    ranks_per_node: int,
+) -> None:
+    orders = prove(
+        schedule("all_reduce", "hierarchical", 2 * ranks_per_node, ranks_per_node=ranks_per_node)
+    ).orders
     assert set(orders.values()) == {balanced(range(2 * ranks_per_node))}
 
 
@@ -128,7 +140,11 @@ def test_only_the_first_rank_of_a_node_crosses_the_network(world: int, ranks_per
 @pytest.mark.parametrize("world", WORLDS)
 def test_what_moves_without_being_added(world: int) -> None:
     log = ceil(log2(world))
-    rounds = {(kind, name): prove(schedule(kind, name, world)).rounds for kind, name in NAMED if kind != "all_reduce"}
+    rounds = {
+        (kind, name): prove(schedule(kind, name, world)).rounds
+        for kind, name in NAMED
+        if kind != "all_reduce"
+    }
     for kind in ("broadcast", "reduce", "scatter", "gather"):
         assert rounds[kind, "central"] == world - 1
         assert rounds[kind, "tree"] == log
@@ -153,22 +169,54 @@ def one_by_one_of(ranks: list[int]) -> str:
 
 
 def test_every_name_is_known_to_the_type() -> None:
-    assert {name for kind in KINDS for name in algorithms_of(kind)} | {"auto", "native", "shared_memory"} == set(ALGORITHMS)
+    assert {name for kind in KINDS for name in algorithms_of(kind)} | {
+        "auto",
+        "native",
+        "shared_memory",
+    } == set(ALGORITHMS)
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "more", "message"),
     [
-        ("all_reduce", "rong", {}, "algorithm='rong' is unknown for all_reduce: choose one of auto, native, central, ring, tree"),
-        ("scatter", "ring", {}, "algorithm='ring' is unknown for scatter: choose one of auto, native, central, tree"),
+        (
+            "all_reduce",
+            "rong",
+            {},
+            (
+                "algorithm='rong' is unknown for all_reduce: choose one of auto, native, central,"
+                " ring, tree"
+            ),
+        ),
+        (
+            "scatter",
+            "ring",
+            {},
+            "algorithm='ring' is unknown for scatter: choose one of auto, native, central, tree",
+        ),
         ("reduce_all", "ring", {}, "collective 'reduce_all' is unknown: choose one of all_reduce"),
-        ("reduce", "tree", {"root": 4}, "world=4 and root=4: there is at least one rank, and the root is one of them"),
+        (
+            "reduce",
+            "tree",
+            {"root": 4},
+            "world=4 and root=4: there is at least one rank, and the root is one of them",
+        ),
         ("reduce", "tree", {"root": -1}, "world=4 and root=-1"),
-        ("all_reduce", "hierarchical", {}, "ranks_per_node=None: a hierarchical all-reduce needs to know how many ranks share a node"),
+        (
+            "all_reduce",
+            "hierarchical",
+            {},
+            (
+                "ranks_per_node=None: a hierarchical all-reduce needs to know how many ranks share"
+                " a node"
+            ),
+        ),
         ("all_reduce", "hierarchical", {"ranks_per_node": 0}, "ranks_per_node=0"),
     ],
 )
-def test_what_cannot_be_built_is_said(kind: Kind, name: str, more: dict[str, int], message: str) -> None:
+def test_what_cannot_be_built_is_said(
+    kind: Kind, name: str, more: dict[str, int], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         schedule(kind, name, 4, **more)  # type: ignore[arg-type]
     assert str(caught.value).startswith(message)

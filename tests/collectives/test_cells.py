@@ -25,7 +25,9 @@ def flat() -> FlatCells:
         ([2, 3, 0, 1], [[3, 4], [0, 1, 2]]),
     ],
 )
-def test_neighbouring_cells_travel_as_one_message(cells: list[int], content: list[list[int]]) -> None:
+def test_neighbouring_cells_travel_as_one_message(
+    cells: list[int], content: list[list[int]]
+) -> None:
     assert [part.tolist() for part in flat().outgoing(cells)] == content
 
 
@@ -45,7 +47,10 @@ def test_replacing_and_adding_over_the_end() -> None:
     assert memory.tolist() == [2, 12, 2, 31, 41]
 
 
-@pytest.mark.parametrize(("op", "result"), [("sum", [4, 0]), ("mean", [4, 0]), ("prod", [3, -4]), ("max", [3, 2]), ("min", [1, -2])])
+@pytest.mark.parametrize(
+    ("op", "result"),
+    [("sum", [4, 0]), ("mean", [4, 0]), ("prod", [3, -4]), ("max", [3, 2]), ("min", [1, -2])],
+)
 def test_operations(op: str, result: list[int]) -> None:
     held = torch.tensor([1, -2])
     COMBINE[op](held, torch.tensor([3, 2]))
@@ -62,7 +67,9 @@ def test_max_and_min_keep_nan() -> None:
 def test_loose_pieces_are_packed_and_unpacked() -> None:
     sizes = [2, 0, 1]
     sender = LooseCells(
-        {0: torch.tensor([1, 2]), 1: torch.empty(0, dtype=torch.int64), 2: torch.tensor([3])}, sizes, torch.empty(0, dtype=torch.int64)
+        {0: torch.tensor([1, 2]), 1: torch.empty(0, dtype=torch.int64), 2: torch.tensor([3])},
+        sizes,
+        torch.empty(0, dtype=torch.int64),
     )
     receiver = LooseCells({}, sizes, torch.empty(0, dtype=torch.int64))
     (packed,) = sender.outgoing([2, 0, 1])
@@ -70,7 +77,11 @@ def test_loose_pieces_are_packed_and_unpacked() -> None:
     (room,) = receiver.incoming([2, 0, 1])
     assert (room.shape, room.dtype) == (packed.shape, packed.dtype)
     receiver.replace([2, 0, 1], [room.copy_(packed)])
-    assert {cell: tensor.tolist() for cell, tensor in receiver.held.items()} == {2: [3], 0: [1, 2], 1: []}
+    assert {cell: tensor.tolist() for cell, tensor in receiver.held.items()} == {
+        2: [3],
+        0: [1, 2],
+        1: [],
+    }
 
 
 def test_loose_pieces_are_never_reduced() -> None:

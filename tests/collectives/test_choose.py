@@ -1,4 +1,6 @@
-"""What "auto" means: a function of what is asked and nothing else; thresholds come back from a file as they went, and bad files are refused."""
+"""What "auto" means: a function of what is asked and nothing else; thresholds come back from a
+file as they went, and bad files are refused.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,24 @@ from lockstep.collectives.choose import BUILT_IN, FORMAT, Tuning
 from lockstep.collectives.schedule import Kind
 from lockstep.errors import UsageError
 
-KINDS: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "scatter", "gather", "all_to_all")
-MEASURED = Tuning({"all_reduce": [(1000.0, "tree"), (1e6, "native"), (float("inf"), "ring")], "broadcast": [(500.0, "tree")]}, 4, "t.json")
+KINDS: tuple[Kind, ...] = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "scatter",
+    "gather",
+    "all_to_all",
+)
+MEASURED = Tuning(
+    {
+        "all_reduce": [(1000.0, "tree"), (1e6, "native"), (float("inf"), "ring")],
+        "broadcast": [(500.0, "tree")],
+    },
+    4,
+    "t.json",
+)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +60,17 @@ def test_what_is_built_in() -> None:
 
 
 def test_one_rank_has_nobody_to_talk_to() -> None:
-    assert Tuning({"all_reduce": [(float("inf"), "ring")]}, 1).choose("all_reduce", 1, 1) == "native"
+    assert (
+        Tuning({"all_reduce": [(float("inf"), "ring")]}, 1).choose("all_reduce", 1, 1) == "native"
+    )
 
 
 @pytest.mark.parametrize("world", [2, 3, 5, 8])
 def test_thresholds_of_another_world_do_not_count(world: int) -> None:
     for size in (1, 10**5, 10**9):
-        assert MEASURED.choose("all_reduce", size, world) == BUILT_IN.choose("all_reduce", size, world)
+        assert MEASURED.choose("all_reduce", size, world) == BUILT_IN.choose(
+            "all_reduce", size, world
+        )
 
 
 def test_every_answer_can_be_run() -> None:
@@ -61,7 +83,9 @@ def test_every_answer_can_be_run() -> None:
 
 def test_equal_questions_have_equal_answers() -> None:
     """In another order, by another object, after a file: a rank's history must not count."""
-    questions: list[tuple[Kind, int]] = [(kind, size) for kind in KINDS for size in (0, 999, 1001, 10**7)]
+    questions: list[tuple[Kind, int]] = [
+        (kind, size) for kind in KINDS for size in (0, 999, 1001, 10**7)
+    ]
     again = Tuning.from_json(json.loads(json.dumps(MEASURED.as_json())), "elsewhere")
     forwards = {question: MEASURED.choose(*question, 4) for question in questions}
     assert {question: again.choose(*question, 4) for question in reversed(questions)} == forwards
@@ -76,25 +100,50 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 
 
 def content(**changed: Any) -> dict[str, Any]:
-    return {"format": FORMAT, "world": 2, "table": {"all_reduce": [[1000, "ring"], [None, "native"]]}} | changed
+    return {
+        "format": FORMAT,
+        "world": 2,
+        "table": {"all_reduce": [[1000, "ring"], [None, "native"]]},
+    } | changed
 
 
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("{", r"the tuning .*t\.json is damaged \(.*\): make it anew with `lockstep bench collectives --tune .*t\.json`"),
-        ("[]", r"t\.json is no tuning of collectives: make one with `lockstep bench collectives --tune FILE`"),
+        (
+            "{",
+            (
+                r"the tuning .*t\.json is damaged \(.*\): make it anew with `lockstep bench"
+                r" collectives --tune .*t\.json`"
+            ),
+        ),
+        (
+            "[]",
+            (
+                r"t\.json is no tuning of collectives: make one with `lockstep bench collectives"
+                r" --tune FILE`"
+            ),
+        ),
         (json.dumps({"rows": []}), "is no tuning of collectives"),
-        (json.dumps(content(format="lockstep collectives tuning 2")), "is no tuning of collectives"),
+        (
+            json.dumps(content(format="lockstep collectives tuning 2")),
+            "is no tuning of collectives",
+        ),
         (json.dumps({"format": FORMAT, "world": 2}), r"is damaged \('table'\)"),
         (json.dumps({"format": FORMAT, "table": {}}), r"is damaged \('world'\)"),
         (json.dumps(content(table=[])), "is damaged"),
         (json.dumps(content(table={"all_reduce": [["many", "ring"]]})), "is damaged"),
         (json.dumps(content(table={"all_reduce": [1000]})), "is damaged"),
-        (json.dumps(content(table={"all_produce": [[None, "ring"]]})), r"is damaged \('all_produce'\)"),
+        (
+            json.dumps(content(table={"all_produce": [[None, "ring"]]})),
+            r"is damaged \('all_produce'\)",
+        ),
         (
             json.dumps(content(table={"broadcast": [[None, "ring"]]})),
-            r"t\.json: algorithm 'ring' is unknown for broadcast: choose one of native, central, tree",
+            (
+                r"t\.json: algorithm 'ring' is unknown for broadcast: choose one of native,"
+                r" central, tree"
+            ),
         ),
     ],
 )
@@ -106,5 +155,7 @@ def test_a_bad_file_is_refused(written: str, message: str, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"the tuning .*nowhere\.json cannot be read: No such file or directory"):
+    with pytest.raises(
+        UsageError, match=r"the tuning .*nowhere\.json cannot be read: No such file or directory"
+    ):
         Tuning.read(tmp_path / "nowhere.json")

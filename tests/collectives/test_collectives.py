@@ -1,4 +1,6 @@
-"""all_reduce, broadcast and all_gather over real ranks, with different data on each, against what the definitions say."""
+"""all_reduce, broadcast and all_gather over real ranks, with different data on each, against
+what the definitions say.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,24 @@ from lockstep.errors import UsageError
 from lockstep.testing import run_ranks
 
 WORKERS = [1, 2, 3, 4]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+]
 
 
 def mine(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.arange(1, 8).add(3 * rank).remainder(7).to(dtype)
 
 
-def reduce_every_way(world: lockstep.World, algorithm: str) -> list[tuple[str, torch.dtype, Tensor]]:
+def reduce_every_way(
+    world: lockstep.World, algorithm: str
+) -> list[tuple[str, torch.dtype, Tensor]]:
     found = []
     for dtype in DTYPES:
         for op in ("sum", "max", "min", "prod", "mean"):
@@ -47,12 +59,23 @@ def test_all_reduce_is_what_its_name_says(workers: int, algorithm: str) -> None:
                 "min": stacked.amin(0),
             }
             tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3}.get(dtype, 1e-6)
-            torch.testing.assert_close(tensor.double(), expected[op].to(dtype).double(), rtol=tolerance, atol=0, msg=f"{op} {dtype}")
+            torch.testing.assert_close(
+                tensor.double(),
+                expected[op].to(dtype).double(),
+                rtol=tolerance,
+                atol=0,
+                msg=f"{op} {dtype}",
+            )
 
 
 def odd_tensors(world: lockstep.World, algorithm: str) -> dict[str, Tensor]:
     wide = torch.arange(24.0).view(4, 6) * (world.rank + 1)
-    tensors = {"transposed": wide.t(), "strided": wide[:, ::2], "0-d": torch.tensor(2.0 * world.rank + 1), "empty": torch.empty(0, 3)}
+    tensors = {
+        "transposed": wide.t(),
+        "strided": wide[:, ::2],
+        "0-d": torch.tensor(2.0 * world.rank + 1),
+        "empty": torch.empty(0, 3),
+    }
     for tensor in tensors.values():
         collectives.all_reduce(tensor, algorithm=algorithm)  # type: ignore[arg-type]
     return {"whole": wide, **tensors}
@@ -62,7 +85,9 @@ def odd_tensors(world: lockstep.World, algorithm: str) -> dict[str, Tensor]:
 def test_strided_scalar_and_empty_tensors(algorithm: str) -> None:
     for found in run_ranks(odd_tensors, 3, args=(algorithm,)):
         whole = torch.arange(24.0).view(4, 6) * 6
-        whole[:, ::2] *= 3  # the transposed view was summed first (1 + 2 + 3), then every other column once more over 3 equal ranks
+        # the transposed view was summed first (1 + 2 + 3), then every other column once more over 3
+        # equal ranks
+        whole[:, ::2] *= 3
         assert torch.equal(found["whole"], whole)
         assert found["0-d"].item() == 1 + 3 + 5
         assert found["empty"].shape == (0, 3)
@@ -84,7 +109,9 @@ def gather_and_broadcast(world: lockstep.World) -> tuple[Tensor, Tensor, Tensor,
 def test_all_gather_joins_in_the_order_of_ranks_and_broadcast_keeps_strides(workers: int) -> None:
     for rank, (rows, scalars, empty, column) in enumerate(run_ranks(gather_and_broadcast, workers)):
         assert rows.tolist() == [
-            row for other in range(workers) for row in ([10 * other, 10 * other + 1], [10 * other + 2, 10 * other + 3])
+            row
+            for other in range(workers)
+            for row in ([10 * other, 10 * other + 1], [10 * other + 2, 10 * other + 3])
         ]
         assert scalars.tolist() == list(range(workers))
         assert empty.shape == (0, 2)
@@ -126,7 +153,9 @@ def wrong_arguments(world: lockstep.World) -> None:
         collectives.all_reduce(tensor, algorithm="star")  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="mean' of int64 would have to round"):
         collectives.all_reduce(torch.zeros(2, dtype=torch.int64), "mean")
-    with pytest.raises(UsageError, match=r"root=2 is not a rank of this group: its 2 ranks are 0 to 1"):
+    with pytest.raises(
+        UsageError, match=r"root=2 is not a rank of this group: its 2 ranks are 0 to 1"
+    ):
         collectives.broadcast(tensor, root=2)
 
 

@@ -1,4 +1,6 @@
-"""Ranks on several hosts compare their collectives too, where it is asked for. The hosts are this one, under other names."""
+"""Ranks on several hosts compare their collectives too, where it is asked for. The hosts are
+this one, under other names.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import torch
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.exchanged_tags import ExchangedTags
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed, UsageError, WorkerFailed
+from lockstep.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerFailed,
+    UsageError,
+    WorkerFailed,
+)
 from lockstep.testing import run_ranks
 
 
@@ -24,7 +32,13 @@ def on_hosts_of_their_own(world: lockstep.World, timeout: float = 20) -> Iterato
     """The same ranks again, each said to be alone on its host."""
     rank, size = world.rank, world.size
     world.close()
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK="0",
+        LOCAL_WORLD_SIZE="1",
+        GROUP_RANK=str(rank),
+    )
     with lockstep.init(backend="gloo", tags="all", timeout=timedelta(seconds=timeout)) as apart:
         assert isinstance(apart.group.tags, ExchangedTags)
         yield apart
@@ -47,7 +61,8 @@ def test_a_mismatch_is_told_on_all_ranks_before_anything_is_sent() -> None:
     found = run_ranks(different_kinds, 3)
     assert len(set(found)) == 1
     assert re.fullmatch(
-        r"#2: ranks 0,1 all_reduce sum f32\[1024\] at test_exchanged_tags.py:\d+; rank 2 all_gather i64\[\*\] at test_exchanged_tags.py:\d+\. "
+        r"#2: ranks 0,1 all_reduce sum f32\[1024\] at test_exchanged_tags.py:\d+; rank 2 all_gather"
+        r" i64\[\*\] at test_exchanged_tags.py:\d+\. "
         "All ranks must call the same collectives in the same order.",
         found[0],
     )
@@ -61,7 +76,10 @@ def training(world: lockstep.World) -> tuple[list[float], list[float]]:
         for batch in stepper.micro_batches([x][: apart.rank + 1]):
             stepper.backward(model(batch).sum(), weight=4)
         stepper.step()
-        return model.weight.flatten().tolist(), apart.group.all_gather(model.weight.detach()).flatten().tolist()
+        return (
+            model.weight.flatten().tolist(),
+            apart.group.all_gather(model.weight.detach()).flatten().tolist(),
+        )
 
 
 def test_training_goes_on_as_without() -> None:
@@ -91,7 +109,9 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     message, missing = run_ranks(one_rank_is_late, 2)[0]
     assert missing == (1,)
     assert re.fullmatch(
-        r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within the timeout of 5 s, or has ended", message
+        r"#1: all_reduce sum f32\[2\] at test_exchanged_tags.py:\d+: rank 1 did not come within the"
+        r" timeout of 5 s, or has ended",
+        message,
     )
 
 
@@ -100,7 +120,10 @@ def one_rank_dies(world: lockstep.World) -> None:
         collectives.all_reduce(torch.ones(2))
         if apart.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises((PeerFailed, CollectiveTimeout), match=r"#2: all_reduce sum f32\[2\] at .*: rank 1 did not come"):
+        with pytest.raises(
+            (PeerFailed, CollectiveTimeout),
+            match=r"#2: all_reduce sum f32\[2\] at .*: rank 1 did not come",
+        ):
             collectives.all_reduce(torch.ones(2))
 
 

@@ -1,4 +1,6 @@
-"""Schedules over a list of tensors in one process, against torch's own functions on the stacked tensors."""
+"""Schedules over a list of tensors in one process, against torch's own functions on the stacked
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda t: t.amin(0),
 }
 MEANINGFUL = {
-    **{dtype: ["sum", "mean", "prod", "max", "min"] for dtype in (torch.float32, torch.float64, torch.bfloat16)},
+    **{
+        dtype: ["sum", "mean", "prod", "max", "min"]
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    },
     **{dtype: ["sum", "prod", "max", "min"] for dtype in (torch.int64, torch.int32, torch.int16)},
     **{dtype: ["sum", "mean", "prod"] for dtype in (torch.complex64, torch.complex128)},
     torch.bool: ["max", "min"],
@@ -30,11 +35,18 @@ MEANINGFUL = {
 
 
 def everyones(world: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Different data on every rank; factors of small whole numbers, so that a product of eight is exact."""
+    """Different data on every rank; factors of small whole numbers, so that a product of eight
+    is exact.
+    """
     generator = torch.Generator().manual_seed(world)
     drawn = [torch.randint(-2, 3, shape, generator=generator) for _ in range(world)]
     if dtype.is_complex:
-        return [torch.complex(each.float(), torch.roll(each.float().reshape(-1), 1).view(shape)).to(dtype) for each in drawn]
+        return [
+            torch.complex(each.float(), torch.roll(each.float().reshape(-1), 1).view(shape)).to(
+                dtype
+            )
+            for each in drawn
+        ]
     return [each.to(dtype) for each in drawn]
 
 
@@ -52,18 +64,24 @@ def test_all_reduce(name: str, dtype: torch.dtype) -> None:
             for shape in SHAPES:
                 tensors = everyones(world, shape, dtype)
                 before, want = [tensor.data_ptr() for tensor in tensors], expected(tensors, op)
-                returned = in_process.all_reduce(tensors, op, name, ranks_per_node=3 if name == "hierarchical" else None)
+                returned = in_process.all_reduce(
+                    tensors, op, name, ranks_per_node=3 if name == "hierarchical" else None
+                )
                 assert all(mine is theirs for mine, theirs in zip(returned, tensors, strict=True))
                 assert [tensor.data_ptr() for tensor in tensors] == before
                 for tensor in tensors:
-                    torch.testing.assert_close(tensor, want, msg=lambda text, at=(world, op, shape): f"{at}: {text}")
+                    torch.testing.assert_close(
+                        tensor, want, msg=lambda text, at=(world, op, shape): f"{at}: {text}"
+                    )
 
 
 @pytest.mark.parametrize("name", algorithms_of("all_reduce"))
 def test_all_ranks_get_the_same_bits(name: str) -> None:
     for world in WORLDS:
         tensors = list(torch.randn(world, 1003, generator=torch.Generator().manual_seed(world)))
-        in_process.all_reduce(tensors, "sum", name, ranks_per_node=2 if name == "hierarchical" else None)
+        in_process.all_reduce(
+            tensors, "sum", name, ranks_per_node=2 if name == "hierarchical" else None
+        )
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
@@ -72,7 +90,9 @@ def test_the_bits_are_those_of_the_balanced_tree(name: str) -> None:
     a, b, c, d = torch.randn(4, 1003, generator=torch.Generator().manual_seed(0))
     tree, chain = (a + b) + (c + d), ((a + b) + c) + d
     assert not torch.equal(tree, chain)
-    assert torch.equal(in_process.all_reduce([a.clone(), b.clone(), c.clone(), d.clone()], "sum", name)[0], tree)
+    assert torch.equal(
+        in_process.all_reduce([a.clone(), b.clone(), c.clone(), d.clone()], "sum", name)[0], tree
+    )
     assert torch.equal(in_process.all_reduce([a, b, c, d], "sum", "central")[0], chain)
 
 
@@ -83,7 +103,10 @@ def test_reduce_changes_the_root_alone(name: str, dtype: torch.dtype) -> None:
         for op in MEANINGFUL[dtype]:
             for root in range(world):
                 tensors = everyones(world, (7,), dtype)
-                want = [expected(tensors, op) if rank == root else tensor.clone() for rank, tensor in enumerate(tensors)]
+                want = [
+                    expected(tensors, op) if rank == root else tensor.clone()
+                    for rank, tensor in enumerate(tensors)
+                ]
                 torch.testing.assert_close(in_process.reduce(tensors, root, op, name), want)
 
 
@@ -106,12 +129,18 @@ def test_broadcast(name: str, dtype: torch.dtype) -> None:
             for shape in SHAPES:
                 tensors = everyones(world, shape, dtype)
                 want = tensors[root].clone()
-                assert all(torch.equal(tensor, want) for tensor in in_process.broadcast(tensors, root, name))
+                assert all(
+                    torch.equal(tensor, want)
+                    for tensor in in_process.broadcast(tensors, root, name)
+                )
 
 
 def pieces(count: int, dtype: torch.dtype) -> list[Tensor]:
     """Of different lengths: one in three is empty."""
-    return [(torch.arange(3 * (number % 3)) + 10 * number).view(-1, 3).to(dtype) for number in range(count)]
+    return [
+        (torch.arange(3 * (number % 3)) + 10 * number).view(-1, 3).to(dtype)
+        for number in range(count)
+    ]
 
 
 @pytest.mark.parametrize("dtype", MEANINGFUL, ids=str)
@@ -128,7 +157,10 @@ def test_what_only_moves(dtype: torch.dtype) -> None:
         every = pieces(world * world, dtype)
         rows = [every[rank * world : (rank + 1) * world] for rank in range(world)]
         for name in algorithms_of("all_to_all"):
-            same(in_process.all_to_all(rows, name), [list(column) for column in zip(*rows, strict=True)])
+            same(
+                in_process.all_to_all(rows, name),
+                [list(column) for column in zip(*rows, strict=True)],
+            )
 
 
 def same(found: list[list[Tensor]], want: list[list[Tensor]]) -> None:
@@ -168,7 +200,10 @@ def test_tensors_that_are_not_contiguous(name: str) -> None:
 def test_parameters_are_changed_in_place_without_a_graph() -> None:
     parameters = [torch.nn.Parameter(torch.full((3,), float(rank))) for rank in range(3)]
     in_process.all_reduce(parameters, "mean")
-    assert all(torch.equal(parameter, torch.ones(3)) and parameter.grad_fn is None for parameter in parameters)
+    assert all(
+        torch.equal(parameter, torch.ones(3)) and parameter.grad_fn is None
+        for parameter in parameters
+    )
 
 
 ONE, TWO = torch.ones(2), torch.ones(3)
@@ -184,9 +219,15 @@ ONE, TWO = torch.ones(2), torch.ones(3)
         (lambda: in_process.all_to_all([]), "a collective needs at least one rank"),
         (
             lambda: in_process.all_reduce([ONE, TWO]),
-            r"rank 0's tensor is torch.float32 \[2\], rank 1's torch.float32 \[3\]: they must be alike",
+            (
+                r"rank 0's tensor is torch.float32 \[2\], rank 1's torch.float32 \[3\]: they must"
+                r" be alike"
+            ),
         ),
-        (lambda: in_process.broadcast([ONE, ONE.int()]), r"rank 1's torch.int32 \[2\]: they must be alike"),
+        (
+            lambda: in_process.broadcast([ONE, ONE.int()]),
+            r"rank 1's torch.int32 \[2\]: they must be alike",
+        ),
         (
             lambda: in_process.all_gather([ONE, TWO.int()]),
             "tensors of torch.float32 and torch.int32: what is moved together must have one dtype",
@@ -194,13 +235,25 @@ ONE, TWO = torch.ones(2), torch.ones(3)
         (lambda: in_process.scatter([ONE, TWO.int()]), "must have one dtype"),
         (lambda: in_process.gather([ONE, TWO.int()]), "must have one dtype"),
         (lambda: in_process.all_to_all([[ONE, ONE], [ONE, TWO.int()]]), "must have one dtype"),
-        (lambda: in_process.all_to_all([[ONE, ONE], [ONE]]), "rank 1 has 1 tensors for 2 ranks: an all-to-all has one for each rank"),
-        (lambda: in_process.reduce_scatter([torch.tensor(1.0)] * 2), "reduce_scatter of a 0-d tensor: it has no rows to cut"),
+        (
+            lambda: in_process.all_to_all([[ONE, ONE], [ONE]]),
+            "rank 1 has 1 tensors for 2 ranks: an all-to-all has one for each rank",
+        ),
+        (
+            lambda: in_process.reduce_scatter([torch.tensor(1.0)] * 2),
+            "reduce_scatter of a 0-d tensor: it has no rows to cut",
+        ),
         (lambda: in_process.all_reduce([ONE], "median"), "op='median' is unknown"),
-        (lambda: in_process.all_reduce([ONE.int()], "mean"), "op='mean' of int32 would have to round"),
+        (
+            lambda: in_process.all_reduce([ONE.int()], "mean"),
+            "op='mean' of int32 would have to round",
+        ),
         (lambda: in_process.all_reduce([ONE.bool()], "sum"), "op='sum' of bool"),
         (lambda: in_process.all_reduce([ONE.cfloat()], "max"), "complex numbers have no order"),
-        (lambda: in_process.all_reduce([ONE], "sum", "rong"), "algorithm='rong' is unknown for all_reduce"),
+        (
+            lambda: in_process.all_reduce([ONE], "sum", "rong"),
+            "algorithm='rong' is unknown for all_reduce",
+        ),
         (lambda: in_process.all_reduce([ONE], "sum", "hierarchical"), "ranks_per_node=None"),
         (lambda: in_process.reduce([ONE, ONE], root=2), "world=2 and root=2"),
     ],

@@ -1,4 +1,6 @@
-"""Tensors of torch.inference_mode in every collective: inside of the mode, outside of it, and begun inside and ended outside."""
+"""Tensors of torch.inference_mode in every collective: inside of the mode, outside of it, and
+begun inside and ended outside.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,24 @@ def every_collective(world: lockstep.World, algorithm: Any) -> list[list[float]]
         ordinary = torch.ones(2) * rank
         total = mine.clone()
         assert collectives.all_reduce(total, algorithm=algorithm) is total
-        begun = collectives.all_reduce(tensor := mine.clone(), "mean", algorithm=algorithm, async_op=True)
+        begun = collectives.all_reduce(
+            tensor := mine.clone(), "mean", algorithm=algorithm, async_op=True
+        )
     assert begun.wait() is tensor
     note(total, tensor)
     for inside in (True, False):
         with torch.inference_mode(inside):
             note(collectives.broadcast(mine.clone() if inside else total, 1, algorithm=moving))
-            note(collectives.reduce_scatter(mine, algorithm=algorithm), collectives.all_gather(mine, algorithm=algorithm))
+            note(
+                collectives.reduce_scatter(mine, algorithm=algorithm),
+                collectives.all_gather(mine, algorithm=algorithm),
+            )
             if algorithm != "shared_memory":
                 note(collectives.reduce(total, 0), *(collectives.gather(mine) or []))
-                note(collectives.scatter(tensors=[mine] * size if rank == 0 else None), *collectives.all_to_all([mine] * size))
+                note(
+                    collectives.scatter(tensors=[mine] * size if rank == 0 else None),
+                    *collectives.all_to_all([mine] * size),
+                )
     with torch.inference_mode():
         note(collectives.all_reduce(ordinary, algorithm=algorithm))
     return found

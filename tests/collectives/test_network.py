@@ -1,4 +1,6 @@
-"""Times of schedules against the closed formulas of the docstrings (Hockney's model; Thakur, Rabenseifner and Gropp, 2005)."""
+"""Times of schedules against the closed formulas of the docstrings (Hockney's model; Thakur,
+Rabenseifner and Gropp, 2005).
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,17 @@ POWERS_OF_TWO: dict[tuple[Kind, str], Formula] = {
 @pytest.mark.parametrize(("kind", "name"), ANY_WORLD)
 def test_closed_formulas(kind: Kind, name: str) -> None:
     for world in (*range(1, 18), 32, 64, 100, 128):
-        assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(ANY_WORLD[kind, name](world), rel=1e-12)
+        assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(
+            ANY_WORLD[kind, name](world), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 1024])
 @pytest.mark.parametrize(("kind", "name"), POWERS_OF_TWO)
 def test_closed_formulas_of_powers_of_two(kind: Kind, name: str, world: int) -> None:
-    assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(POWERS_OF_TWO[kind, name](world), rel=1e-12)
+    assert FLAT.time(schedule(kind, name, world), S) == pytest.approx(
+        POWERS_OF_TWO[kind, name](world), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("world", [3, 5, 6, 7, 12, 1000])
@@ -80,10 +86,14 @@ def test_hierarchical(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_way_out_of_a_node_is_shared_by_its_ranks(ranks: int) -> None:
-    """In the last round of recursive doubling every rank of node 0 exchanges everything with its partner on node 1."""
+    """In the last round of recursive doubling every rank of node 0 exchanges everything with its
+    partner on node 1.
+    """
     network = Network(within=Link(0.0, 1e12), between=Link(2e-6, 1e10), ranks_per_node=ranks)
     built = schedule("all_reduce", "recursive_doubling", 2 * ranks)
-    assert network.time(built, S) == pytest.approx(log(ranks) * S / 1e12 + 2e-6 + ranks * S / 1e10, rel=1e-12)
+    assert network.time(built, S) == pytest.approx(
+        log(ranks) * S / 1e12 + 2e-6 + ranks * S / 1e10, rel=1e-12
+    )
 
 
 def test_a_ring_crosses_the_way_out_once_a_node() -> None:
@@ -94,7 +104,9 @@ def test_a_ring_crosses_the_way_out_once_a_node() -> None:
 
 def test_one_node_knows_no_network() -> None:
     network = Network(within=Link(A, 1 / B), between=Link(1.0, 1.0), ranks_per_node=8)
-    assert network.time(schedule("all_reduce", "ring", 8), S) == FLAT.time(schedule("all_reduce", "ring", 8), S)
+    assert network.time(schedule("all_reduce", "ring", 8), S) == FLAT.time(
+        schedule("all_reduce", "ring", 8), S
+    )
 
 
 def test_adding_takes_time_where_something_is_added() -> None:
@@ -106,29 +118,44 @@ def test_adding_takes_time_where_something_is_added() -> None:
 
 def test_65_536_ranks() -> None:
     world, ranks = 65_536, 8
-    assert FLAT.time(schedule("all_reduce", "ring", world), S) == pytest.approx(ANY_WORLD["all_reduce", "ring"](world), rel=1e-12)
-    assert FLAT.time(schedule("all_reduce", "tree", world), S) == pytest.approx(2 * 16 * (A + S * B), rel=1e-12)
+    assert FLAT.time(schedule("all_reduce", "ring", world), S) == pytest.approx(
+        ANY_WORLD["all_reduce", "ring"](world), rel=1e-12
+    )
+    assert FLAT.time(schedule("all_reduce", "tree", world), S) == pytest.approx(
+        2 * 16 * (A + S * B), rel=1e-12
+    )
     network = Network(within=Link(1e-6, 1e11), between=Link(5e-6, 1e10), ranks_per_node=ranks)
     nodes = world // ranks
     expected = 2 * 3 * (1e-6 + S / 1e11) + 2 * (nodes - 1) * (5e-6 + S / nodes / 1e10)
-    assert network.time(schedule("all_reduce", "hierarchical", world, ranks_per_node=ranks), S) == pytest.approx(expected, rel=1e-12)
+    assert network.time(
+        schedule("all_reduce", "hierarchical", world, ranks_per_node=ranks), S
+    ) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_small_tensor_wants_few_rounds_and_a_large_one_few_bytes() -> None:
-    times = {name: [FLAT.time(schedule("all_reduce", name, 64), size) for size in (1e2, 1e9)] for name in ("ring", "tree")}
+    times = {
+        name: [FLAT.time(schedule("all_reduce", name, 64), size) for size in (1e2, 1e9)]
+        for name in ("ring", "tree")
+    }
     assert times["tree"][0] < times["ring"][0]
     assert times["ring"][1] < times["tree"][1]
 
 
-@pytest.mark.parametrize(("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)])
+@pytest.mark.parametrize(
+    ("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)]
+)
 def test_a_link_that_cannot_be_is_refused(latency: float, bandwidth: float) -> None:
-    with pytest.raises(UsageError, match="a link has a latency of 0 or more and a bandwidth above 0"):
+    with pytest.raises(
+        UsageError, match="a link has a latency of 0 or more and a bandwidth above 0"
+    ):
         Link(latency, bandwidth)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1])
 def test_a_node_has_ranks(ranks_per_node: int) -> None:
-    with pytest.raises(UsageError, match=f"ranks_per_node={ranks_per_node}: a node has at least one rank"):
+    with pytest.raises(
+        UsageError, match=f"ranks_per_node={ranks_per_node}: a node has at least one rank"
+    ):
         Network(Link(A, 1 / B), Link(A, 1 / B), ranks_per_node)
 
 

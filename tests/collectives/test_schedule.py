@@ -9,44 +9,79 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.collectives.algorithms import schedule
-from lockstep.collectives.schedule import REDUCING, Kind, Transfer, followed_by, held_before, spans, together, wanted_after
+from lockstep.collectives.schedule import (
+    REDUCING,
+    Kind,
+    Transfer,
+    followed_by,
+    held_before,
+    spans,
+    together,
+    wanted_after,
+)
 from tests.collectives.numbers import NAMED, schedules
 
 
 def test_a_ring_of_four() -> None:
     """The picture in the module's docstring."""
     first, *_ = rounds = list(schedule("all_reduce", "ring", 4).transfers())
-    assert first == [Transfer(0, 1, (0,), True), Transfer(1, 2, (1,), True), Transfer(2, 3, (2,), True), Transfer(3, 0, (3,), True)]
+    assert first == [
+        Transfer(0, 1, (0,), True),
+        Transfer(1, 2, (1,), True),
+        Transfer(2, 3, (2,), True),
+        Transfer(3, 0, (3,), True),
+    ]
     assert [round_[0].cells for round_ in rounds] == [(0,), (3,), (2,), (1,), (0,), (3,)]
-    assert rounds[3] == [Transfer(0, 1, (1,), False), Transfer(1, 2, (2,), False), Transfer(2, 3, (3,), False), Transfer(3, 0, (0,), False)]
+    assert rounds[3] == [
+        Transfer(0, 1, (1,), False),
+        Transfer(1, 2, (2,), False),
+        Transfer(2, 3, (3,), False),
+        Transfer(3, 0, (0,), False),
+    ]
 
 
 def test_one_number_stands_for_all_transfers() -> None:
     each = together(0, [1, 2, 3], reduce=False, count=2)
-    assert (each.src.tolist(), each.dst.tolist(), each.cell.tolist(), each.count.tolist()) == ([0] * 3, [1, 2, 3], [0] * 3, [2] * 3)
+    assert (each.src.tolist(), each.dst.tolist(), each.cell.tolist(), each.count.tolist()) == (
+        [0] * 3,
+        [1, 2, 3],
+        [0] * 3,
+        [2] * 3,
+    )
     assert len(each) == 3
 
 
 def test_past_the_last_cell_comes_the_first() -> None:
     (only,) = schedule("scatter", "tree", 2, root=1).transfers()
     assert only == [Transfer(1, 0, (0,), False)]
-    cells = [transfer.cells for transfers in schedule("scatter", "tree", 4, root=1).transfers() for transfer in transfers]
+    cells = [
+        transfer.cells
+        for transfers in schedule("scatter", "tree", 4, root=1).transfers()
+        for transfer in transfers
+    ]
     assert cells == [(3, 0), (2,), (0,)]
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMED)
 def test_the_shares_of_all_ranks_are_the_whole(kind: Kind, name: str) -> None:
-    """A rank's own walk has the messages of the common one, in the same order, from the sender's side and from the receiver's."""
+    """A rank's own walk has the messages of the common one, in the same order, from the sender's
+    side and from the receiver's.
+    """
     for built in (each for world in range(1, 9) for each in schedules(kind, name, world)):
         for rank in range(built.world):
             mine = [
-                ([each for each in transfers if each.src == rank], [each for each in transfers if each.dst == rank])
+                (
+                    [each for each in transfers if each.src == rank],
+                    [each for each in transfers if each.dst == rank],
+                )
                 for transfers in built.transfers()
             ]
             assert list(built.of_rank(rank)) == [pair for pair in mine if pair[0] or pair[1]]
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name in NAMED if kind not in REDUCING])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, name in NAMED if kind not in REDUCING]
+)
 def test_backwards_twice_is_forwards(kind: Kind, name: str) -> None:
     for built in (each for world in range(1, 9) for each in schedules(kind, name, world)):
         assert list(built.reversed(kind).reversed(kind).transfers()) == list(built.transfers())
@@ -55,29 +90,52 @@ def test_backwards_twice_is_forwards(kind: Kind, name: str) -> None:
 def test_backwards_what_was_spread_is_collected() -> None:
     spread = schedule("all_gather", "ring", 4)
     collected = list(spread.reversed("reduce_scatter").transfers())
-    turned = [[Transfer(each.dst, each.src, each.cells, True) for each in transfers] for transfers in spread.transfers()]
+    turned = [
+        [Transfer(each.dst, each.src, each.cells, True) for each in transfers]
+        for transfers in spread.transfers()
+    ]
     assert collected == turned[::-1]
 
 
 def test_one_after_the_other_needs_the_same_cells() -> None:
     with pytest.raises(AssertionError):
-        followed_by(schedule("broadcast", "tree", 4), schedule("all_gather", "ring", 4), "mixed", "all_reduce")
+        followed_by(
+            schedule("broadcast", "tree", 4),
+            schedule("all_gather", "ring", 4),
+            "mixed",
+            "all_reduce",
+        )
 
 
 @given(numel=st.integers(0, 1000), cells=st.integers(1, 70))
 def test_a_tensor_is_cut_as_torch_cuts_it(numel: int, cells: int) -> None:
     parts = torch.arange(numel).tensor_split(cells)
-    assert [torch.arange(numel)[start:stop].tolist() for start, stop in spans(numel, cells)] == [part.tolist() for part in parts]
+    assert [torch.arange(numel)[start:stop].tolist() for start, stop in spans(numel, cells)] == [
+        part.tolist() for part in parts
+    ]
 
 
 @given(
-    st.sampled_from(["all_gather", "gather", "scatter", "all_to_all", "broadcast", "reduce_scatter", "all_reduce", "reduce"]),
+    st.sampled_from(
+        [
+            "all_gather",
+            "gather",
+            "scatter",
+            "all_to_all",
+            "broadcast",
+            "reduce_scatter",
+            "all_reduce",
+            "reduce",
+        ]
+    ),
     st.integers(1, 9),
 )
 def test_every_cell_has_an_owner_before_and_after(kind: Kind, world: int) -> None:
     cells = {"all_to_all": world * world, "broadcast": 1, "reduce": 1}.get(kind, world)
     for side in (held_before, wanted_after):
-        assert set().union(*(side(kind, world, rank, 0, cells) for rank in range(world))) == set(range(cells))
+        assert set().union(*(side(kind, world, rank, 0, cells) for rank in range(world))) == set(
+            range(cells)
+        )
 
 
 def test_all_to_all_is_numbered_by_sender_then_receiver() -> None:
@@ -88,5 +146,7 @@ def test_all_to_all_is_numbered_by_sender_then_receiver() -> None:
 def test_transfers_are_plain_numbers() -> None:
     """NumPy integers would end up in messages and tags."""
     (transfers,) = schedule("broadcast", "tree", 2).transfers()
-    assert all(type(value) is int for value in (transfers[0].src, transfers[0].dst, *transfers[0].cells))
+    assert all(
+        type(value) is int for value in (transfers[0].src, transfers[0].dst, *transfers[0].cells)
+    )
     assert schedule("broadcast", "tree", 2).rounds[0].src.dtype == np.int64

@@ -1,4 +1,6 @@
-"""Ranks that call different things, come too late or die: an error on all of them that says what and where, before data is mixed."""
+"""Ranks that call different things, come too late or die: an error on all of them that says what
+and where, before data is mixed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import torch
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.tags import listed
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, LockstepError, PeerFailed, WorkerFailed
+from lockstep.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    LockstepError,
+    PeerFailed,
+    WorkerFailed,
+)
 from lockstep.testing import run_ranks
 
 
@@ -37,8 +45,10 @@ def opposite_order(world: lockstep.World) -> tuple[str, list[float]]:
 def test_m7_equal_shapes_in_opposite_order() -> None:
     for rank, (message, values) in enumerate(run_ranks(opposite_order, 2)):
         assert re.fullmatch(
-            r"#1: rank 0 all_reduce sum f32\[3\] at test_tags.py:\d+; rank 1 all_reduce sum f32\[3\] at test_tags.py:\d+\. "
-            r"These are alike but stand at different places: all ranks must come to a collective by the same line\.",
+            r"#1: rank 0 all_reduce sum f32\[3\] at test_tags.py:\d+; rank 1 all_reduce sum"
+            r" f32\[3\] at test_tags.py:\d+\. "
+            r"These are alike but stand at different places: all ranks must come to a collective by"
+            r" the same line\.",
             message,
         )
         assert values == [1.0 + rank, 100.0 * (1 + rank)]  # nothing was mixed
@@ -56,7 +66,9 @@ def different_sizes(world: lockstep.World) -> str:
 def test_m22_different_sizes_do_not_abort_in_c() -> None:
     for message in run_ranks(different_sizes, 3):
         assert re.match(
-            r"#1: ranks 0,2 all_reduce sum f32\[4\] at test_tags.py:\d+; rank 1 all_reduce sum f32\[6\] at test_tags.py:\d+\.", message
+            r"#1: ranks 0,2 all_reduce sum f32\[4\] at test_tags.py:\d+; rank 1 all_reduce sum"
+            r" f32\[6\] at test_tags.py:\d+\.",
+            message,
         )
 
 
@@ -77,7 +89,10 @@ def different_kinds(world: lockstep.World) -> str:
 
 def test_different_kinds_also_asynchronously() -> None:
     for message in run_ranks(different_kinds, 3):
-        assert re.match(r"#2: ranks 0,1 all_reduce sum f32\[1024\] at .*; rank 2 all_gather i64\[\*\] at ", message)
+        assert re.match(
+            r"#2: ranks 0,1 all_reduce sum f32\[1024\] at .*; rank 2 all_gather i64\[\*\] at ",
+            message,
+        )
 
 
 def uneven(world: lockstep.World) -> str:
@@ -93,7 +108,11 @@ def uneven(world: lockstep.World) -> str:
 
 def test_m21_a_rank_that_ends_early_is_named_on_all_ranks() -> None:
     for message in run_ranks(uneven, 2):
-        assert re.match(r"#6: rank 0 end of the world \(close\); rank 1 all_reduce sum f32\[8\] at test_tags.py:\d+\.", message)
+        assert re.match(
+            r"#6: rank 0 end of the world \(close\); rank 1 all_reduce sum f32\[8\] at"
+            r" test_tags.py:\d+\.",
+            message,
+        )
 
 
 def dies(world: lockstep.World) -> None:
@@ -101,7 +120,11 @@ def dies(world: lockstep.World) -> None:
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(
-        PeerFailed, match=r"rank 1 \(pid \d+\) has ended; its last collective was #1: all_reduce sum f32\[8\] at test_tags.py"
+        PeerFailed,
+        match=(
+            r"rank 1 \(pid \d+\) has ended; its last collective was #1: all_reduce sum f32\[8\] at"
+            r" test_tags.py"
+        ),
     ):
         collectives.all_reduce(torch.zeros(9))
     raise LockstepError("as expected")
@@ -130,7 +153,8 @@ def late(world: lockstep.World, flag: str) -> str:
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert (
         run_ranks(late, 2, args=(str(tmp_path / "given-up"),))[0]
-        == "(1,) #1: all_reduce sum f32[8] at test_tags.py:N: rank 1 did not come within the timeout of 0.3 s"
+        == "(1,) #1: all_reduce sum f32[8] at test_tags.py:N: rank 1 did not come within the"
+        " timeout of 0.3 s"
     )
 
 
@@ -148,4 +172,9 @@ def test_hundreds_in_flight() -> None:
 
 
 def test_ranks_are_listed_shortly() -> None:
-    assert [listed(ranks) for ranks in ([2], [0, 1], [0, 1, 2, 3], [0, 2, 3])] == ["rank 2", "ranks 0,1", "ranks 0-3", "ranks 0,2,3"]
+    assert [listed(ranks) for ranks in ([2], [0, 1], [0, 1, 2, 3], [0, 2, 3])] == [
+        "rank 2",
+        "ranks 0,1",
+        "ranks 0-3",
+        "ranks 0,2,3",
+    ]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lockstep.collectives.tcp import Connection, _address, _is_here, connections
-from lockstep.training.links import Links, by_host
+from lockstep.training.link_counters import LinkCounters, by_host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as Linux has it")
 
@@ -29,7 +29,9 @@ def connected(monkeypatch: pytest.MonkeyPatch, size: int) -> Connection:
             return found
 
 
-def test_bytes_that_were_sent_are_counted_and_descriptors_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_were_sent_are_counted_and_descriptors_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     found = connected(monkeypatch, 100_000)
     assert found.sent == 100_000
@@ -42,7 +44,11 @@ def test_bytes_that_were_sent_are_counted_and_descriptors_are_given_back(monkeyp
 
 
 def test_what_goes_to_this_host_is_no_link() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours, server.accept()[0]:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0],
+    ):
         assert f"127.0.0.1:{ours.getpeername()[1]}" not in {each.ends[1] for each in connections()}
 
 
@@ -67,8 +73,24 @@ def test_rows_are_of_what_happened_since_the_last_look_by_host() -> None:
         connection(8, "10.0.0.3", 0.004, 1.0, 70, 0, 1e6),
     ]
     assert by_host({first.ends: first}, found) == [
-        {"here": "10.0.0.1", "peer": "10.0.0.2", "rtt": 0.002, "busy": 0.75, "sent": 650, "retransmitted": 2, "rate": 6e6},
-        {"here": "10.0.0.1", "peer": "10.0.0.3", "rtt": 0.004, "busy": 1.0, "sent": 70, "retransmitted": 0, "rate": 1e6},
+        {
+            "here": "10.0.0.1",
+            "peer": "10.0.0.2",
+            "rtt": 0.002,
+            "busy": 0.75,
+            "sent": 650,
+            "retransmitted": 2,
+            "rate": 6e6,
+        },
+        {
+            "here": "10.0.0.1",
+            "peer": "10.0.0.3",
+            "rtt": 0.004,
+            "busy": 1.0,
+            "sent": 70,
+            "retransmitted": 0,
+            "rate": 1e6,
+        },
     ]
 
 
@@ -81,9 +103,11 @@ def test_a_port_that_is_used_again_begins_anew() -> None:
 def test_looks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     asked: list[float] = []
-    monkeypatch.setattr("lockstep.training.links.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("lockstep.training.links.connections", lambda: asked.append(now[0]) or [])
-    links = Links()
+    monkeypatch.setattr("lockstep.training.link_counters.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "lockstep.training.link_counters.connections", lambda: asked.append(now[0]) or []
+    )
+    links = LinkCounters()
     for _ in range(1000):
         links.look()
         now[0] += 0.1

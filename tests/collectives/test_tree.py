@@ -7,12 +7,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.collectives.tree import ABSENT, Block, Term, add_rows, add_up, blocks, levels, tree, turns
+from lockstep.collectives.tree import (
+    ABSENT,
+    Block,
+    Term,
+    add_rows,
+    add_up,
+    blocks,
+    levels,
+    tree,
+    turns,
+)
 from lockstep.data.windows import Cut
 
 
 def written(term: Term, names: list[str]) -> str:
-    return names[term] if isinstance(term, int) else f"({written(term[0], names)}+{written(term[1], names)})"
+    return (
+        names[term]
+        if isinstance(term, int)
+        else f"({written(term[0], names)}+{written(term[1], names)})"
+    )
 
 
 def walked(slots: range) -> list[str]:
@@ -50,7 +64,9 @@ def test_a_picture() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 45), st.data())
-def test_the_number_of_ranks_does_not_change_the_tree(slots: int, size: int, data: st.DataObject) -> None:
+def test_the_number_of_ranks_does_not_change_the_tree(
+    slots: int, size: int, data: st.DataObject
+) -> None:
     filled = data.draw(st.integers(1, slots))
     assert together(slots, filled, size) == balanced(0, 1 << (slots - 1).bit_length(), filled)
 

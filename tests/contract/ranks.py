@@ -1,7 +1,8 @@
 """Runs test bodies that torch ships in its wheel, in two ranks that are started once.
 
-torch starts new processes for each of its tests, which costs seconds a test. Here the parent imports torch's tests, forks two ranks, and these
-run one body after the other. A body that fails, hangs or leaves the process group unusable ends its ranks; the next one gets new ones.
+torch starts new processes for each of its tests, which costs seconds a test. Here the parent
+imports torch's tests, forks two ranks, and these run one body after the other. A body that fails,
+hangs or leaves the process group unusable ends its ranks; the next one gets new ones.
 
     python -m tests.contract.SUITE OUT [--only NAME ...] [--but NAME ...]       # writes {name: "passed" | what went wrong}
 """
@@ -32,14 +33,17 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 RANKS = 2
-LIMIT = 120.0  # seconds of one body: what hangs is ended, and a machine that is ten times slower is not
+# seconds of one body: what hangs is ended, and a machine that is ten times slower is not
+LIMIT = 120.0
 PASSED = "passed"
 
 Case = Callable[[str, int], unittest.TestCase]
 
 
 def without_expecttest() -> None:
-    """torch's test classes derive from expecttest's, which its wheel does not require. No body that runs here uses what it adds."""
+    """torch's test classes derive from expecttest's, which its wheel does not require. No body
+    that runs here uses what it adds.
+    """
     module = types.ModuleType("expecttest")
     module.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     module.ACCEPT = False  # type: ignore[attr-defined]
@@ -47,9 +51,17 @@ def without_expecttest() -> None:
 
 
 class OnCpu(TorchFunctionMode):
-    """Places on the CPU what a body places on a GPU: most of torch's DDP tests ask for one GPU a rank and test nothing about it."""
+    """Places on the CPU what a body places on a GPU: most of torch's DDP tests ask for one GPU a
+    rank and test nothing about it.
+    """
 
-    def __torch_function__(self, func: Any, kinds: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        kinds: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
@@ -77,37 +89,57 @@ def gpus_are_cpus() -> None:
     to = torch.nn.Module.to
     torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[method-assign,assignment,return-value]
     torch.nn.Module.to = lambda module, *args, **kwargs: to(  # type: ignore[method-assign,assignment]
-        module, *map(on_cpu, args), **{key: on_cpu(value) if key == "device" else value for key, value in kwargs.items()}
+        module,
+        *map(on_cpu, args),
+        **{key: on_cpu(value) if key == "device" else value for key, value in kwargs.items()},
     )
     for name in ("set_device", "synchronize", "manual_seed", "Stream"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: None)  # each its own: torch.compile has a table of them
+        # each its own: torch.compile has a table of them
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.current_device = lambda: 0
     torch.cuda.device, torch.cuda.stream = nothing, contextmanager(nothing.__wrapped__)  # type: ignore[assignment,misc]
 
 
-def run(names: Sequence[str], case: Case, limit: float = LIMIT, backend: str = "gloo") -> dict[str, str]:
+def run(
+    names: Sequence[str], case: Case, limit: float = LIMIT, backend: str = "gloo"
+) -> dict[str, str]:
     """Run every body in both ranks; what became of each."""
     found: dict[str, str] = {}
+    gc.collect()
+    # each body ends with a collection, which would look at all of torch and its tests: nine tenths
+    # of a body's CPU time
+    gc.freeze()
     left = list(names)
     while left:
         left = left[_some(left, case, limit, backend, found) :]
     return found
 
 
-def _some(names: Sequence[str], case: Case, limit: float, backend: str, found: dict[str, str]) -> int:
+def _some(
+    names: Sequence[str], case: Case, limit: float, backend: str, found: dict[str, str]
+) -> int:
     """Run bodies in two new ranks until the ranks cannot be used any more; how many were run."""
     with tempfile.TemporaryDirectory(prefix="lockstep-contract-") as folder:
         context = mp.get_context("fork")
         pipes = [context.Pipe() for _ in range(RANKS)]
-        ranks = [context.Process(target=_rank, args=(rank, Path(folder), pipes, case, backend)) for rank in range(RANKS)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, Path(folder), pipes, case, backend))
+            for rank in range(RANKS)
+        ]
         for process in ranks:
             process.start()
         try:
             for number, name in enumerate(names):
-                outcomes = [_outcome(pipe, process, limit) for (pipe, _), process in zip(_told(pipes, name), ranks, strict=True)]
+                outcomes = [
+                    _outcome(pipe, process, limit)
+                    for (pipe, _), process in zip(_told(pipes, name), ranks, strict=True)
+                ]
                 found[name] = next((outcome for outcome in outcomes if outcome != PASSED), PASSED)
                 if found[name] != PASSED:
-                    found[name] += "".join(f"\n{each.name}: {each.read_text()[-1500:]}" for each in Path(folder).glob("output-*"))
+                    found[name] += "".join(
+                        f"\n{each.name}: {each.read_text()[-1500:]}"
+                        for each in Path(folder).glob("output-*")
+                    )
                     return number + 1
             return len(names)
         finally:
@@ -116,7 +148,9 @@ def _some(names: Sequence[str], case: Case, limit: float, backend: str, found: d
                 process.join()
 
 
-def _told(pipes: Sequence[tuple[Connection, Connection]], name: str) -> Sequence[tuple[Connection, Connection]]:
+def _told(
+    pipes: Sequence[tuple[Connection, Connection]], name: str
+) -> Sequence[tuple[Connection, Connection]]:
     for pipe, _ in pipes:
         pipe.send(name)
     return pipes
@@ -127,10 +161,18 @@ def _outcome(pipe: Connection, process: Any, limit: float) -> str:
     if pipe in ready:
         outcome: str = pipe.recv()
         return outcome
-    return f"process ended with {process.exitcode}" if ready else f"still running after {limit:.0f} s"
+    return (
+        f"process ended with {process.exitcode}" if ready else f"still running after {limit:.0f} s"
+    )
 
 
-def _rank(rank: int, folder: Path, pipes: Sequence[tuple[Connection, Connection]], case: Case, backend: str) -> None:
+def _rank(
+    rank: int,
+    folder: Path,
+    pipes: Sequence[tuple[Connection, Connection]],
+    case: Case,
+    backend: str,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number, (parents, ours) in enumerate(pipes):  # so that both ranks see when the parent ends
         parents.close()
@@ -145,7 +187,9 @@ def _rank(rank: int, folder: Path, pipes: Sequence[tuple[Connection, Connection]
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
     with suppress(EOFError):
         while True:
             pipe.send(_body(case, pipe.recv(), rank))
@@ -179,5 +223,9 @@ def main(names: Sequence[str], case: Case, backend: str = "gloo") -> None:
     parser.add_argument("--only", nargs="+", default=names)
     parser.add_argument("--but", nargs="+", default=[])
     asked = parser.parse_args()
-    found = run([name for name in names if name in asked.only and name not in asked.but], case, backend=backend)
+    found = run(
+        [name for name in names if name in asked.only and name not in asked.but],
+        case,
+        backend=backend,
+    )
     asked.out.write_text(json.dumps(found, indent=1))

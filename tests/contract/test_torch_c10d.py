@@ -1,4 +1,6 @@
-"""PyTorch's own tests of its collectives pass over the backend where they pass over gloo, but for the table in the guide."""
+"""PyTorch's own tests of its collectives pass over the backend where they pass over gloo, but
+for the table in the guide.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "one-host.md"
 
-# Skipped (more ranks, a GPU, another library) or failing there as well: gloo has no all_to_all of different sizes, for one.
+# Skipped (more ranks, a GPU, another library) or failing there as well: gloo has no all_to_all of
+# different sizes, for one.
 NOT_OVER_GLOO = {
     "test_1_level_hierarchical_model_averager_equivalent_to_periodic_model_averager",
     "test_3_level_hierarchical_model_averager",
@@ -83,10 +86,20 @@ def different() -> set[str]:
 
 
 def test_torchs_own_tests_pass_but_for_the_table_in_the_guide(tmp_path: Path) -> None:
+    """Takes a minute or two: 108 of PyTorch's tests, on ranks of its own."""
     out = tmp_path / "found.json"
-    command = [sys.executable, "-m", "tests.contract.torch_c10d", out, "--but", *sorted(NOT_OVER_GLOO)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.contract.torch_c10d",
+        out,
+        "--but",
+        *sorted(NOT_OVER_GLOO),
+    ]
     subprocess.run(command, cwd=ROOT, check=True)
     found: dict[str, str] = json.loads(out.read_text())
     assert len(found) == 108
     fail = {name: outcome for name, outcome in found.items() if outcome != "passed"}
-    assert set(fail) == different(), "\n\n".join(f"{name}\n{outcome}" for name, outcome in fail.items() if name not in different())
+    assert set(fail) == different(), "\n\n".join(
+        f"{name}\n{outcome}" for name, outcome in fail.items() if name not in different()
+    )

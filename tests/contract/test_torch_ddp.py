@@ -60,10 +60,17 @@ def different() -> set[str]:
 
 
 def test_torchs_own_tests_pass_but_for_the_table_in_the_guide(tmp_path: Path) -> None:
+    """Takes a minute: more than 60 of PyTorch's tests, on ranks of its own."""
     out = tmp_path / "found.json"
     left_out = sorted(NEEDS_A_GPU | AN_HOUR_ON_A_CPU | TORCH_DOES_NOT_RUN_THEM)
-    subprocess.run([sys.executable, "-m", "tests.contract.torch_ddp", out, "--but", *left_out], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "tests.contract.torch_ddp", out, "--but", *left_out],
+        cwd=ROOT,
+        check=True,
+    )
     found: dict[str, str] = json.loads(out.read_text())
     assert len(found) > 60
     fail = {name: outcome for name, outcome in found.items() if outcome != "passed"}
-    assert set(fail) == different(), "\n\n".join(f"{name}\n{outcome}" for name, outcome in fail.items() if name not in different())
+    assert set(fail) == different(), "\n\n".join(
+        f"{name}\n{outcome}" for name, outcome in fail.items() if name not in different()
+    )

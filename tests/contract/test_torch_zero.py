@@ -1,4 +1,5 @@
-"""What torch's ZeroRedundancyOptimizer promises, asked of it and of ShardedOptimizer in its place: every check runs on both.
+"""What torch's ZeroRedundancyOptimizer promises, asked of it and of ShardedOptimizer in its place:
+every check runs on both.
 
 What differs on purpose stands in docs/guide/one-host.md, and in the last test here.
 """
@@ -28,7 +29,8 @@ def maker(kind: str) -> Make:
     if kind == "lockstep":
         return lockstep.ShardedOptimizer
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which its module still uses
+        # of torch.jit, which its module still uses
+        warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
 
@@ -54,7 +56,7 @@ def close(one: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(a, b)
 
 
-# -- constructing -------------------------------------------------------------------------------------------------------------------------
+# -- constructing --------------------------------------------------------------------------------
 
 
 def refuses_what_are_no_parameters(world: lockstep.World, make: Make) -> None:
@@ -75,7 +77,10 @@ def takes_generators_lists_and_groups(world: lockstep.World, make: Make) -> None
     layers = small()
     assert len(make(layers.parameters(), optimizer_class=SGD, lr=0.1).param_groups) == 1
     assert len(make(list(layers.parameters()), SGD, lr=0.1).param_groups[0]["params"]) == 6
-    groups = [{"params": [each.weight for each in layers], "weight_decay": 0.0}, {"params": [each.bias for each in layers]}]
+    groups = [
+        {"params": [each.weight for each in layers], "weight_decay": 0.0},
+        {"params": [each.bias for each in layers]},
+    ]
     made = make(groups, optimizer_class=AdamW, lr=0.1, betas=(0.5, 0.9), weight_decay=0.3)
     assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.3]
     assert [group["betas"] for group in made.optim.param_groups] == [(0.5, 0.9)] * 2
@@ -98,13 +103,16 @@ def shares_are_alike(world: lockstep.World, make: Make) -> None:
     assert (len(made.param_groups), len(made.optim.param_groups), elements(made)) == (2, 2, 24)
 
 
-# -- stepping -----------------------------------------------------------------------------------------------------------------------------
+# -- stepping ------------------------------------------------------------------------------------
 
 
 def steps_as_the_optimizer_on_every_rank(world: lockstep.World, make: Make) -> None:
     for view in (False, True):
         plain, sharded = small(), small()
-        optimizers = SGD(plain.parameters(), lr=0.1), make(sharded.parameters(), SGD, parameters_as_bucket_view=view, lr=0.1)
+        optimizers = (
+            SGD(plain.parameters(), lr=0.1),
+            make(sharded.parameters(), SGD, parameters_as_bucket_view=view, lr=0.1),
+        )
         for model, optimizer in zip((plain, sharded), optimizers, strict=True):
             model(torch.full((2, 5), float(world.rank))).square().sum().backward()
             average(model, world)
@@ -157,7 +165,11 @@ class Writing(SGD):
 
 def hands_on_what_step_is_given_and_what_it_notes(world: lockstep.World, make: Make) -> None:
     noted: list[Any] = []
-    for kind, arguments, options in ((Noting, (7,), {"noted": noted}), (Plainest, (), {}), (Writing, (), {})):
+    for kind, arguments, options in (
+        (Noting, (7,), {"noted": noted}),
+        (Plainest, (), {}),
+        (Writing, (), {}),
+    ):
         weight = scalar()
         made = make([weight], optimizer_class=kind, lr=0.1)
         weight.sum().backward()
@@ -182,10 +194,15 @@ def follows_a_scheduler(world: lockstep.World, make: Make) -> None:
 
 def groups_may_come_later(world: lockstep.World, make: Make) -> None:
     models = [small() for _ in range(3)]
-    weights, biases = ([[getattr(each, name) for each in model] for model in models] for name in ("weight", "bias"))
+    weights, biases = (
+        [[getattr(each, name) for each in model] for model in models] for name in ("weight", "bias")
+    )
     later = make(weights[1], AdamW, lr=0.1, weight_decay=0.0)
     later.add_param_group({"params": biases[1], "weight_decay": 0.3})
-    groups = [[{"params": w, "weight_decay": 0.0}, {"params": b, "weight_decay": 0.3}] for w, b in zip(weights, biases, strict=True)]
+    groups = [
+        [{"params": w, "weight_decay": 0.0}, {"params": b, "weight_decay": 0.3}]
+        for w, b in zip(weights, biases, strict=True)
+    ]
     optimizers = [make(groups[0], AdamW, lr=0.1), later, AdamW(groups[2], lr=0.1)]
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -229,21 +246,27 @@ class ByNorm(torch.optim.Optimizer):
             for each in group["params"]:
                 if each.grad is not None:
                     gradient = each.grad.to_dense()
-                    self.state[each]["norms"] = [*self.state[each].get("norms", []), float(gradient.norm())]
+                    self.state[each]["norms"] = [
+                        *self.state[each].get("norms", []),
+                        float(gradient.norm()),
+                    ]
                     each -= group["lr"] * gradient / gradient.norm()
 
 
 def works_with_optimizers_that_are_not_elementwise(world: lockstep.World, make: Make) -> None:
     for kind in (ByNorm, torch.optim.SparseAdam):
         models = [nn.Embedding(50, 8, sparse=True, _weight=torch.ones(50, 8)) for _ in range(2)]
-        optimizers = [kind(models[0].parameters(), lr=0.1), make(models[1].parameters(), kind, lr=0.1)]
+        optimizers = [
+            kind(models[0].parameters(), lr=0.1),
+            make(models[1].parameters(), kind, lr=0.1),
+        ]
         for model, optimizer in zip(models, optimizers, strict=True):
             model(torch.tensor([3, 3, 7])).sum().backward()
             optimizer.step()
         close(*models)
 
 
-# -- state ----------------------------------------------------------------------------------------------------------------------------------
+# -- state ---------------------------------------------------------------------------------------
 
 
 def state_has_torchs_form_and_comes_back(world: lockstep.World, make: Make) -> None:
@@ -261,7 +284,12 @@ def state_has_torchs_form_and_comes_back(world: lockstep.World, make: Make) -> N
             states.append(copy.deepcopy(made.state_dict()))
     assert set(states[0]) == {"state", "param_groups"}
     group = states[0]["param_groups"][0]
-    assert (group["lr"], group["momentum"], group["nesterov"], group["params"]) == (0.1, 0.9, False, [0])
+    assert (group["lr"], group["momentum"], group["nesterov"], group["params"]) == (
+        0.1,
+        0.9,
+        False,
+        [0],
+    )
     assert all(group[name] == made.param_groups[0][name] for name in group if name != "params")
     other = make([weight], SGD, lr=0.7)
     other.load_state_dict(states[0])
@@ -291,9 +319,17 @@ def state_is_only_where_it_was_brought(world: lockstep.World, make: Make) -> Non
 
 
 def equals_the_local_optimizer_under_ddp(world: lockstep.World, make: Make) -> None:
-    for kind, options in ((Adam, {}), (AdamW, {"maximize": True}), (SGD, {"momentum": 0.9, "maximize": True})):
-        local, sharded = (nn.parallel.DistributedDataParallel(small(), find_unused_parameters=True) for _ in range(2))
-        plain, made = kind(local.parameters(), lr=1e-2, **options), make(sharded.parameters(), kind, lr=1e-2, **options)
+    for kind, options in (
+        (Adam, {}),
+        (AdamW, {"maximize": True}),
+        (SGD, {"momentum": 0.9, "maximize": True}),
+    ):
+        local, sharded = (
+            nn.parallel.DistributedDataParallel(small(), find_unused_parameters=True)
+            for _ in range(2)
+        )
+        plain = kind(local.parameters(), lr=1e-2, **options)
+        made = make(sharded.parameters(), kind, lr=1e-2, **options)
 
         def step(number: int, pairs: Any = ((local, plain), (sharded, made))) -> None:
             x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * number + world.rank))
@@ -319,7 +355,7 @@ def equals_the_local_optimizer_under_ddp(world: lockstep.World, make: Make) -> N
         step(7)
 
 
-# -- uneven inputs ------------------------------------------------------------------------------------------------------------------------
+# -- uneven inputs -------------------------------------------------------------------------------
 
 
 class Setter(Joinable):
@@ -398,13 +434,17 @@ def test_both_keep_the_contract(kind: str) -> None:
 
 def test_what_differs_on_purpose() -> None:
     with lockstep.init(backend="gloo"):
-        mixed = [nn.Parameter(torch.ones(2000)), nn.Parameter(torch.ones(2000, dtype=torch.float64))]
+        mixed = [
+            nn.Parameter(torch.ones(2000)),
+            nn.Parameter(torch.ones(2000, dtype=torch.float64)),
+        ]
         made = lockstep.ShardedOptimizer(mixed, SGD, lr=1.0)  # torch's: one dtype only
         for each in mixed:
             each.grad = torch.ones_like(each)
         made.step()
         assert [each.unique().tolist() for each in mixed] == [[0.0], [0.0]]
-        assert all(each is not mixed[0] for each in made.optim.param_groups[0]["params"])  # slices in place of parameters
+        # slices in place of parameters
+        assert all(each is not mixed[0] for each in made.optim.param_groups[0]["params"])
         with pytest.raises(UsageError, match="overlap_with_ddp=True"):
             lockstep.ShardedOptimizer(mixed, SGD, overlap_with_ddp=True, lr=1.0)
         with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):

@@ -1,4 +1,6 @@
-"""The same script with torch's wrapper and with ours: gradients and weights are the same after each of these uses."""
+"""The same script with torch's wrapper and with ours: gradients and weights are the same after
+each of these uses.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def gradients(model: nn.Module) -> Iterator[Tensor | None]:
 
 
 def joined_twice(make: Make, rank: int) -> Iterator[Tensor | None]:
-    """Loops that clear gradients after the step find their own in the next epoch, not those of ranks that went on."""
+    """Loops that clear gradients after the step find their own in the next epoch, not those of
+    ranks that went on.
+    """
     ddp = make(nn.Linear(1, 1, bias=False))
     for _ in range(2):
         with ddp.join():
@@ -113,14 +117,19 @@ def joined_with_another(make: Make, rank: int) -> Iterator[Tensor | None]:
 
 def adversarial(make: Make, rank: int) -> Iterator[Tensor | None]:
     """pix2pix: the discriminator's parameters are frozen in the generator's step."""
-    generator, discriminator = make(zoo.mlp()), make(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-    ours, theirs = torch.optim.SGD(generator.parameters(), lr=0.02), torch.optim.SGD(discriminator.parameters(), lr=0.02)
+    generator = make(zoo.mlp())
+    discriminator = make(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+    ours = torch.optim.SGD(generator.parameters(), lr=0.02)
+    theirs = torch.optim.SGD(discriminator.parameters(), lr=0.02)
     for number in range(4):
         x, y = batch(rank, number)
         fake = generator(x)
         discriminator.requires_grad_(True)
         theirs.zero_grad()
-        (discriminator(fake.detach()).sum() - discriminator(nn.functional.one_hot(y, 3).float()).sum()).backward()
+        (
+            discriminator(fake.detach()).sum()
+            - discriminator(nn.functional.one_hot(y, 3).float()).sum()
+        ).backward()
         theirs.step()
         discriminator.requires_grad_(False)
         ours.zero_grad()
@@ -154,9 +163,12 @@ class Rows(nn.Module):
 
 
 def sparse(make: Make, rank: int, more: bool = True) -> Iterator[Tensor | None]:
-    """Gradients of sparse embeddings are sparse, which SparseAdam needs; also when several backwards add up."""
+    """Gradients of sparse embeddings are sparse, which SparseAdam needs; also when several
+    backwards add up.
+    """
     ddp = make(Rows(more))
-    rows, others = torch.optim.SparseAdam([ddp.module.bag.weight], lr=0.02), list(ddp.module.last.parameters())
+    rows = torch.optim.SparseAdam([ddp.module.bag.weight], lr=0.02)
+    others = list(ddp.module.last.parameters())
     for number in range(4):
         x, y = batch(rank, number)
         if number % 2:
@@ -207,11 +219,15 @@ def thawed(make: Make, rank: int) -> Iterator[Tensor | None]:
 
 
 class Twice(nn.Module):
-    """A block that is used twice under reentrant checkpointing; with `shared`, two blocks that share a weight."""
+    """A block that is used twice under reentrant checkpointing; with `shared`, two blocks that
+    share a weight.
+    """
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
-        self.first, self.block, self.last = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh()), nn.Linear(6, 3)
+        self.first = nn.Linear(6, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.last = nn.Linear(6, 3)
         self.other = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         if shared:
             self.other[0].weight = self.block[0].weight
@@ -282,7 +298,9 @@ def run_case(world: lockstep.World, name: str) -> list[list[Tensor | None]]:
     found = []
     for make in (nn.parallel.DistributedDataParallel, lockstep.DistributedDataParallel):
         torch.manual_seed(3)
-        found.append([None if each is None else each.detach().clone() for each in case(make, world.rank)])
+        found.append(
+            [None if each is None else each.detach().clone() for each in case(make, world.rank)]
+        )
     return found
 
 
@@ -294,7 +312,13 @@ def test_torchs_wrapper_and_ours_agree(name: str) -> None:
             assert (a is None) == (b is None), number
             if a is not None and b is not None:
                 assert a.dtype == b.dtype
-                torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6, msg=lambda text, number=number: f"value {number}: {text}")
+                torch.testing.assert_close(
+                    b,
+                    a,
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda text, number=number: f"value {number}: {text}",
+                )
 
 
 def doubled(world: lockstep.World) -> list[Tensor]:
@@ -314,8 +338,13 @@ def both_forwards_first(world: lockstep.World) -> list[Tensor]:
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize(("use", "dtype", "batches"), [(doubled, torch.float64, 1), (both_forwards_first, torch.float32, 2)])
-def test_the_mean_where_torchs_wrapper_does_not_have_it(use: Callable[..., list[Tensor]], dtype: torch.dtype, batches: int) -> None:
+@pytest.mark.parametrize(
+    ("use", "dtype", "batches"),
+    [(doubled, torch.float64, 1), (both_forwards_first, torch.float32, 2)],
+)
+def test_the_mean_where_torchs_wrapper_does_not_have_it(
+    use: Callable[..., list[Tensor]], dtype: torch.dtype, batches: int
+) -> None:
     plain = zoo.build("mlp").to(dtype)
     for rank in range(2):
         for number in range(batches):
@@ -328,11 +357,17 @@ def test_the_mean_where_torchs_wrapper_does_not_have_it(use: Callable[..., list[
 
 def attributes(world: lockstep.World) -> dict[str, Any]:
     ddp = lockstep.DistributedDataParallel(
-        zoo.build("mlp"), bucket_cap_mb_list=[0.0001, 0.001], check_reduction=True, batched_grad_copy=True
+        zoo.build("mlp"),
+        bucket_cap_mb_list=[0.0001, 0.001],
+        check_reduction=True,
+        batched_grad_copy=True,
     )
     assert ddp.process_group is dist.group.WORLD
     assert ddp.join_process_group is dist.group.WORLD
-    found: dict[str, Any] = {name: getattr(ddp, name) for name in ("require_backward_grad_sync", "forward_sync_buffers", "device_mesh")}
+    found: dict[str, Any] = {
+        name: getattr(ddp, name)
+        for name in ("require_backward_grad_sync", "forward_sync_buffers", "device_mesh")
+    }
     ddp.require_backward_grad_sync = False
     x, y = batch(world.rank, 0)
     zoo.loss_sum(ddp(x), y).backward()
@@ -408,9 +443,15 @@ def mismatched(world: lockstep.World) -> None:
 
 @pytest.mark.parametrize(
     ("use", "error"),
-    [(diverged, "ReplicaDivergence"), (without_gradients, "UnusedParameters"), (mismatched, "CollectiveMismatch")],
+    [
+        (diverged, "ReplicaDivergence"),
+        (without_gradients, "UnusedParameters"),
+        (mismatched, "CollectiveMismatch"),
+    ],
 )
-def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep(use: Callable[..., None], error: str) -> None:
+def test_what_the_wrapper_raises_on_purpose_has_no_frames_of_lockstep(
+    use: Callable[..., None], error: str
+) -> None:
     with pytest.raises(WorkerFailed) as found:
         run_ranks(use, 2)
     assert error in found.value.traceback
@@ -453,7 +494,9 @@ def test_the_older_name_of_forward_sync_buffers_is_taken_with_a_warning() -> Non
             ddp = lockstep.DistributedDataParallel(zoo.build("cnn"), broadcast_buffers=False)
         assert not ddp.forward_sync_buffers
         with pytest.warns(FutureWarning, match="its value is ignored"):
-            ddp = lockstep.DistributedDataParallel(zoo.build("cnn"), broadcast_buffers=False, forward_sync_buffers=True)
+            ddp = lockstep.DistributedDataParallel(
+                zoo.build("cnn"), broadcast_buffers=False, forward_sync_buffers=True
+            )
         assert ddp.forward_sync_buffers
 
 

@@ -20,14 +20,24 @@ from torch import nn
 
 from tests.contract import ranks
 
-os.environ.update(BACKEND="gloo", WORLD_SIZE=str(ranks.RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="0", PYTORCH_PRINT_REPRO_ON_FAILURE="0")
+os.environ.update(
+    BACKEND="gloo",
+    WORLD_SIZE=str(ranks.RANKS),
+    MASTER_ADDR="127.0.0.1",
+    MASTER_PORT="0",
+    PYTORCH_PRINT_REPRO_ON_FAILURE="0",
+)
 ranks.without_expecttest()
 
 from torch.testing._internal import common_distributed  # noqa: E402
 
 common_distributed.skip_if_no_gpu = lambda body: body
-common_distributed.skip_if_lt_x_gpu = lambda count, **more: (lambda body: body) if count <= ranks.RANKS else _skipped
-common_distributed.init_multigpu_helper = lambda size, backend: {rank: [rank] for rank in range(size)}
+common_distributed.skip_if_lt_x_gpu = lambda count, **more: (
+    (lambda body: body) if count <= ranks.RANKS else _skipped
+)
+common_distributed.init_multigpu_helper = lambda size, backend: {
+    rank: [rank] for rank in range(size)
+}
 common_distributed.with_dist_debug_levels = lambda levels: lambda body: body
 
 
@@ -44,7 +54,14 @@ import lockstep  # noqa: E402
 class Places:
     """Leaves out the places (GPUs) that a body names: all is on the CPU."""
 
-    def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(module, None, None, *args, **kwargs)  # type: ignore[call-arg]
 
 
@@ -63,7 +80,9 @@ class Log:
 
 
 class Ours(Places, lockstep.DistributedDataParallel):  # type: ignore[misc]
-    """Beside ours, private names of torch's that bodies read on their way: what they compare with them is always equal."""
+    """Beside ours, private names of torch's that bodies read on their way: what they compare
+    with them is always equal.
+    """
 
     reducer = MagicMock()
 
@@ -104,33 +123,73 @@ class Suite(theirs.DistributedTest._DistTestBase, TestCase):  # type: ignore[mis
         dist.barrier()
 
     def test_ddp_uneven_inputs_of_small_models(self) -> None:
-        """torch's test_ddp_uneven_inputs without its large convolution, which takes a CPU an hour."""
+        """torch's test_ddp_uneven_inputs without its large convolution, which takes a CPU an
+        hour.
+        """
         ones = torch.ones(1, 2)
-        power = theirs.powerSGD.PowerSGDState(None, start_powerSGD_iter=1, warm_start=False, use_error_feedback=False)
+        power = theirs.powerSGD.PowerSGDState(
+            None, start_powerSGD_iter=1, warm_start=False, use_error_feedback=False
+        )
         cases = [
             theirs.DDPUnevenTestInput("batch norm", theirs.BatchNormNet(), ones, 1),
             theirs.DDPUnevenTestInput("linear", nn.Linear(20, 20), torch.ones(1, 20), 1),
             theirs.DDPUnevenTestInput("unused_params_model", Unused(1), (ones, self.rank), 1),
             theirs.DDPUnevenTestInput("unused_params_model", Unused(0), (ones, self.rank), 1),
-            theirs.DDPUnevenTestInput("hook", nn.Linear(20, 20), torch.ones(1, 20), 1, False, theirs.default.allreduce_hook, None),
-            theirs.DDPUnevenTestInput("hook", nn.Linear(20, 20), torch.ones(1, 20), 1, False, theirs.powerSGD.powerSGD_hook, power),
+            theirs.DDPUnevenTestInput(
+                "hook",
+                nn.Linear(20, 20),
+                torch.ones(1, 20),
+                1,
+                False,
+                theirs.default.allreduce_hook,
+                None,
+            ),
+            theirs.DDPUnevenTestInput(
+                "hook",
+                nn.Linear(20, 20),
+                torch.ones(1, 20),
+                1,
+                False,
+                theirs.powerSGD.powerSGD_hook,
+                power,
+            ),
         ]
-        # torch's body steps inside no_sync(): where ranks use other parameters their replicas then differ, which ours finds
-        cases += [each._replace(sync_interval=number + 2) for number, each in enumerate(cases) if "unused" not in each.name]
+        # torch's body steps inside no_sync(): where ranks use other parameters their replicas then
+        # differ, which ours finds
+        cases += [
+            each._replace(sync_interval=number + 2)
+            for number, each in enumerate(cases)
+            if "unused" not in each.name
+        ]
         cases += [each._replace(throw_on_early_termination=True) for each in cases]
         for each, first in itertools.product(cases, (0, 5)):
-            self._run_uneven_inputs_test(each, {0: first, 1: first + 2}, find_unused_params="unused" in each.name)
+            self._run_uneven_inputs_test(
+                each, {0: first, 1: first + 2}, find_unused_params="unused" in each.name
+            )
 
 
 def names() -> list[str]:
     """The bodies that use the wrapper, themselves or through a helper."""
     bodies = {
-        name: inspect.getsource(body) for name, body in vars(theirs.DistributedTest._DistTestBase).items() if inspect.isfunction(body)
+        name: inspect.getsource(body)
+        for name, body in vars(theirs.DistributedTest._DistTestBase).items()
+        if inspect.isfunction(body)
     }
-    using = {name for name, text in bodies.items() if "DistributedDataParallel" in text or "ddp" in name.lower()}
-    while more := {name for name, text in bodies.items() if name not in using and any(f"self.{other}(" in text for other in using)}:
+    using = {
+        name
+        for name, text in bodies.items()
+        if "DistributedDataParallel" in text or "ddp" in name.lower()
+    }
+    while more := {
+        name
+        for name, text in bodies.items()
+        if name not in using and any(f"self.{other}(" in text for other in using)
+    }:
         using |= more
-    return sorted({name for name in using if name.startswith("test_")} | {name for name in vars(Suite) if name.startswith("test_")})
+    return sorted(
+        {name for name in using if name.startswith("test_")}
+        | {name for name in vars(Suite) if name.startswith("test_")}
+    )
 
 
 def case(name: str, rank: int) -> unittest.TestCase:

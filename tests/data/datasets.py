@@ -17,7 +17,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 def draws() -> Tensor:
     """One number from each of the three libraries."""
-    return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+    return torch.tensor(
+        [torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64
+    )
 
 
 class Numbers(Dataset[Any]):
@@ -117,7 +119,9 @@ Collate = Callable[[list[Any]], Any]
 
 
 class Moody(Numbers):
-    """Sample i draws from one library only where `draws_from` names it: {index: "torch" | "numpy" | "normal" | "random" | "gauss"}."""
+    """Sample i draws from one library only where `draws_from` names it: {index: "torch" |
+    "numpy" | "normal" | "random" | "gauss"}.
+    """
 
     def __init__(self, samples: int, draws_from: dict[int, str]) -> None:
         super().__init__(samples)
@@ -165,7 +169,9 @@ class Lambda(Numbers):
 
 
 class Pairs:
-    """An order of batches: epoch e has 3 + e micro-batches; number n holds n + 1 samples, from n on."""
+    """An order of batches: epoch e has 3 + e micro-batches; number n holds n + 1 samples, from n
+    on.
+    """
 
     def __init__(self, name: str = "pairs") -> None:
         self.name = name

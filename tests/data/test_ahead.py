@@ -1,4 +1,6 @@
-"""Batches on their way before they are asked for: order, errors in their place, and what a stream and its neighbour are told."""
+"""Batches on their way before they are asked for: order, errors in their place, and what a
+stream and its neighbour are told.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,16 @@ def test_what_waits_comes_first_and_an_error_in_its_place() -> None:
 
 
 def loaded(dataset: Any, **options: Any) -> tuple[Loader, Noted]:
-    loader = Loader(dataset, global_batch=4, micro_batch=2, shuffle=False, device="cpu", rank=0, size=1, **options)
+    loader = Loader(
+        dataset,
+        global_batch=4,
+        micro_batch=2,
+        shuffle=False,
+        device="cpu",
+        rank=0,
+        size=1,
+        **options,
+    )
     loader._copies = Noted()
     return loader, loader._copies
 
@@ -76,17 +87,29 @@ def test_a_loader_is_one_window_ahead_and_counts_only_what_was_handed_out(worker
     started = []
     for window in next(loader.epochs(1)):
         started.append(sum(kind == "start" for kind, _ in copies.events))
-        assert [batch.tolist() for batch in window] == [list(range(place.start, place.stop)) for place in window.positions]
+        assert [batch.tolist() for batch in window] == [
+            list(range(place.start, place.stop)) for place in window.positions
+        ]
         state = loader.state_dict()
-        assert (state["epoch"], state["step_in_epoch"]) == ((0, window.step + 1) if window.step < 2 else (1, 0))
+        assert (state["epoch"], state["step_in_epoch"]) == (
+            (0, window.step + 1) if window.step < 2 else (1, 0)
+        )
     assert started == [4, 5, 5]  # steps of 2, 2 and 1 micro-batches
-    assert [batch for kind, batch in copies.events if kind == "arrive"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert [batch for kind, batch in copies.events if kind == "arrive"] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+    ]
     loader.close()
 
 
 def test_nothing_is_fetched_ahead_on_the_cpu() -> None:
     dataset = Counted(8)
-    loader = Loader(dataset, global_batch=4, micro_batch=2, shuffle=False, device="cpu", rank=0, size=1)
+    loader = Loader(
+        dataset, global_batch=4, micro_batch=2, shuffle=False, device="cpu", rank=0, size=1
+    )
     list(next(iter(next(loader.epochs(1)))))
     assert dataset.fetched == [0, 1, 2, 3]
     assert isinstance(loader._copies, WhenAsked)
@@ -111,7 +134,9 @@ class Tensor(torch.Tensor):
 
 
 class Cuda:
-    """torch.cuda, as far as OnStream uses it, for machines without: streams are names, and every call is noted."""
+    """torch.cuda, as far as OnStream uses it, for machines without: streams are names, and every
+    call is noted.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
@@ -177,9 +202,21 @@ def test_only_a_gpu_is_copied_to_ahead() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1", reason="no CUDA device")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1",
+    reason="no CUDA device",
+)
 def test_a_gpu_gets_the_right_batches_while_it_computes() -> None:
-    loader = Loader(Numbers(4096), global_batch=256, micro_batch=64, shuffle=False, device="cuda", rank=0, size=1, num_workers=2)
+    loader = Loader(
+        Numbers(4096),
+        global_batch=256,
+        micro_batch=64,
+        shuffle=False,
+        device="cuda",
+        rank=0,
+        size=1,
+        num_workers=2,
+    )
     heavy = torch.rand(2048, 2048, device="cuda")
     sums = []
     for window in next(loader.epochs(1)):

@@ -1,4 +1,6 @@
-"""When shares move, and when they do not: a run is played from the seconds that a micro-batch takes each rank."""
+"""When shares move, and when they do not: a run is played from the seconds that a micro-batch
+takes each rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from lockstep.data.balancer import LATE, MEASURED, WARM_UP, Balancer, Moved
 from lockstep.data.shares import longest
 from lockstep.errors import UsageError
 
-Seconds = Callable[[int, tuple[int, ...]], Sequence[float]]  # (step, shares) -> of a micro-batch, by rank
+# (step, shares) -> of a micro-batch, by rank
+Seconds = Callable[[int, tuple[int, ...]], Sequence[float]]
 
 
 def played(balancer: Balancer, steps: int, seconds: Seconds) -> list[tuple[int, Moved]]:
@@ -23,7 +26,10 @@ def played(balancer: Balancer, steps: int, seconds: Seconds) -> list[tuple[int, 
         if moved is not None:
             moves.append((step, moved))
         balancer.note(told)
-        told = [each if count else 0.0 for each, count in zip(seconds(step, balancer.by_rank), balancer.by_rank, strict=True)]
+        told = [
+            each if count else 0.0
+            for each, count in zip(seconds(step, balancer.by_rank), balancer.by_rank, strict=True)
+        ]
     return moves
 
 
@@ -34,8 +40,14 @@ def noisy(*seconds: float, by: float = 0.1) -> Seconds:
 
 def test_a_slow_rank_gets_less_once_it_was_seen_for_some_steps() -> None:
     (move,) = played(Balancer(16, 4), 300, lambda step, shares: (0.1, 0.1, 0.1, 0.3))
-    assert move == (WARM_UP + LATE + MEASURED, Moved(by_rank=(5, 5, 5, 1), seconds=(0.1, 0.1, 0.1, 0.3), why=move[1].why))
-    assert str(move[1]) == "micro-batches by rank: 5, 5, 5, 1 (rank 3 takes 3.0x as long for one as rank 0)"
+    assert move == (
+        WARM_UP + LATE + MEASURED,
+        Moved(by_rank=(5, 5, 5, 1), seconds=(0.1, 0.1, 0.1, 0.3), why=move[1].why),
+    )
+    assert (
+        str(move[1])
+        == "micro-batches by rank: 5, 5, 5, 1 (rank 3 takes 3.0x as long for one as rank 0)"
+    )
 
 
 def test_the_first_steps_and_one_that_was_held_up_say_nothing() -> None:
@@ -56,7 +68,8 @@ def test_under_noise_a_slow_rank_is_found_and_shares_come_to_rest() -> None:
     moves = played(balancer, 2000, noisy(0.1, 0.1, 0.1, 0.3, by=0.15))
     assert 1 <= len(moves) <= 4
     assert moves[0][0] < 30
-    assert longest((0.1, 0.1, 0.1, 0.3), balancer.by_rank) <= 0.6  # 0.5 is the best there is, and even shares take 1.2
+    # 0.5 is the best there is, and even shares take 1.2
+    assert longest((0.1, 0.1, 0.1, 0.3), balancer.by_rank) <= 0.6
 
 
 def test_shares_follow_a_rank_that_becomes_slow_and_fast_again() -> None:
@@ -79,18 +92,24 @@ def test_a_rank_may_get_nothing_and_is_tried_again_at_little_cost() -> None:
     balancer = Balancer(8, 3)
     moves = played(balancer, 9000, seconds)
     assert [moved.by_rank for _, moved in moves[:3]] == [(4, 4, 0), (4, 3, 1), (4, 4, 0)]
-    assert str(moves[1][1]) == "micro-batches by rank: 4, 3, 1 (rank 2 had none, and is tried again)"
-    assert moves[-1][1].by_rank == balancer.by_rank == (3, 3, 2), "it is as fast as the others again"
+    assert (
+        str(moves[1][1]) == "micro-batches by rank: 4, 3, 1 (rank 2 had none, and is tried again)"
+    )
+    assert moves[-1][1].by_rank == balancer.by_rank == (3, 3, 2), (
+        "it is as fast as the others again"
+    )
     assert spent["steps"] < 5000 * 1.04  # the first steps, until it was seen, among them
 
 
 def test_of_more_ranks_than_micro_batches_an_idle_one_takes_over_from_a_slow_one() -> None:
-    (move, *_) = played(Balancer(2, 3), 20, lambda step, shares: (0.1, 0.4, 0.1))
+    move, *_ = played(Balancer(2, 3), 20, lambda step, shares: (0.1, 0.4, 0.1))
     assert move[1].by_rank == (1, 0, 1)
 
 
 def test_where_moves_do_not_bring_what_they_promise_they_become_rare() -> None:
-    """Here a rank with more than an even share takes twice as long for each, as where ranks share a core: every move disappoints."""
+    """Here a rank with more than an even share takes twice as long for each, as where ranks
+    share a core: every move disappoints.
+    """
 
     def seconds(step: int, shares: tuple[int, ...]) -> Sequence[float]:
         return [0.2 if count > 4 else 0.1 * (1 + rank / 3) for rank, count in enumerate(shares)]
@@ -98,9 +117,20 @@ def test_where_moves_do_not_bring_what_they_promise_they_become_rare() -> None:
     moves = played(Balancer(16, 4), 3000, seconds)
     tried, undone = [step for step, _ in moves[::2]], [step for step, _ in moves[1::2]]
     assert {moved.by_rank for _, moved in moves[1::2]} == {(4, 4, 4, 4)}
-    assert str(moves[1][1]) == "micro-batches by rank: 4, 4, 4, 4 (as before: the other shares did not make a step shorter)"
+    assert (
+        str(moves[1][1])
+        == "micro-batches by rank: 4, 4, 4, 4 (as before: the other shares did not make a step"
+        " shorter)"
+    )
     assert {back - step for step, back in zip(tried, undone, strict=True)} == {LATE + MEASURED}
-    assert [later - back for back, later in zip(undone, tried[1:], strict=False)][:6] == [10, 20, 40, 80, 160, 320]
+    assert [later - back for back, later in zip(undone, tried[1:], strict=False)][:6] == [
+        10,
+        20,
+        40,
+        80,
+        160,
+        320,
+    ]
 
 
 def test_all_ranks_decide_the_same() -> None:
@@ -123,7 +153,10 @@ def test_two_steppers_of_one_window_are_added() -> None:
 def test_a_window_asked_for_before_the_last_ones_step_is_refused() -> None:
     balancer = Balancer(8, 2)
     balancer.begin()
-    with pytest.raises(UsageError, match=r"call stepper.step\(\) after each window, before the next one is asked for"):
+    with pytest.raises(
+        UsageError,
+        match=r"call stepper.step\(\) after each window, before the next one is asked for",
+    ):
         balancer.begin()
     balancer.leave()  # its epoch was left there
     balancer.begin()
@@ -132,5 +165,11 @@ def test_a_window_asked_for_before_the_last_ones_step_is_refused() -> None:
 def test_a_loader_of_other_ranks_than_the_step_is_refused() -> None:
     balancer = Balancer(8, 2)
     balancer.begin()
-    with pytest.raises(UsageError, match="the Loader shares out among 2 ranks, and 3 take part in a step: leave its rank and size out"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "the Loader shares out among 2 ranks, and 3 take part in a step: leave its rank and"
+            " size out"
+        ),
+    ):
         balancer.note((0.1, 0.1, 0.1))

@@ -35,7 +35,9 @@ def test_an_order_is_taken_as_it_is() -> None:
 
 def test_torchs_samplers_are_wrapped() -> None:
     assert samples(made(order=SequentialSampler(range(5)), **SIZES)) == [[0, 1], [2, 3], [4]]
-    shuffled = made(order=RandomSampler(range(12), generator=torch.Generator().manual_seed(1)), **SIZES)
+    shuffled = made(
+        order=RandomSampler(range(12), generator=torch.Generator().manual_seed(1)), **SIZES
+    )
     assert sorted(index for batch in samples(shuffled) for index in batch) == list(range(12))
     batches = BatchSampler(SequentialSampler(range(7)), batch_size=3, drop_last=False)
     assert samples(made(order=batches, micro_batches=2)) == [[0, 1, 2], [3, 4, 5], [6]]
@@ -45,12 +47,30 @@ def test_torchs_samplers_are_wrapped() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"order": Backwards(12), **SIZES, "shuffle": True}, "shuffle=True and order=Backwards: .* leave shuffle out"),
-        ({"order": Pairs(), **SIZES}, "order=Pairs makes the micro-batches itself: give micro_batches="),
-        ({"order": BatchSampler(SequentialSampler(range(7)), 3, False), **SIZES}, "order=BatchSampler makes the micro-batches itself"),
-        ({"order": Pairs(), "micro_batches": 2, "global_batch": 8}, "micro_batches=2 and global_batch=8: the order decides"),
+        (
+            {"order": Backwards(12), **SIZES, "shuffle": True},
+            "shuffle=True and order=Backwards: .* leave shuffle out",
+        ),
+        (
+            {"order": Pairs(), **SIZES},
+            "order=Pairs makes the micro-batches itself: give micro_batches=",
+        ),
+        (
+            {"order": BatchSampler(SequentialSampler(range(7)), 3, False), **SIZES},
+            "order=BatchSampler makes the micro-batches itself",
+        ),
+        (
+            {"order": Pairs(), "micro_batches": 2, "global_batch": 8},
+            "micro_batches=2 and global_batch=8: the order decides",
+        ),
         ({"order": Pairs(), "micro_batches": 0}, "micro_batches=0 is too small"),
-        ({"micro_batches": 2}, "micro_batches=2 counts micro-batches that the order makes, and order=NoneType makes none"),
+        (
+            {"micro_batches": 2},
+            (
+                "micro_batches=2 counts micro-batches that the order makes, and order=NoneType"
+                " makes none"
+            ),
+        ),
         ({"order": Backwards(12), "micro_batches": 2}, "order=Backwards makes none"),
         ({"order": 3, **SIZES}, "order=3 is neither an order nor a sampler"),
         ({"order": Backwards(12)}, "global_batch=None and batch_per_rank=None: give exactly one"),

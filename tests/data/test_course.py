@@ -1,4 +1,6 @@
-"""The two courses: positions of an order cut by one plan, and micro-batches that an order makes; as pictures."""
+"""The two courses: positions of an order cut by one plan, and micro-batches that an order makes;
+as pictures.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ def picture(course: Any, epoch: int, size: int) -> list[str]:
     """A line a rank: its micro-batches, one after the other."""
     plan = course.plan(epoch)
     return [
-        " ".join(",".join(map(str, batch)) for batch in course.indices(epoch, range(plan.steps_per_epoch), plan.cut(0).share(rank, size)))
+        " ".join(
+            ",".join(map(str, batch))
+            for batch in course.indices(
+                epoch, range(plan.steps_per_epoch), plan.cut(0).share(rank, size)
+            )
+        )
         for rank in range(size)
     ]
 
@@ -43,7 +50,10 @@ def test_the_short_step_of_an_epoch_of_batches_is_dropped_on_all_ranks() -> None
     course = ByBatch(Pairs(), 2, drop_last=True)
     assert picture(course, 0, 2) == ["0", "1,2"]
     assert [course.first(epoch) for epoch in range(4)] == [0, 1, 3, 5]
-    with pytest.raises(UsageError, match="drops the only step of epoch 0: its 3 micro-batches are fewer than micro_batches=4"):
+    with pytest.raises(
+        UsageError,
+        match="drops the only step of epoch 0: its 3 micro-batches are fewer than micro_batches=4",
+    ):
         ByBatch(Pairs(), 4, drop_last=True).plan(0)
 
 
@@ -54,8 +64,17 @@ def test_an_order_asked_in_pieces_says_the_same(samples: int, size: int) -> None
     wanted = order.at(1, np.arange(samples)).tolist()
     for rank in range(size):
         slots = course.plan(1).cut(0).share(rank, size)
-        batches = [index for batch in course.indices(1, range(course.plan(1).steps_per_epoch), slots) for index in batch]
-        positions = [p for cut in course.plan(1).cuts(1) for slot in cut.share(rank, size) for p in cut.positions(slot)]
+        batches = [
+            index
+            for batch in course.indices(1, range(course.plan(1).steps_per_epoch), slots)
+            for index in batch
+        ]
+        positions = [
+            p
+            for cut in course.plan(1).cuts(1)
+            for slot in cut.share(rank, size)
+            for p in cut.positions(slot)
+        ]
         assert batches == [wanted[position] for position in positions]
 
 
@@ -74,20 +93,29 @@ def test_an_order_is_asked_for_many_positions_at_once_and_never_for_all() -> Non
 
 
 def by_batch(rank: int = 0, size: int = 1, **options: Any) -> Loader:
-    return Loader(Numbers(30), order=Pairs(), micro_batches=2, rank=rank, size=size, device="cpu", **options)
+    return Loader(
+        Numbers(30), order=Pairs(), micro_batches=2, rank=rank, size=size, device="cpu", **options
+    )
 
 
 def test_a_window_of_batches_counts_true_samples() -> None:
-    found = [(window.counts, window.samples, [len(batch) for batch in window]) for window in next(by_batch().epochs(1))]
+    found = [
+        (window.counts, window.samples, [len(batch) for batch in window])
+        for window in next(by_batch().epochs(1))
+    ]
     assert found == [([1, 2], 3, [1, 2]), ([3], 3, [3])]
-    second = [(window.counts, list(window.slots)) for window in next(by_batch(rank=1, size=2).epochs(1))]
+    second = [
+        (window.counts, list(window.slots)) for window in next(by_batch(rank=1, size=2).epochs(1))
+    ]
     assert second == [([2], [1]), ([], [])]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_knows_how_many_samples_the_others_walk(size: int) -> None:
     def by_sample(rank: int) -> Loader:
-        return Loader(Numbers(23), global_batch=8, micro_batch=3, rank=rank, size=size, device="cpu")
+        return Loader(
+            Numbers(23), global_batch=8, micro_batch=3, rank=rank, size=size, device="cpu"
+        )
 
     for loader in (lambda rank: by_batch(rank=rank, size=size), by_sample):
         for windows in zip(*(next(loader(rank).epochs(1)) for rank in range(size)), strict=True):
@@ -97,6 +125,8 @@ def test_every_rank_knows_how_many_samples_the_others_walk(size: int) -> None:
 
 def test_a_loader_of_batches_says_what_it_does() -> None:
     loader = by_batch(size=3)
-    assert loader.describe() == "2 micro-batches a step, as Pairs makes them; 3 ranks: 2 x 1, 1 idle"
+    assert (
+        loader.describe() == "2 micro-batches a step, as Pairs makes them; 3 ranks: 2 x 1, 1 idle"
+    )
     assert not loader.depends_on_world_size
     assert [len(epoch) for epoch in loader.epochs(4)] == [2, 2, 3, 3]

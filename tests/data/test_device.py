@@ -1,4 +1,6 @@
-"""Batches of any make reach the device with their types kept; what is there already is not copied. The meta device stands for another one."""
+"""Batches of any make reach the device with their types kept; what is there already is not
+copied. The meta device stands for another one.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_every_tensor_moves_and_every_type_stays(batch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "batch", [*BATCHES, MappingProxyType({"x": t()}), "text", 3, None, b"x", range(3)], ids=lambda batch: type(batch).__name__
+    "batch",
+    [*BATCHES, MappingProxyType({"x": t()}), "text", 3, None, b"x", range(3)],
+    ids=lambda batch: type(batch).__name__,
 )
 def test_where_it_is_already_it_is_the_same_object(batch: Any) -> None:
     assert to_device(batch, CPU, non_blocking=True) is batch

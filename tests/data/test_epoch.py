@@ -1,4 +1,6 @@
-"""Shares that are uneven, and that move from window to window: over all ranks every micro-batch is there once, and is the one it always was."""
+"""Shares that are uneven, and that move from window to window: over all ranks every micro-batch
+is there once, and is the one it always was.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,18 @@ Moves = Mapping[int, tuple[int, ...]]
 
 
 def loader(dataset: Any, rank: int, size: int, **options: Any) -> Loader:
-    return Loader(dataset, **({"global_batch": 8, "micro_batch": 2, "device": "cpu", "rank": rank, "size": size} | options))
+    return Loader(
+        dataset,
+        **(
+            {"global_batch": 8, "micro_batch": 2, "device": "cpu", "rank": rank, "size": size}
+            | options
+        ),
+    )
 
 
-def moving(dataset: Any, size: int, moves: Moves, epochs: int = 2, **options: Any) -> dict[tuple[int, int, int], Any]:
+def moving(
+    dataset: Any, size: int, moves: Moves, epochs: int = 2, **options: Any
+) -> dict[tuple[int, int, int], Any]:
     """(epoch, step, slot) -> the batch, over all ranks, whose shares move alike."""
     found: dict[tuple[int, int, int], Any] = {}
     for rank in range(size):
@@ -47,7 +57,9 @@ def splits(draw: st.DrawFn, size: int) -> tuple[int, ...]:
 
 @given(st.data(), st.integers(1, 4))
 @settings(max_examples=60)
-def test_any_moves_leave_every_micro_batch_once_and_as_it_was(data: st.DataObject, size: int) -> None:
+def test_any_moves_leave_every_micro_batch_once_and_as_it_was(
+    data: st.DataObject, size: int
+) -> None:
     moves = data.draw(st.dictionaries(st.integers(0, 5), splits(size)))
     assert moving(Augmented(21), size, moves) == by_slot(1, Augmented(21))
 
@@ -64,16 +76,25 @@ def test_also_where_batches_are_copied_one_window_ahead(monkeypatch: pytest.Monk
     assert moving(Augmented(21), 2, {1: (4, 0), 2: (0, 4), 4: (1, 3)}) == by_slot(1, Augmented(21))
 
 
-def test_what_is_fetched_ahead_is_the_next_window_of_this_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_fetched_ahead_is_the_next_window_of_this_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(WhenAsked, "ahead", True)
     for rank, samples in ((0, 6), (1, 2)):
         dataset = Counted(32)
-        seen = [len(dataset.fetched) for _ in next(loader(dataset, rank, 2, balance="3,1").epochs(1))]
+        seen = [
+            len(dataset.fetched) for _ in next(loader(dataset, rank, 2, balance="3,1").epochs(1))
+        ]
         assert seen == [2 * samples, 3 * samples, 4 * samples, 4 * samples]
 
 
 def test_also_where_an_order_makes_the_micro_batches() -> None:
-    options: dict[str, Any] = {"order": Pairs(), "global_batch": None, "micro_batch": None, "micro_batches": 2}
+    options: dict[str, Any] = {
+        "order": Pairs(),
+        "global_batch": None,
+        "micro_batch": None,
+        "micro_batches": 2,
+    }
     expected = moving(Numbers(30), 1, {}, **options)
     assert moving(Numbers(30), 2, {0: (0, 2), 1: (2, 0), 3: (1, 1)}, **options) == expected
     assert len(expected) == 3 + 4
@@ -101,14 +122,29 @@ def test_the_position_knows_no_shares() -> None:
     for rank in range(2):
         then = scripted(loader(Numbers(21), rank, 2, balance="auto"), {0: (1, 3), 1: (3, 1)})
         then.load_state_dict(state)
-        seen += [index for epoch in then.epochs(1) for window in epoch for batch in window for index in batch.tolist()]
+        seen += [
+            index
+            for epoch in then.epochs(1)
+            for window in epoch
+            for batch in window
+            for index in batch.tolist()
+        ]
     assert sorted(seen) == list(range(21))
 
 
 def test_a_line_says_the_shares() -> None:
-    assert loader(Numbers(32), 0, 3, balance="2,1,1").describe() == "global batch 8 = 4 micro-batches x 2; 3 ranks: 2, 1, 1"
-    assert loader(Numbers(32), 0, 3, balance="1,3,0").describe() == "global batch 8 = 4 micro-batches x 2; 3 ranks: 1, 3, 0"
-    assert loader(Numbers(32), 0, 2, balance="auto").describe() == "global batch 8 = 4 micro-batches x 2; 2 ranks x 2, by measured speed"
+    assert (
+        loader(Numbers(32), 0, 3, balance="2,1,1").describe()
+        == "global batch 8 = 4 micro-batches x 2; 3 ranks: 2, 1, 1"
+    )
+    assert (
+        loader(Numbers(32), 0, 3, balance="1,3,0").describe()
+        == "global batch 8 = 4 micro-batches x 2; 3 ranks: 1, 3, 0"
+    )
+    assert (
+        loader(Numbers(32), 0, 2, balance="auto").describe()
+        == "global batch 8 = 4 micro-batches x 2; 2 ranks x 2, by measured speed"
+    )
     moved = scripted(loader(Numbers(32), 0, 2, balance="auto"), {1: (3, 1)})
     for _ in zip(next(moved.epochs(1)), range(2), strict=False):
         pass
@@ -117,7 +153,9 @@ def test_a_line_says_the_shares() -> None:
 
 
 def test_all_ranks_must_have_asked_for_the_same() -> None:
-    assert [loader(Numbers(32), 0, 2, balance=each).recipe["balance"] for each in (None, "auto", (2, 1))] == [None, "auto", "2,1"]
+    assert [
+        loader(Numbers(32), 0, 2, balance=each).recipe["balance"] for each in (None, "auto", (2, 1))
+    ] == [None, "auto", "2,1"]
 
 
 def test_a_rank_with_nothing_to_do_starts_no_workers_unless_that_may_change() -> None:
@@ -138,12 +176,21 @@ def test_a_window_left_with_its_epoch_is_forgotten() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": "2,1,1"}, "balance='2,1,1' gives 3 of 2 workers a share: give one number for each of them"),
+        (
+            {"balance": "2,1,1"},
+            "balance='2,1,1' gives 3 of 2 workers a share: give one number for each of them",
+        ),
         (
             {"balance": "auto", "micro_batch": None},
-            "balance='auto' shares out micro-batches that are the same on any number of ranks, and here",
+            (
+                "balance='auto' shares out micro-batches that are the same on any number of ranks,"
+                " and here"
+            ),
         ),
-        ({"balance": "1,1", "global_batch": None, "batch_per_rank": 8}, "every rank has its own: give global_batch and micro_batch"),
+        (
+            {"balance": "1,1", "global_batch": None, "batch_per_rank": 8},
+            "every rank has its own: give global_batch and micro_batch",
+        ),
         ({"balance": "fast"}, "balance='fast': give auto, or a number for each rank"),
     ],
 )
@@ -153,5 +200,11 @@ def test_what_cannot_be_shared_out_is_refused(options: dict[str, Any], message: 
 
 
 def test_a_stream_is_refused() -> None:
-    with pytest.raises(UsageError, match="balance='auto': Stream is iterable, and what is read of a stream cannot be left to another rank"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "balance='auto': Stream is iterable, and what is read of a stream cannot be left to"
+            " another rank"
+        ),
+    ):
         Loader(Stream(), global_batch=8, micro_batch=2, rank=0, size=1, balance="auto")

@@ -1,4 +1,6 @@
-"""Nothing is seeded until something is drawn, and that changes no draw: each library, each way of drawing, at any moment."""
+"""Nothing is seeded until something is drawn, and that changes no draw: each library, each way
+of drawing, at any moment.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import host_generators, randomness
 from lockstep.data.generators import Streams
 from lockstep.data.keyed import KeyedDataset
 from lockstep.errors import UsageError
+from lockstep.runtime import host_generators, randomness
 from tests.data.datasets import Moody, as_list, draw_from
 
 LIBRARIES = ["torch", "numpy", "normal", "random", "gauss"]
@@ -39,7 +41,9 @@ def everything() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["here", "worker"])
 @pytest.mark.parametrize(("first", "then"), [*product(LIBRARIES, repeat=2)])
-def test_samples_that_draw_late_draw_from_their_own_stream(first: str, then: str, keep: bool) -> None:
+def test_samples_that_draw_late_draw_from_their_own_stream(
+    first: str, then: str, keep: bool
+) -> None:
     draws_from = {2: first, 5: then, 7: first, 8: then}
     dataset = KeyedDataset(Moody(12, draws_from), 7, as_list)
     streams = Streams(keep=keep)
@@ -73,7 +77,9 @@ def test_a_sample_is_fetched_twice_only_where_a_library_is_first_drawn_from() ->
             asked.append(index)
             return super().__getitem__(index)
 
-    dataset = KeyedDataset(Counting(9, {2: "torch", 3: "torch", 4: "numpy", 5: "numpy"}), 7, as_list)
+    dataset = KeyedDataset(
+        Counting(9, {2: "torch", 3: "torch", 4: "numpy", 5: "numpy"}), 7, as_list
+    )
     for index in range(6):
         dataset.__getitems__((0, [index]))
     assert asked == [0, 1, 2, 2, 3, 4, 4, 5]
@@ -98,7 +104,11 @@ def test_the_word_of_a_python_that_cannot_be_read_is_taken(monkeypatch: pytest.M
     monkeypatch.setattr(host_generators, "_readable", lambda: False)
     before = everything()
     dataset = KeyedDataset(Moody(4, {1: "random", 2: "gauss"}), 7, as_list)
-    assert dataset.__getitems__((3, [0, 1, 2])) == [(0, 0.0), (1, expected(1, "random")), (2, expected(2, "gauss"))]
+    assert dataset.__getitems__((3, [0, 1, 2])) == [
+        (0, 0.0),
+        (1, expected(1, "random")),
+        (2, expected(2, "gauss")),
+    ]
     assert everything() == before
 
 
@@ -106,7 +116,10 @@ def test_another_generator_in_numpys_place_is_refused() -> None:
     old = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
-        with pytest.raises(UsageError, match="numpy's global generator is a PCG64, which cannot be seeded for every sample"):
+        with pytest.raises(
+            UsageError,
+            match="numpy's global generator is a PCG64, which cannot be seeded for every sample",
+        ):
             KeyedDataset(Moody(4, {}), 7, as_list).__getitems__((0, [0]))
     finally:
         np.random.set_bit_generator(old)

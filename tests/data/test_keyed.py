@@ -1,4 +1,6 @@
-"""What is random in a data set belongs to (seed, epoch, index): not to a process, an order or a neighbour."""
+"""What is random in a data set belongs to (seed, epoch, index): not to a process, an order or a
+neighbour.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import StackDataset, Subset
 
-from lockstep import randomness
 from lockstep.data.keyed import KeyedDataset, fetches_at_once
+from lockstep.runtime import randomness
 from tests.data.datasets import AtOnce, Augmented, Broken, Numbers, as_list, with_draws
 
 
@@ -32,7 +34,12 @@ def test_a_samples_draws_do_not_depend_on_its_neighbours() -> None:
 
 
 def test_samples_epochs_and_seeds_draw_differently_from_every_library() -> None:
-    rows = [drawn(KeyedDataset(Augmented(9), seed, as_list), (epoch, index))[0] for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)]
+    rows = [
+        drawn(KeyedDataset(Augmented(9), seed, as_list), (epoch, index))[0]
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for index in (0, 1)
+    ]
     for library in range(3):
         assert len({row[library] for row in rows}) == 8
 
@@ -56,12 +63,15 @@ def test_a_collate_function_draws_from_the_batchs_own_stream() -> None:
     assert torch.equal(fetched(KeyedDataset(Augmented(9), 0, with_draws), (0, 1), (0, 2))[1], first)
     others = [fetched(dataset, key, (0, 3))[1] for key in ((0, 2), (1, 1))]
     others += [fetched(KeyedDataset(Numbers(9), 1, with_draws), (0, 1), (0, 2))[1]]
-    others += [fetched(KeyedDataset(Augmented(9), 0, as_list), (0, 1))[0][1]]  # nor is it the sample's stream
+    # nor is it the sample's stream
+    others += [fetched(KeyedDataset(Augmented(9), 0, as_list), (0, 1))[0][1]]
     assert all((first != other).all() for other in others)
 
 
 def test_torchs_collate_is_the_default() -> None:
-    assert torch.equal(fetched(KeyedDataset(Numbers(9), 0, None), (0, 4), (0, 1)), torch.tensor([4, 1]))
+    assert torch.equal(
+        fetched(KeyedDataset(Numbers(9), 0, None), (0, 4), (0, 1)), torch.tensor([4, 1])
+    )
 
 
 def test_a_data_set_that_fetches_at_once_is_asked_once() -> None:

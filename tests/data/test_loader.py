@@ -1,4 +1,6 @@
-"""The Loader: the same micro-batches whatever the world size and the number of loader workers, none padded, lost or repeated."""
+"""The Loader: the same micro-batches whatever the world size and the number of loader workers,
+none padded, lost or repeated.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ from lockstep.data.iterable.loader import StreamLoader
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError, UsageError
 from lockstep.testing import run_ranks
-from tests.data.datasets import AtOnce, Augmented, Broken, Counted, Numbers, Stream, WorkerPids, with_draws
+from tests.data.datasets import (
+    AtOnce,
+    Augmented,
+    Broken,
+    Counted,
+    Numbers,
+    Stream,
+    WorkerPids,
+    with_draws,
+)
 from tests.ending import alive
 
 
@@ -41,14 +52,21 @@ def as_data(batch: Any) -> Any:
     return [as_data(item) for item in batch] if isinstance(batch, (list, tuple)) else batch
 
 
-def by_slot(size: int, dataset: Any, epochs: int = 2, **options: Any) -> dict[tuple[int, int, int], Any]:
+def by_slot(
+    size: int, dataset: Any, epochs: int = 2, **options: Any
+) -> dict[tuple[int, int, int], Any]:
     """(epoch, step, slot) -> the batch, over all ranks."""
     found: dict[tuple[int, int, int], Any] = {}
     for rank in range(size):
         for epoch in loader(dataset, rank=rank, size=size, **options).epochs(epochs):
             for window in epoch:
-                for slot, positions, batch in zip(window.slots, window.positions, window, strict=True):
-                    assert (window.epoch, slot in window.cut.share(rank, size)) == (epoch.number, True)
+                for slot, positions, batch in zip(
+                    window.slots, window.positions, window, strict=True
+                ):
+                    assert (window.epoch, slot in window.cut.share(rank, size)) == (
+                        epoch.number,
+                        True,
+                    )
                     assert positions == window.cut.positions(slot)
                     assert (epoch.number, window.step, slot) not in found
                     found[epoch.number, window.step, slot] = as_data(batch)
@@ -61,26 +79,40 @@ def test_world_size_and_workers_change_no_batch(dataset: Any, collate: Any) -> N
     expected = by_slot(1, dataset, collate_fn=collate)
     assert len(expected) == 2 * (4 + 4 + 3)  # steps of 8, 8 and 5 samples
     for size, workers in [*product((2, 3, 4, 5), (0,)), (1, 1), (1, 2), (2, 2)]:
-        assert by_slot(size, dataset, collate_fn=collate, num_workers=workers) == expected, (size, workers)
+        assert by_slot(size, dataset, collate_fn=collate, num_workers=workers) == expected, (
+            size,
+            workers,
+        )
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_epoch_holds_every_sample_once_in_its_own_order(shuffle: bool) -> None:
     found = by_slot(3, Numbers(21), shuffle=shuffle)
-    epochs = [[index for key in sorted(found) if key[0] == epoch for index in found[key]] for epoch in (0, 1)]
+    epochs = [
+        [index for key in sorted(found) if key[0] == epoch for index in found[key]]
+        for epoch in (0, 1)
+    ]
     assert [sorted(epoch) for epoch in epochs] == [list(range(21))] * 2
-    assert (epochs[0] == list(range(21)), epochs[0] == epochs[1]) == ((False, False) if shuffle else (True, True))
+    assert (epochs[0] == list(range(21)), epochs[0] == epochs[1]) == (
+        (False, False) if shuffle else (True, True)
+    )
 
 
 def test_a_window_carries_the_samples_that_its_positions_name() -> None:
     ours = loader(Numbers(21), rank=1, size=2, seed=4)
     for window in next(ours.epochs(3, start=2)):
         for positions, batch in zip(window.positions, window, strict=True):
-            assert batch.tolist() == [int(ours.order.at(2, torch.tensor([place]).numpy())[0]) for place in positions]
+            assert batch.tolist() == [
+                int(ours.order.at(2, torch.tensor([place]).numpy())[0]) for place in positions
+            ]
 
 
 def test_the_ragged_tail_keeps_its_size_and_steps_count_on() -> None:
-    steps = [(window.step, [len(batch) for batch in window]) for epoch in loader(Numbers(11)).epochs(2) for window in epoch]
+    steps = [
+        (window.step, [len(batch) for batch in window])
+        for epoch in loader(Numbers(11)).epochs(2)
+        for window in epoch
+    ]
     assert steps == [(0, [2, 2, 2, 2]), (1, [2, 1]), (2, [2, 2, 2, 2]), (3, [2, 1])]
 
 
@@ -92,7 +124,14 @@ def test_drop_last_leaves_the_short_step_out() -> None:
 
 def test_all_ranks_have_equally_many_windows_also_idle_ones() -> None:
     ranks = [loader(Numbers(10), rank=rank, size=6, global_batch=8) for rank in range(6)]
-    assert [[len(window) for window in next(each.epochs(1))] for each in ranks] == [[1, 1], [1, 0], [1, 0], [1, 0], [0, 0], [0, 0]]
+    assert [[len(window) for window in next(each.epochs(1))] for each in ranks] == [
+        [1, 1],
+        [1, 0],
+        [1, 0],
+        [1, 0],
+        [0, 0],
+        [0, 0],
+    ]
     assert {len(each) for each in ranks} == {2}
 
 
@@ -105,7 +144,7 @@ def test_epochs_begin_where_asked() -> None:
     assert repr(next(ours.epochs(1))) == "Epoch(0, 1 steps)"
 
 
-# -- what a batch may be -------------------------------------------------------------------------------------------------------------------
+# -- what a batch may be -------------------------------------------------------------------------
 
 
 def test_cpu_batches_are_not_copied() -> None:
@@ -115,7 +154,11 @@ def test_cpu_batches_are_not_copied() -> None:
         made.append({"x": (torch.tensor(samples), "text")})
         return made[-1]
 
-    batches = [batch for window in next(loader(Numbers(8), collate_fn=collate).epochs(1)) for batch in window]
+    batches = [
+        batch
+        for window in next(loader(Numbers(8), collate_fn=collate).epochs(1))
+        for batch in window
+    ]
     assert all(batch is original for batch, original in zip(batches, made, strict=True))
 
 
@@ -129,7 +172,9 @@ def test_nothing_is_pinned_without_a_gpu() -> None:
     ours = loader(Numbers(8))
     assert ours.device == torch.device("cpu")
     assert not ours._loader.pin_memory
-    assert Loader(Numbers(8), global_batch=8).device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert Loader(Numbers(8), global_batch=8).device.type == (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
     assert loader(Numbers(8), device="cuda:0")._loader.pin_memory
     assert not loader(Numbers(8), device="cuda:0", pin_memory=False)._loader.pin_memory
 
@@ -143,7 +188,7 @@ def test_the_callers_random_state_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- walking it otherwise than in order ----------------------------------------------------------------------------------------------------
+# -- walking it otherwise than in order ----------------------------------------------------------
 
 
 def test_batches_are_fetched_when_they_are_walked_and_once() -> None:
@@ -170,7 +215,11 @@ def test_a_window_left_half_way_moves_nothing(workers: int) -> None:
 def test_windows_can_be_kept_and_walked_later() -> None:
     expected = by_slot(1, Numbers(21), epochs=1)
     windows = list(next(loader(Numbers(21)).epochs(1)))
-    found = {(0, window.step, slot): as_data(batch) for window in windows for slot, batch in zip(window.slots, window, strict=True)}
+    found = {
+        (0, window.step, slot): as_data(batch)
+        for window in windows
+        for slot, batch in zip(window.slots, window, strict=True)
+    }
     assert found == expected
 
 
@@ -193,7 +242,12 @@ def test_a_later_walk_ends_an_earlier_one(workers: int) -> None:
     old = next(earlier)
     assert as_data(old[0]) == [0, 1]
     new = next(iter(Epoch(ours, 1)))
-    with pytest.raises(LockstepError, match="a window of epoch 0 has batches that were not fetched before another epoch was begun"):
+    with pytest.raises(
+        LockstepError,
+        match=(
+            "a window of epoch 0 has batches that were not fetched before another epoch was begun"
+        ),
+    ):
         list(old)
     assert as_data(old[0]) == [0, 1]
     assert as_data(list(new)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -204,12 +258,15 @@ def test_the_last_window_of_a_closed_epoch_can_still_be_walked() -> None:
     assert as_data(list(window)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-# -- workers -------------------------------------------------------------------------------------------------------------------------------
+# -- workers -------------------------------------------------------------------------------------
 
 
 def test_workers_stay_from_epoch_to_epoch_and_go_with_the_loader() -> None:
     ours = loader(WorkerPids(32), num_workers=2)
-    pids = [{pid for window in epoch for batch in window for pid in batch.tolist()} for epoch in ours.epochs(3)]
+    pids = [
+        {pid for window in epoch for batch in window for pid in batch.tolist()}
+        for epoch in ours.epochs(3)
+    ]
     assert pids[0] == pids[1] == pids[2]
     assert len(pids[0]) == 2
     assert 0 not in pids[0]
@@ -235,7 +292,8 @@ def test_closing_ends_the_workers_and_a_later_epoch_starts_others(workers: int) 
 
 
 def test_a_rank_that_never_has_samples_starts_no_workers() -> None:
-    for samples, rank in ((32, 4), (2, 1)):  # no slot; a slot that the only, short step leaves empty
+    for samples, rank in ((32, 4), (2, 1)):
+        # no slot; a slot that the only, short step leaves empty
         ours = loader(Numbers(samples), rank=rank, size=5, num_workers=2)
         before = set(psutil.Process().children())
         assert sum(map(len, next(ours.epochs(1)))) == 0
@@ -250,7 +308,11 @@ def test_a_failing_sample_shows_the_users_own_error(workers: int) -> None:
     assert as_data(window[1]) == [2, 3]
     with pytest.raises(KeyError) as caught:
         window[2]
-    text = str(caught.value) if workers else f"{caught.traceback[-1].statement} {caught.value} {caught.value.__notes__}"
+    text = (
+        str(caught.value)
+        if workers
+        else f"{caught.traceback[-1].statement} {caught.value} {caught.value.__notes__}"
+    )
     for part in ("raise KeyError(", "the user's own error", "sample 5 of Broken, in epoch 0"):
         assert part in text
     with pytest.raises(LockstepError, match="before a sample could not be fetched"):
@@ -290,17 +352,29 @@ def until(happened: Any, seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-# -- sizes and places ----------------------------------------------------------------------------------------------------------------------
+# -- sizes and places ----------------------------------------------------------------------------
 
 
 def test_sizes_that_follow_the_world_size_say_so() -> None:
     free = loader(Numbers(100), size=4)
-    assert (free.depends_on_world_size, free.describe()) == (False, "global batch 8 = 4 micro-batches x 2; 4 ranks x 1")
+    assert (free.depends_on_world_size, free.describe()) == (
+        False,
+        "global batch 8 = 4 micro-batches x 2; 4 ranks x 1",
+    )
     one_each = loader(Numbers(100), size=3, micro_batch=None)
     assert one_each.depends_on_world_size
-    assert one_each.describe() == "global batch 8 = 3 micro-batches x 3, the last 2; 3 ranks x 1 (this recipe depends on the world size)"
+    assert (
+        one_each.describe()
+        == "global batch 8 = 3 micro-batches x 3, the last 2; 3 ranks x 1 (this recipe depends on"
+        " the world size)"
+    )
     weak = loader(Numbers(100), size=3, batch_per_rank=8)
-    assert (weak.depends_on_world_size, weak.plan.global_batch, weak.plan.micro_batch, weak.plan.slots) == (True, 24, 8, 3)
+    assert (
+        weak.depends_on_world_size,
+        weak.plan.global_batch,
+        weak.plan.micro_batch,
+        weak.plan.slots,
+    ) == (True, 24, 8, 3)
     cut = loader(Numbers(100), size=3, batch_per_rank=8, micro_batch=4)
     assert [len(cut.plan.cut(0).share(rank, 3)) for rank in range(3)] == [2, 2, 2]
     assert (cut.plan.micro_batch, cut.plan.slots) == (4, 6)
@@ -314,7 +388,11 @@ def test_more_ranks_than_samples_of_a_step() -> None:
 
 def by_default(world: lockstep.World) -> tuple[int, int, list[Any]]:
     ours = Loader(Numbers(8), global_batch=8, micro_batch=2, shuffle=False, num_workers=1)
-    return ours.rank, ours.size, [as_data(batch) for window in next(ours.epochs(1)) for batch in window]
+    return (
+        ours.rank,
+        ours.size,
+        [as_data(batch) for window in next(ours.epochs(1)) for batch in window],
+    )
 
 
 def test_ranks_come_from_the_process_group() -> None:
@@ -325,20 +403,41 @@ def test_ranks_come_from_the_process_group() -> None:
     ("options", "message"),
     [
         ({"dataset": []}, "the dataset is empty"),
-        ({"dataset": 5}, "int is no dataset: it needs __len__ and __getitem__, or __iter__ for a stream"),
-        ({"dataset": Stream(), "shuffle": True}, "shuffle=True: Stream is iterable, so what comes when is its own affair"),
-        ({"dataset": Stream(), "order": range(3)}, "Stream is iterable, so what comes when is its own affair"),
-        ({"sharding": "items"}, "sharding='items' is for iterable datasets; the samples of Numbers have numbers"),
+        (
+            {"dataset": 5},
+            "int is no dataset: it needs __len__ and __getitem__, or __iter__ for a stream",
+        ),
+        (
+            {"dataset": Stream(), "shuffle": True},
+            "shuffle=True: Stream is iterable, so what comes when is its own affair",
+        ),
+        (
+            {"dataset": Stream(), "order": range(3)},
+            "Stream is iterable, so what comes when is its own affair",
+        ),
+        (
+            {"sharding": "items"},
+            "sharding='items' is for iterable datasets; the samples of Numbers have numbers",
+        ),
         ({"global_batch": None}, "global_batch=None and batch_per_rank=None: give exactly one"),
-        ({"batch_per_rank": 4, "global_batch": 8}, "global_batch=8 and batch_per_rank=4: give exactly one"),
+        (
+            {"batch_per_rank": 4, "global_batch": 8},
+            "global_batch=8 and batch_per_rank=4: give exactly one",
+        ),
         ({"micro_batch": 9}, "micro_batch=9 is larger than global_batch=8"),
         ({"micro_batch": 0}, "micro_batch=0 is too small"),
         ({"micro_batch": 2.5}, r"micro_batch=2\.5 is not a whole number"),
         ({"global_batch": 0}, "global_batch=0 is too small"),
         ({"global_batch": "8", "micro_batch": None}, "global_batch='8' is not a whole number"),
         ({"batch_per_rank": 0}, "batch_per_rank=0 is too small"),
-        ({"batch_per_rank": 8, "micro_batch": 3}, "batch_per_rank=8 is not a multiple of micro_batch=3"),
-        ({"batch_per_rank": 2, "micro_batch": 4}, "batch_per_rank=2 is not a multiple of micro_batch=4"),
+        (
+            {"batch_per_rank": 8, "micro_batch": 3},
+            "batch_per_rank=8 is not a multiple of micro_batch=3",
+        ),
+        (
+            {"batch_per_rank": 2, "micro_batch": 4},
+            "batch_per_rank=2 is not a multiple of micro_batch=4",
+        ),
         ({"num_workers": -1}, "num_workers=-1 is too small: give at least 0"),
         ({"num_workers": 1.5}, r"num_workers=1\.5 is not a whole number"),
         ({"seed": 0.5}, r"seed=0\.5 is not a whole number"),
@@ -362,5 +461,10 @@ def test_epochs_that_do_not_exist_are_named() -> None:
 def test_an_iterable_dataset_gives_a_loader_with_the_same_face() -> None:
     found = Loader(Stream(), global_batch=4, micro_batch=2, device="cpu")
     assert isinstance(found, StreamLoader)
-    assert {name for name in dir(Loader) if not name.startswith("_")} - {"plan", "order", "by_rank", "share"} <= set(dir(found))
+    assert {name for name in dir(Loader) if not name.startswith("_")} - {
+        "plan",
+        "order",
+        "by_rank",
+        "share",
+    } <= set(dir(found))
     assert found.describe().endswith("an iterable dataset, sharded by the loader")

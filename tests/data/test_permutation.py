@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.permutation import Permutation
 from lockstep.errors import UsageError
-from lockstep.randomness import derive
+from lockstep.runtime.randomness import derive
 from tests.data.chance import places, usual
 
 AROUND_POWERS = sorted({2**k + d for k in range(1, 19) for d in (-1, 0, 1)} - {0})
@@ -32,7 +32,9 @@ def test_small_sizes_are_permuted_completely() -> None:
             assert np.array_equal(np.sort(whole(n, key)), np.arange(n)), (n, key)
 
 
-@pytest.mark.parametrize("n", [*AROUND_POWERS, 4096, 4097, 65 * 65, 65 * 65 + 1, 66 * 65, 66 * 65 + 1])
+@pytest.mark.parametrize(
+    "n", [*AROUND_POWERS, 4096, 4097, 65 * 65, 65 * 65 + 1, 66 * 65, 66 * 65 + 1]
+)
 def test_sizes_around_powers_and_squares_are_permuted_completely(n: int) -> None:
     permutation = Permutation(n, derive(3, n))
     elements = permutation(np.arange(n, dtype=np.int64))
@@ -68,18 +70,30 @@ def test_an_order_is_the_same_on_every_machine() -> None:
     # Recorded once: a change of these numbers changes every training that anybody has recorded.
     first = np.arange(6, dtype=np.int64)
     assert Permutation(10, 1)(first).tolist() == [2, 0, 4, 1, 6, 8]
-    assert Permutation(10**12, 1)(first).tolist() == [462305448563, 559133017165, 487021652808, 778043258790, 124020009125, 517686981202]
+    assert Permutation(10**12, 1)(first).tolist() == [
+        462305448563,
+        559133017165,
+        487021652808,
+        778043258790,
+        124020009125,
+        517686981202,
+    ]
 
 
 def test_shapes_are_kept_and_the_positions_left_alone() -> None:
     permutation = Permutation(LARGE, 2)
     positions = np.arange(24, dtype=np.int64).reshape(2, 3, 4)
     before = positions.copy()
-    assert np.array_equal(permutation(positions), permutation(np.arange(24, dtype=np.int64)).reshape(2, 3, 4))
+    assert np.array_equal(
+        permutation(positions), permutation(np.arange(24, dtype=np.int64)).reshape(2, 3, 4)
+    )
     assert np.array_equal(positions, before)
     assert permutation(np.array([], dtype=np.int64)).shape == (0,)
     assert permutation(np.array(5, dtype=np.int64)).shape == ()
-    assert Permutation(10, 2)(np.arange(10, dtype=np.int64)[::-2]).tolist() == whole(10, 2)[::-2].tolist()
+    assert (
+        Permutation(10, 2)(np.arange(10, dtype=np.int64)[::-2]).tolist()
+        == whole(10, 2)[::-2].tolist()
+    )
 
 
 def test_what_is_returned_can_be_changed_without_changing_the_order() -> None:
@@ -105,7 +119,7 @@ def test_positions_out_of_range_are_refused(n: int) -> None:
             method(np.array([-1], dtype=np.int64))
 
 
-# -- looks like chance: every bound is five standard deviations of a uniformly random permutation ------------------------------------------
+# -- looks like chance: every bound is five standard deviations of a uniformly random permutation
 
 KEYS = 1500
 
@@ -120,7 +134,9 @@ def chi_square_is_usual(values: NDArray[np.int64], n: int, bins: int) -> bool:
     counts = np.histogram(values, bins=np.linspace(0, n, bins + 1))[0]
     share = np.diff(np.ceil(np.linspace(0, n, bins + 1))) / n
     expected = share * values.size
-    return float(((counts - expected) ** 2 / expected).sum()) < bins - 1 + 5 * math.sqrt(2 * (bins - 1))
+    return float(((counts - expected) ** 2 / expected).sum()) < bins - 1 + 5 * math.sqrt(
+        2 * (bins - 1)
+    )
 
 
 def test_every_position_gets_every_element_equally_often(many: NDArray[np.int64]) -> None:
@@ -151,7 +167,7 @@ def test_rare_events_are_as_rare_as_by_chance(many: NDArray[np.int64]) -> None:
     assert abs(same_as_last_epoch.mean() - 1) < bound
 
 
-# -- beside numpy's permutations -----------------------------------------------------------------------------------------------------------
+# -- beside numpy's permutations -----------------------------------------------------------------
 
 COMPARED = 200
 
@@ -207,14 +223,23 @@ STATISTICS: dict[str, Callable[[NDArray[np.int64]], float]] = {
 def distance(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
     """Kolmogorov and Smirnov's: between the two samples' distribution functions."""
     values = np.union1d(one, other)
-    shares = [np.searchsorted(np.sort(sample), values, side="right") / sample.size for sample in (one, other)]
+    shares = [
+        np.searchsorted(np.sort(sample), values, side="right") / sample.size
+        for sample in (one, other)
+    ]
     return float(np.abs(shares[0] - shares[1]).max())
 
 
 @pytest.mark.parametrize("name", STATISTICS)
-def test_shapes_are_distributed_as_those_of_true_random_permutations(many: NDArray[np.int64], name: str) -> None:
-    true = np.random.default_rng(1).permuted(np.broadcast_to(np.arange(many.shape[1]), (COMPARED, many.shape[1])), axis=1)
-    ours, theirs = (np.array([STATISTICS[name](row) for row in rows[:COMPARED]]) for rows in (many, true))
+def test_shapes_are_distributed_as_those_of_true_random_permutations(
+    many: NDArray[np.int64], name: str
+) -> None:
+    true = np.random.default_rng(1).permuted(
+        np.broadcast_to(np.arange(many.shape[1]), (COMPARED, many.shape[1])), axis=1
+    )
+    ours, theirs = (
+        np.array([STATISTICS[name](row) for row in rows[:COMPARED]]) for rows in (many, true)
+    )
     assert distance(ours, theirs) < 2.7 * math.sqrt(2 / COMPARED)  # by chance once in a million
 
 
@@ -235,7 +260,7 @@ def test_every_permutation_of_a_few_comes_equally_often(n: int) -> None:
     assert usual(list(counts.values()), 50)
 
 
-# -- far out -------------------------------------------------------------------------------------------------------------------------------
+# -- far out -------------------------------------------------------------------------------------
 
 FAR = 2**62
 
@@ -246,7 +271,10 @@ def test_the_largest_is_walked_in_any_pieces() -> None:
     elements = permutation(positions)
     assert np.array_equal(permutation.inverse(elements), positions)
     assert np.array_equal(permutation(permutation.inverse(positions)), positions)
-    assert np.array_equal(np.concatenate([permutation(piece) for piece in np.array_split(positions[::-1], 7)])[::-1], elements)
+    assert np.array_equal(
+        np.concatenate([permutation(piece) for piece in np.array_split(positions[::-1], 7)])[::-1],
+        elements,
+    )
     assert not np.array_equal(Permutation(FAR, 10)(positions), elements)
 
 

@@ -1,4 +1,6 @@
-"""Where a training stands in its data: taken anywhere, resumed at any world size, refused with the name of what differs."""
+"""Where a training stands in its data: taken anywhere, resumed at any world size, refused with
+the name of what differs.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_loader_workers_are_not_in_a_state() -> None:
     undisturbed = windows(world(Augmented(21), 1), 2)
     for workers in (0, 2):
         ours = world(Augmented(21), 1, state, num_workers=workers)
-        assert windows(ours, 2) == {step: batches for step, batches in undisturbed.items() if step > 0}
+        assert windows(ours, 2) == {
+            step: batches for step, batches in undisturbed.items() if step > 0
+        }
         ours[0].close()
 
 
@@ -96,7 +100,8 @@ def test_an_epochs_length_stays_and_a_second_walk_begins_where_the_first_did() -
     assert len(epoch) == 3
     for _ in range(2):
         assert [window.step for window in epoch] == [1, 2]
-    assert [window.step for epoch in ours.epochs(1) for window in epoch] == [0, 1, 2]  # the state was used up
+    # the state was used up
+    assert [window.step for epoch in ours.epochs(1) for window in epoch] == [0, 1, 2]
 
 
 def test_a_loaded_state_waits_until_it_is_walked_and_start_overrules_it() -> None:
@@ -123,9 +128,20 @@ def test_loading_ends_the_walk_under_way() -> None:
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Numbers(25), {}, "dataset length was 24 and is 25; order was shuffled .permutation 1., 24 samples, seed 0 and is"),
+        (
+            Numbers(25),
+            {},
+            (
+                "dataset length was 24 and is 25; order was shuffled .permutation 1., 24 samples,"
+                " seed 0 and is"
+            ),
+        ),
         (Numbers(24), {"seed": 1}, "seed was 0 and is 1"),
-        (Numbers(24), {"shuffle": False}, "order was shuffled .permutation 1., 24 samples, seed 0 and is sequential, 24 samples"),
+        (
+            Numbers(24),
+            {"shuffle": False},
+            "order was shuffled .permutation 1., 24 samples, seed 0 and is sequential, 24 samples",
+        ),
         (Numbers(24), {"global_batch": 6}, "training: global_batch was 8 and is 6"),
         (Numbers(24), {"micro_batch": 4}, "training: micro_batch was 2 and is 4"),
         (Numbers(24), {"drop_last": True}, "drop_last was False and is True"),
@@ -136,7 +152,9 @@ def test_loading_ends_the_walk_under_way() -> None:
         ),
     ],
 )
-def test_another_trainings_state_is_refused_by_name(dataset: Any, options: dict[str, Any], message: str) -> None:
+def test_another_trainings_state_is_refused_by_name(
+    dataset: Any, options: dict[str, Any], message: str
+) -> None:
     state = loader(Numbers(24)).state_dict()
     with pytest.raises(UsageError, match=message):
         loader(dataset, **options).load_state_dict(state)
@@ -152,7 +170,8 @@ def test_a_foreign_samplers_other_order_is_refused() -> None:
     assert inside["fingerprint"]["samples of epoch 0"] == "a"
     list(map(list, Epoch(first, 0)))
     at_its_end = first.state_dict()
-    assert (at_its_end["epoch"], "samples of epoch 1" in at_its_end["fingerprint"]) == (1, False)  # not run ahead of
+    # not run ahead of
+    assert (at_its_end["epoch"], "samples of epoch 1" in at_its_end["fingerprint"]) == (1, False)
     for state in (inside, at_its_end):
         loader(Numbers(24), order=Backwards(24, {0: "a"})).load_state_dict(state)
         with pytest.raises(UsageError, match="samples of epoch 0 was a and is c"):
@@ -160,7 +179,9 @@ def test_a_foreign_samplers_other_order_is_refused() -> None:
 
 
 def test_sizes_that_follow_the_world_size() -> None:
-    """One micro-batch a rank: the same samples a step, so it resumes. So many samples a rank: other samples a step, so it does not."""
+    """One micro-batch a rank: the same samples a step, so it resumes. So many samples a rank:
+    other samples a step, so it does not.
+    """
     state = loader(Numbers(24), size=2, micro_batch=None).state_dict()
     loader(Numbers(24), size=3, micro_batch=None).load_state_dict(state)
     with pytest.raises(UsageError, match="micro_batch was one a rank and is 4"):
@@ -176,7 +197,10 @@ def test_sizes_that_follow_the_world_size() -> None:
         ({"epoch": -1}, "epoch=-1 is too small"),
         ({"step": 2.5}, "step=2.5 is not a whole number"),
         ({"step_in_epoch": 1}, "step=0 is too small: give at least 1"),
-        ({"step_in_epoch": 3, "step": 3}, "step_in_epoch=3 does not lie in epoch 0, which has 3 steps"),
+        (
+            {"step_in_epoch": 3, "step": 3},
+            "step_in_epoch=3 does not lie in epoch 0, which has 3 steps",
+        ),
         ({"epoch": 1, "step": 4}, "epoch 1 begins with step 4, here it does with step 3"),
     ],
 )
@@ -192,7 +216,13 @@ def test_states_that_cannot_be_are_named(change: dict[str, Any], message: str) -
 def test_a_batches_state_keeps_the_number_of_its_epochs_first_step() -> None:
     options = KINDS["batches"]
     ours = loader(Numbers(24), **options)
-    assert [window.step for epoch in ours.epochs(4) for window in epoch] == list(range(2 + 2 + 3 + 3))
-    assert [window.step for epoch in loader(Numbers(24), **options).epochs(3, start=2) for window in epoch] == [4, 5, 6]
+    assert [window.step for epoch in ours.epochs(4) for window in epoch] == list(
+        range(2 + 2 + 3 + 3)
+    )
+    assert [
+        window.step
+        for epoch in loader(Numbers(24), **options).epochs(3, start=2)
+        for window in epoch
+    ] == [4, 5, 6]
     with pytest.raises(UsageError, match="epoch 2 begins with step 9, here it does with step 4"):
         ours.load_state_dict(ours.state_dict() | {"epoch": 2, "step_in_epoch": 1, "step": 10})

@@ -25,8 +25,24 @@ def ranks_of(samples: int, size: int, **options: Any) -> list[list[int]]:
     return [list(DistributedSampler(data(samples), size, rank, **options)) for rank in range(size)]
 
 
-@given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 2**40), st.integers(0, 5), st.data())
-def test_interleaved_is_torchs(samples: int, size: int, shuffle: bool, drop_last: bool, seed: int, epoch: int, draw: st.DataObject) -> None:
+@given(
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**40),
+    st.integers(0, 5),
+    st.data(),
+)
+def test_interleaved_is_torchs(
+    samples: int,
+    size: int,
+    shuffle: bool,
+    drop_last: bool,
+    seed: int,
+    epoch: int,
+    draw: st.DataObject,
+) -> None:
     rank = draw.draw(st.integers(0, size - 1))
     ours = DistributedSampler(data(samples), size, rank, shuffle, seed, drop_last)
     torchs = TorchSampler(data(samples), size, rank, shuffle, seed, drop_last)
@@ -39,9 +55,19 @@ def test_interleaved_is_torchs(samples: int, size: int, shuffle: bool, drop_last
 
 def test_ten_samples_on_four_ranks() -> None:
     assert ranks_of(10, 4, shuffle=False) == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
-    assert ranks_of(10, 4, shuffle=False, split="blocks") == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 0, 1]]
+    assert ranks_of(10, 4, shuffle=False, split="blocks") == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+        [9, 0, 1],
+    ]
     assert ranks_of(10, 4, shuffle=False, drop_last=True) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert ranks_of(10, 4, shuffle=False, drop_last=True, split="blocks") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert ranks_of(10, 4, shuffle=False, drop_last=True, split="blocks") == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
 
 
 @pytest.mark.parametrize("split", ["interleaved", "blocks"])
@@ -53,7 +79,9 @@ def test_a_data_set_shorter_than_the_padding_is_repeated(split: str) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.booleans(), st.integers(0, 3))
-def test_blocks_are_the_same_order_cut_otherwise(samples: int, size: int, drop_last: bool, epoch: int) -> None:
+def test_blocks_are_the_same_order_cut_otherwise(
+    samples: int, size: int, drop_last: bool, epoch: int
+) -> None:
     def flat(split: str) -> list[int]:
         parts = []
         for rank in range(size):
@@ -83,7 +111,11 @@ def test_the_callers_random_state_is_left_alone() -> None:
 
 def test_dataloader_takes_it() -> None:
     dataset = TensorDataset(torch.arange(10))
-    loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, 4, 3, shuffle=False, split="blocks"))
+    loader = DataLoader(
+        dataset,
+        batch_size=2,
+        sampler=DistributedSampler(dataset, 4, 3, shuffle=False, split="blocks"),
+    )
     assert [batch.tolist() for (batch,) in loader] == [[9, 0], [1]]
 
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from lockstep.data.shares import in_proportion, in_words, longest, quickest
 from lockstep.data.windows import Plan
 
-SECONDS = st.lists(st.sampled_from([0.1, 0.11, 0.15, 0.2, 0.3, 0.31, 1.0, 7.0]), min_size=1, max_size=5)
+SECONDS = st.lists(
+    st.sampled_from([0.1, 0.11, 0.15, 0.2, 0.3, 0.31, 1.0, 7.0]), min_size=1, max_size=5
+)
 
 
 def every(slots: int, size: int) -> Iterator[tuple[int, ...]]:
@@ -28,13 +30,17 @@ def every(slots: int, size: int) -> Iterator[tuple[int, ...]]:
 def test_nobody_could_be_done_earlier(seconds: list[float], slots: int) -> None:
     found = quickest(seconds, slots)
     assert (len(found), sum(found)) == (len(seconds), slots)
-    assert longest(seconds, found) == pytest.approx(min(longest(seconds, counts) for counts in every(slots, len(seconds))))
+    assert longest(seconds, found) == pytest.approx(
+        min(longest(seconds, counts) for counts in every(slots, len(seconds)))
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.sampled_from([0.1, 0.3, 1.0, 1e-5, 123.0]))
 def test_ranks_of_one_speed_share_as_always(slots: int, size: int, seconds: float) -> None:
     cut = Plan(samples=slots, global_batch=slots, micro_batch=1).cut(0)
-    assert quickest([seconds] * size, slots) == tuple(len(cut.share(rank, size)) for rank in range(size))
+    assert quickest([seconds] * size, slots) == tuple(
+        len(cut.share(rank, size)) for rank in range(size)
+    )
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60), st.integers(1, 5000))
@@ -42,9 +48,10 @@ def test_everything_is_shared_out_whatever_the_speeds(seconds: list[float], slot
     found = quickest(seconds, slots)
     assert sum(found) == slots
     slowest = longest(seconds, found)
-    assert all((count + 1) * each >= slowest * (1 - 1e-9) for count, each in zip(found, seconds, strict=True)), (
-        "one more here had been better"
-    )
+    assert all(
+        (count + 1) * each >= slowest * (1 - 1e-9)
+        for count, each in zip(found, seconds, strict=True)
+    ), "one more here had been better"
 
 
 def test_pictures() -> None:

@@ -1,15 +1,19 @@
-"""Loader workers of a plain script, however processes are started: they end with it, leave nothing, and say what is wrong."""
+"""Loader workers of a plain script, however processes are started: they end with it, leave
+nothing, and say what is wrong.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lockstep.runtime import private
 from tests.ending import end, wait_gone
 
 METHODS = ("fork", "forkserver", "spawn")
@@ -19,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 def main():
     with lockstep.init():
-        loader = lockstep.Loader(TensorDataset(torch.zeros(4000, 2)), global_batch=4, micro_batch=2, num_workers=2)
+        loader = lockstep.Loader(TensorDataset(torch.zeros(4000, 2)), global_batch=4, micro_batch=2, num_workers=int(sys.argv[3]))
         for window in next(iter(loader.epochs(1))):
             for batch in window:
                 pass
@@ -37,18 +41,30 @@ main()
 """
 
 
-def started(folder: Path, how: str, *args: str) -> subprocess.Popen[str]:
+def started(
+    folder: Path, how: str, method: str, does: str, workers: int = 1
+) -> subprocess.Popen[str]:
+    """Takes seconds: the script and, but for those of "fork", each of its loader workers import
+    torch.
+    """
     (folder / "script.py").write_text(SCRIPT + how)
-    (folder / "temporary").mkdir()
-    command = [sys.executable, "script.py", *args]
-    environment = {**os.environ, "TMPDIR": str(folder / "temporary")}
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    short = tempfile.mkdtemp()  # a socket's address may not be long, and pytest-xdist's folders are
+    (folder / "temporary").symlink_to(short)
+    command = [sys.executable, "script.py", method, does, str(workers)]
+    environment = {**os.environ, "TMPDIR": short}
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-@pytest.mark.kills
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_end_with_the_process_that_was_killed(tmp_path: Path, method: str) -> None:
-    process = started(tmp_path, GUARDED, method, "signal.pause()")
+    process = started(tmp_path, GUARDED, method, "signal.pause()", workers=2)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -56,6 +72,8 @@ def test_workers_end_with_the_process_that_was_killed(tmp_path: Path, method: st
         assert len(workers) >= 2
         process.kill()
         wait_gone(workers)
+        # no launcher is there that would
+        private.remove_torch_names([worker.pid for worker in workers])
     finally:
         end(process)
 
@@ -70,7 +88,9 @@ def test_an_exception_leaves_nothing_in_the_temporary_folder(tmp_path: Path, met
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_script_that_workers_cannot_import_is_told_what_is_missing(tmp_path: Path, method: str) -> None:
+def test_a_script_that_workers_cannot_import_is_told_what_is_missing(
+    tmp_path: Path, method: str
+) -> None:
     process = started(tmp_path, UNGUARDED, method, "pass")
     _, err = process.communicate()
     assert process.returncode == 1

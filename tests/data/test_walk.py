@@ -15,8 +15,18 @@ from tests.data.datasets import Lambda, Leaving, Numbers, WorkerPids, as_list
 
 
 def loader(dataset: Any, **options: Any) -> Loader:
-    """Batches are lists: a worker that is killed while it sends a tensor leaves shared memory behind."""
-    sizes = {"global_batch": 8, "micro_batch": 2, "shuffle": False, "device": "cpu", "rank": 1, "size": 2, "collate_fn": as_list}
+    """Batches are lists: a worker that is killed while it sends a tensor leaves shared memory
+    behind.
+    """
+    sizes = {
+        "global_batch": 8,
+        "micro_batch": 2,
+        "shuffle": False,
+        "device": "cpu",
+        "rank": 1,
+        "size": 2,
+        "collate_fn": as_list,
+    }
     return Loader(dataset, **(sizes | options))
 
 
@@ -29,16 +39,23 @@ def everything(ours: Loader, number: int = 0) -> list[int]:
     [
         (
             Leaving(32, bad=15, signal=signal.SIGKILL),
-            r"rank 1's loader worker 1 \(pid \d+\) died by SIGKILL while it fetched sample 15 of Leaving in epoch 0; most likely the host ran "
+            r"rank 1's loader worker 1 \(pid \d+\) died by SIGKILL while it fetched sample 15 of"
+            r" Leaving in epoch 0; most likely the host ran "
             "out of memory: take fewer num_workers, or let a sample need less",
         ),
         (
             Leaving(32, bad=4, signal=signal.SIGSEGV),
-            r"worker 0 \(pid \d+\) died by SIGSEGV while it fetched sample 4 of .*; native code crashed",
+            (
+                r"worker 0 \(pid \d+\) died by SIGSEGV while it fetched sample 4 of .*; native code"
+                r" crashed"
+            ),
         ),
         (
             Leaving(32, bad=6, code=3),
-            r"worker 1 \(pid \d+\) ended with exit code 3 while it fetched sample 6 of Leaving in epoch 0: a dataset must",
+            (
+                r"worker 1 \(pid \d+\) ended with exit code 3 while it fetched sample 6 of Leaving"
+                r" in epoch 0: a dataset must"
+            ),
         ),
     ],
 )
@@ -57,13 +74,17 @@ def test_a_worker_that_died_between_two_fetches_is_named_in_the_next_and_nowhere
     (worker,) = {pid for batch in next(epoch) for pid in batch}
     os.kill(worker, signal.SIGKILL)
     ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]  # torch's own handler would raise here
-    with pytest.raises(LockstepError, match=rf"rank 1's loader worker 0 \(pid {worker}\) died by SIGKILL"):
+    with pytest.raises(
+        LockstepError, match=rf"rank 1's loader worker 0 \(pid {worker}\) died by SIGKILL"
+    ):
         next(iter(next(epoch)))
     assert worker not in everything(ours, 1)  # others were started
     ours.close()
 
 
-def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lockstep.data.walk._PATIENCE_SECONDS", 0.2)
     ours = loader(WorkerPids(64), num_workers=2)
     epoch = iter(Epoch(ours, 0))
@@ -82,20 +103,27 @@ def test_a_worker_that_died_between_two_epochs_is_named_when_the_next_begins() -
     (worker,) = set(everything(ours))
     os.kill(worker, signal.SIGKILL)
     ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]
-    with pytest.raises(LockstepError, match=rf"pid {worker}\) died by SIGKILL between two epochs; most likely"):
+    with pytest.raises(
+        LockstepError, match=rf"pid {worker}\) died by SIGKILL between two epochs; most likely"
+    ):
         next(iter(Epoch(ours, 1)))
     assert worker not in everything(ours, 1)
     ours.close()
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_dataset_that_cannot_be_sent_is_named(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_cannot_be_sent_is_named(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.multiprocessing, "get_start_method", lambda: method)
     ours = loader(Lambda(32), num_workers=1)
     ours._loader.multiprocessing_context = method
     with pytest.raises(
         UsageError,
-        match=rf"Lambda cannot be sent to num_workers=1 loader workers, which are started by {method} and get a pickled copy \(.*lambda",
+        match=(
+            rf"Lambda cannot be sent to num_workers=1 loader workers, which are started by {method}"
+            r" and get a pickled copy \(.*lambda"
+        ),
     ):
         everything(ours)
 
@@ -125,7 +153,10 @@ class Full(Numbers):
     """What torch raises in a worker that finds no room for a batch."""
 
     def __getitem__(self, index: int) -> Any:
-        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)")
+        raise RuntimeError(
+            "unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device"
+            " (28)"
+        )
 
 
 def no_room(*_: Any, **__: Any) -> Any:
@@ -137,7 +168,8 @@ def test_full_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError) as caught:
         everything(ours)
     ours.close()
-    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", no_room)  # of a queue, before a worker is started
+    # of a queue, before a worker is started
+    monkeypatch.setattr("torch.utils.data.DataLoader.__iter__", no_room)
     with pytest.raises(OSError, match="No space left") as nameless:
         everything(loader(Numbers(32), num_workers=1))
     for error in (caught.value, nameless.value):

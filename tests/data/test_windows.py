@@ -1,4 +1,6 @@
-"""The cut as a picture, its properties over all small worlds, and the Window that keeps what it has fetched."""
+"""The cut as a picture, its properties over all small worlds, and the Window that keeps what it
+has fetched.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def picture(plan: Plan, size: int) -> list[str]:
     for cut in plan.cuts(0):
         ranks = []
         for rank in range(size):
-            ranks.append(" ".join("".join(map(str, cut.positions(slot))) or "-" for slot in cut.share(rank, size)))
+            ranks.append(
+                " ".join(
+                    "".join(map(str, cut.positions(slot))) or "-" for slot in cut.share(rank, size)
+                )
+            )
         lines.append(" | ".join(ranks))
     return lines
 
@@ -39,7 +45,10 @@ def test_a_micro_batch_that_does_not_divide_leaves_a_smaller_last_one() -> None:
 
 
 def test_a_short_step_ends_inside_a_micro_batch() -> None:
-    assert picture(Plan(samples=9, global_batch=6, micro_batch=2), 3) == ["01 | 23 | 45", "67 | 8 | -"]
+    assert picture(Plan(samples=9, global_batch=6, micro_batch=2), 3) == [
+        "01 | 23 | 45",
+        "67 | 8 | -",
+    ]
 
 
 def test_one_step_is_larger_than_the_data() -> None:
@@ -58,7 +67,14 @@ def test_drop_last_drops_the_short_step_on_all_ranks() -> None:
 def test_no_step_spans_two_epochs() -> None:
     plan = Plan(samples=10, global_batch=4, micro_batch=2)
     spans = [(cut.step, cut.epoch, cut.start, cut.stop) for cut in map(plan.cut, range(6))]
-    assert spans == [(0, 0, 0, 4), (1, 0, 4, 8), (2, 0, 8, 10), (3, 1, 0, 4), (4, 1, 4, 8), (5, 1, 8, 10)]
+    assert spans == [
+        (0, 0, 0, 4),
+        (1, 0, 4, 8),
+        (2, 0, 8, 10),
+        (3, 1, 0, 4),
+        (4, 1, 4, 8),
+        (5, 1, 8, 10),
+    ]
     assert [cut.step for cut in plan.cuts(2)] == [6, 7, 8]
 
 
@@ -67,14 +83,21 @@ def plans(draw: st.DrawFn) -> Plan:
     samples = draw(st.integers(1, 60))
     global_batch = draw(st.integers(1, 70))
     drop_last = samples >= global_batch and draw(st.booleans())
-    return Plan(samples=samples, global_batch=global_batch, micro_batch=draw(st.integers(1, global_batch)), drop_last=drop_last)
+    return Plan(
+        samples=samples,
+        global_batch=global_batch,
+        micro_batch=draw(st.integers(1, global_batch)),
+        drop_last=drop_last,
+    )
 
 
 @given(plans(), st.integers(0, 3))
 def test_an_epoch_holds_every_position_once(plan: Plan, epoch: int) -> None:
     cuts = list(plan.cuts(epoch))
     assert len(cuts) == plan.steps_per_epoch >= 1
-    positions = [position for cut in cuts for slot in range(cut.slots) for position in cut.positions(slot)]
+    positions = [
+        position for cut in cuts for slot in range(cut.slots) for position in cut.positions(slot)
+    ]
     assert positions == list(range(plan.samples - plan.dropped))
     for cut in cuts:
         assert cut.epoch == epoch
@@ -92,7 +115,10 @@ def test_ranks_share_the_slots_and_change_nothing_else(plan: Plan, size: int, st
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
     assert shares == [plan.cut(0).share(rank, size) for rank in range(size)]
-    assert sum(len(cut.positions(slot)) for rank in range(size) for slot in cut.filled(rank, size)) == cut.stop - cut.start
+    assert (
+        sum(len(cut.positions(slot)) for rank in range(size) for slot in cut.filled(rank, size))
+        == cut.stop - cut.start
+    )
     for rank, share in enumerate(shares):
         assert list(cut.filled(rank, size)) == [slot for slot in share if len(cut.positions(slot))]
 
@@ -115,9 +141,15 @@ def test_one_line_says_how_a_step_is_shared(sizes: tuple[int, int], ranks: int, 
 
 def test_the_line_says_what_is_dropped() -> None:
     assert (
-        Plan(samples=9, global_batch=4, micro_batch=2, drop_last=True).describe(2).endswith("; 2 ranks x 1; 1 sample of an epoch dropped")
+        Plan(samples=9, global_batch=4, micro_batch=2, drop_last=True)
+        .describe(2)
+        .endswith("; 2 ranks x 1; 1 sample of an epoch dropped")
     )
-    assert Plan(samples=8, global_batch=4, micro_batch=2, drop_last=True).describe(2).endswith("; 2 ranks x 1")
+    assert (
+        Plan(samples=8, global_batch=4, micro_batch=2, drop_last=True)
+        .describe(2)
+        .endswith("; 2 ranks x 1")
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +162,10 @@ def test_the_line_says_what_is_dropped() -> None:
         ({"micro_batch": 2.0}, "micro_batch=2.0 is not a whole number"),
         ({"global_batch": True}, "global_batch=True is not a whole number"),
         ({"global_batch": "8"}, "global_batch='8' is not a whole number"),
-        ({"drop_last": True, "samples": 7}, "drops the only step: the dataset's 7 samples are fewer than global_batch=8"),
+        (
+            {"drop_last": True, "samples": 7},
+            "drops the only step: the dataset's 7 samples are fewer than global_batch=8",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_cut_are_refused(changed: dict[str, int], message: str) -> None:
@@ -143,7 +178,7 @@ def test_numpy_integers_are_whole_numbers() -> None:
     assert Plan(samples=10, global_batch=np.int64(8), micro_batch=2).slots == 4  # type: ignore[arg-type]
 
 
-# -- Window --------------------------------------------------------------------------------------------------------------------------------
+# -- Window --------------------------------------------------------------------------------------
 
 
 def counter() -> Callable[[], int]:
@@ -159,7 +194,12 @@ def test_a_window_knows_its_place() -> None:
     assert (window.step, window.epoch, list(window.slots), window.samples) == (4, 1, [0, 1], 4)
     assert window.positions == [range(8, 10), range(10, 12)]
     last = Window(SHORT, rank=1, size=2, fetch=counter())
-    assert (list(last.slots), last.positions, last.samples, len(last)) == ([2], [range(12, 13)], 1, 1)
+    assert (list(last.slots), last.positions, last.samples, len(last)) == (
+        [2],
+        [range(12, 13)],
+        1,
+        1,
+    )
 
 
 def test_a_window_fetches_late_and_once() -> None:
@@ -191,7 +231,13 @@ def test_a_rank_without_a_share_has_an_empty_window() -> None:
     for rank, size in ((3, 4), (5, 6)):  # an empty slot, no slot
         window = Window(SHORT, rank, size, never)
         window.drain()
-        assert (list(window), len(window), window.samples, window.positions, window.step) == ([], 0, 0, [], 4)
+        assert (list(window), len(window), window.samples, window.positions, window.step) == (
+            [],
+            0,
+            0,
+            [],
+            4,
+        )
         assert not window
 
 

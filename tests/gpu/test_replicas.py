@@ -1,4 +1,6 @@
-"""Replicas against torch's DataParallel on every GPU there is. Skipped without one; fails where LOCKSTEP_REQUIRE_GPU=1 says there is one."""
+"""Replicas against torch's DataParallel on every GPU there is. Skipped without one; fails where
+LOCKSTEP_REQUIRE_GPU=1 says there is one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import lockstep
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1", reason="no CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1",
+        reason="no CUDA device",
+    ),
 ]
 
 
@@ -21,7 +26,9 @@ pytestmark = [
 def test_the_weights_are_those_of_data_parallel(algorithm: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-    replicas = lockstep.Replicas(module, 2, ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"], algorithm=algorithm)
+    replicas = lockstep.Replicas(
+        module, 2, ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"], algorithm=algorithm
+    )
     replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     theirs = nn.DataParallel(module.cuda())
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.1)
@@ -30,7 +37,9 @@ def test_the_weights_are_those_of_data_parallel(algorithm: str) -> None:
         sgd.zero_grad()
         F.cross_entropy(theirs(x.cuda()), y.cuda()).backward()
         sgd.step()
-        replicas.gradients((x, y), lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"))
+        replicas.gradients(
+            (x, y), lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum")
+        )
         replicas.average_gradients()
         replicas.update()
     replicas.check()

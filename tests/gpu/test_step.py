@@ -1,4 +1,6 @@
-"""What only a GPU can show: a step does not wait for the device. Skipped without one; fails where LOCKSTEP_REQUIRE_GPU=1 says there is one."""
+"""What only a GPU can show: a step does not wait for the device. Skipped without one; fails
+where LOCKSTEP_REQUIRE_GPU=1 says there is one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ import lockstep
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1", reason="no CUDA device"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1",
+        reason="no CUDA device",
+    ),
 ]
 
 
@@ -27,13 +32,18 @@ def world() -> Iterator[lockstep.World]:
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(count)]
+    pairs = [
+        (torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator))
+        for _ in range(count)
+    ]
     return [(x.cuda(), y.cuda()) for x, y in pairs]
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_does_not_synchronise(world: lockstep.World, clip: float | None, scaled: bool) -> None:
+def test_a_step_does_not_synchronise(
+    world: lockstep.World, clip: float | None, scaled: bool
+) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cuda") if scaled else None
@@ -41,7 +51,8 @@ def test_a_step_does_not_synchronise(world: lockstep.World, clip: float | None, 
     windows = [batches(2) for _ in range(6)]
     results = []
     for number, window in enumerate(windows):
-        torch.cuda.set_sync_debug_mode("error" if number >= 3 else "default")  # the first ones lay buckets, agree and compare
+        # the first ones lay buckets, agree and compare
+        torch.cuda.set_sync_debug_mode("error" if number >= 3 else "default")
         try:
             for x, y in stepper.micro_batches(window):
                 stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
@@ -58,14 +69,18 @@ def test_the_steps_of_a_gpu_equal_those_of_a_cpu(world: lockstep.World) -> None:
     plain = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     plain.load_state_dict(ours.state_dict())
     ours = ours.cuda()
-    stepper = lockstep.Stepper(ours, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), clip=1.0)
+    stepper = lockstep.Stepper(
+        ours, torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9), clip=1.0
+    )
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for window in [batches(3) for _ in range(4)]:
         for x, y in stepper.micro_batches(window):
             stepper.backward(F.cross_entropy(ours(x), y, reduction="sum"), weight=len(y))
         stepper.step()
         sgd.zero_grad()
-        (sum(F.cross_entropy(plain(x.cpu()), y.cpu(), reduction="sum") for x, y in window) / 24).backward()  # type: ignore[union-attr]
+        (
+            sum(F.cross_entropy(plain(x.cpu()), y.cpu(), reduction="sum") for x, y in window) / 24
+        ).backward()  # type: ignore[union-attr]
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         sgd.step()
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):

@@ -1,4 +1,6 @@
-"""Gradients by our own schedules: several buckets under way at once, every message counted, a peer that dies named."""
+"""Gradients by our own schedules: several buckets under way at once, every message counted, a
+peer that dies named.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,33 @@ def one_step(world: lockstep.World, reduce: str) -> tuple[list[Tensor], int, int
     """Gradients, bytes that this rank sent for them, buckets, how the reduction calls itself."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    stepper = lockstep.Stepper(model, optimizer, reduce=reduce, bucket_mb=0.02, checks="off", world=world)  # type: ignore[arg-type]
-    data = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).tensor_split(world.size)[world.rank]
+    stepper = lockstep.Stepper(
+        model, optimizer, reduce=reduce, bucket_mb=0.02, checks="off", world=world
+    )  # type: ignore[arg-type]
+    data = torch.randn(12, 64, generator=torch.Generator().manual_seed(1)).tensor_split(world.size)[
+        world.rank
+    ]
     for _ in range(2):  # the second one in the order in which gradients arrive
         before = world.group.bytes_sent
         for (x,) in stepper.micro_batches([(data,)]):
             stepper.backward(model(x).square().sum(), weight=len(x))
         stepper.step()
-    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    return gradients, world.group.bytes_sent - before, len(stepper.reducer.buckets), stepper.reducer.reduction.name
+    gradients = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    return (
+        gradients,
+        world.group.bytes_sent - before,
+        len(stepper.reducer.buckets),
+        stepper.reducer.reduction.name,
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize("reduce", ["ring", "tree", "halving_doubling"])
-def test_the_sum_is_there_on_every_rank_and_every_byte_is_counted(reduce: str, workers: int) -> None:
+def test_the_sum_is_there_on_every_rank_and_every_byte_is_counted(
+    reduce: str, workers: int
+) -> None:
     model = net()
     x = torch.randn(12, 64, generator=torch.Generator().manual_seed(1))
     (model(x).square().sum() / 12).backward()
@@ -56,5 +71,11 @@ def test_the_sum_is_there_on_every_rank_and_every_byte_is_counted(reduce: str, w
 
 
 def test_an_unknown_one_lists_the_known() -> None:
-    with pytest.raises(UsageError, match=r"reduce='star' is unknown: choose one of auto, native, central, ring, tree, halving_doubling, "):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"reduce='star' is unknown: choose one of auto, native, central, ring, tree,"
+            r" halving_doubling, "
+        ),
+    ):
         reduction("star", None)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Gradients of compiled modules leave during the backward, as they do under torch's wrapper, whoever compiles what."""
+"""Gradients of compiled modules leave during the backward, as they do under torch's wrapper,
+whoever compiles what.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.gradients.compiled import cut_by_buckets
+from lockstep.gradients.bucket import cut_by_buckets
 from lockstep.testing import run_ranks
 from tests import zoo
 
@@ -19,7 +21,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)])
+        self.layers = nn.Sequential(
+            *[nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)]
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -43,7 +47,9 @@ def data(rank: int) -> Tensor:
 
 
 def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
-    """Graphs compiled, gradients still to come when the first bucket left, the last gradient of the first layer."""
+    """Graphs compiled, gradients still to come when the first bucket left, the last gradient of
+    the first layer.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, count = Net(), Counting()
@@ -63,8 +69,8 @@ def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
         forward, reducer = torch.compile(ddp, backend=count), ddp._reducer
     assert reducer is not None
     to_come: list[int] = []
-    leave = reducer._leave
-    reducer._leave = lambda bucket: (to_come.append(reducer._here.count(False)), leave(bucket))[1]  # type: ignore[assignment,func-returns-value]
+    leave = reducer.door._leave
+    reducer.door._leave = lambda: (to_come.append(reducer.door.here.count(False)), leave())[1]  # type: ignore[func-returns-value]
     for _ in range(2):
         to_come.clear()
         model.zero_grad()

@@ -44,7 +44,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return found
 
 
-def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_once(time: Time) -> None:
+def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_once(
+    time: Time,
+) -> None:
     found = Departures()
     for now, arrives in ((1.0, 3.0), (2.0, 4.0), (6.0, 9.0)):
         time.now = now
@@ -59,7 +61,12 @@ def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_on
     for number, now in enumerate((8.0, 8.0, 9.0, 10.0)):
         time.now = now
         found.waited_for(number)
-    assert [(each.left, each.arrived) for each in found.times()] == [(1.0, 6.0), (2.0, 6.0), (6.0, 9.0), (8.0, 10.0)]
+    assert [(each.left, each.arrived) for each in found.times()] == [
+        (1.0, 6.0),
+        (2.0, 6.0),
+        (6.0, 9.0),
+        (8.0, 10.0),
+    ]
     assert found.hidden() == pytest.approx(7.0)  # from 1 to 8: the looks came late, at 6
 
 

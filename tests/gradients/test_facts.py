@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.collectives.group import Done
 from lockstep.gradients.facts import Facts, FactsMessage, numbers
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 
 
 def told(world: World, slots: int) -> Facts:

@@ -1,4 +1,6 @@
-"""Ranks on several hosts: summed in each host's memory, then between the hosts. The hosts are this one, under other names."""
+"""Ranks on several hosts: summed in each host's memory, then between the hosts. The hosts are
+this one, under other names.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.errors import UsageError, WorkerFailed
-from lockstep.gradients.hierarchical import Hierarchical
-from lockstep.gradients.reductions import reduction
+from lockstep.gradients.reductions import Hierarchical, reduction
 from lockstep.testing import run_ranks
 
 # Ranks of each host.
@@ -23,12 +24,24 @@ EVEN, UNEVEN, ONE_EACH = (2, 2), (2, 1), (1, 1, 1)
 
 
 @contextmanager
-def on_hosts(world: lockstep.World, counts: tuple[int, ...], **options: str) -> Iterator[lockstep.World]:
+def on_hosts(
+    world: lockstep.World, counts: tuple[int, ...], **options: str
+) -> Iterator[lockstep.World]:
     """The same ranks again, said to be on several hosts."""
     rank, size = world.rank, world.size
     world.close()
-    node, local = next((node, rank - sum(counts[:node])) for node in range(len(counts)) if rank < sum(counts[: node + 1]))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(counts[node]), GROUP_RANK=str(node))
+    node, local = next(
+        (node, rank - sum(counts[:node]))
+        for node in range(len(counts))
+        if rank < sum(counts[: node + 1])
+    )
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE=str(counts[node]),
+        GROUP_RANK=str(node),
+    )
     with lockstep.init(backend="gloo", timeout=timedelta(seconds=30), **options) as apart:  # type: ignore[arg-type]
         yield apart
 
@@ -41,8 +54,17 @@ def found_hosts(world: lockstep.World, counts: tuple[int, ...]) -> object:
 
 
 def test_ranks_find_out_who_shares_their_host() -> None:
-    assert run_ranks(found_hosts, 4, args=(EVEN,)) == [((0, 1), (0, 2), 2), ((0, 1), (1, 3), 2), ((2, 3), (0, 2), 2), ((2, 3), (1, 3), 2)]
-    assert run_ranks(found_hosts, 3, args=(UNEVEN,)) == [((0, 1), (0, 2), 1), ((0, 1), (1,), 1), ((2,), (0, 2), 1)]
+    assert run_ranks(found_hosts, 4, args=(EVEN,)) == [
+        ((0, 1), (0, 2), 2),
+        ((0, 1), (1, 3), 2),
+        ((2, 3), (0, 2), 2),
+        ((2, 3), (1, 3), 2),
+    ]
+    assert run_ranks(found_hosts, 3, args=(UNEVEN,)) == [
+        ((0, 1), (0, 2), 1),
+        ((0, 1), (1,), 1),
+        ((2,), (0, 2), 1),
+    ]
     assert run_ranks(found_hosts, 3, args=(ONE_EACH,)) == [None] * 3
     assert run_ranks(found_hosts, 2, args=((2,),)) == [None] * 2
 
@@ -51,7 +73,11 @@ SIZES = [1, 1024, 3 * 1024 + 5, 100_000, 0]
 
 
 def noise(rank: int, number: int) -> Tensor:
-    return torch.randn(SIZES[number], generator=torch.Generator().manual_seed(10 * rank + number), dtype=torch.float64)
+    return torch.randn(
+        SIZES[number],
+        generator=torch.Generator().manual_seed(10 * rank + number),
+        dtype=torch.float64,
+    )
 
 
 def summed(world: lockstep.World, counts: tuple[int, ...]) -> list[Tensor]:
@@ -85,20 +111,34 @@ def net() -> nn.Module:
 
 def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4 + rank, 8, generator=generator), torch.randint(0, 3, (4 + rank,), generator=generator)
+    return torch.randn(4 + rank, 8, generator=generator), torch.randint(
+        0, 3, (4 + rank,), generator=generator
+    )
 
 
-def trained(world: lockstep.World, counts: tuple[int, ...], reduce: str, update: str) -> tuple[str, Tensor]:
+def trained(
+    world: lockstep.World, counts: tuple[int, ...], reduce: str, update: str
+) -> tuple[str, Tensor]:
     with on_hosts(world, counts) as apart:
         model = net()
         stepper = lockstep.Stepper(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), clip=0.5, reduce=reduce, update=update, world=apart
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+            clip=0.5,
+            reduce=reduce,
+            update=update,
+            world=apart,
         )
         for step in range(4):
-            for x, y in stepper.micro_batches([batch(step, apart.rank), batch(step + 50, apart.rank)]):
+            for x, y in stepper.micro_batches(
+                [batch(step, apart.rank), batch(step + 50, apart.rank)]
+            ):
                 stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             stepper.step()
-        return stepper.reducer.reduction.name, nn.utils.parameters_to_vector(model.parameters()).detach()
+        return (
+            stepper.reducer.reduction.name,
+            nn.utils.parameters_to_vector(model.parameters()).detach(),
+        )
 
 
 def alone(ranks: int) -> Tensor:
@@ -107,7 +147,9 @@ def alone(ranks: int) -> Tensor:
     for step in range(4):
         optimizer.zero_grad()
         parts = [batch(k, rank) for rank in range(ranks) for k in (step, step + 50)]
-        loss = torch.stack([F.cross_entropy(model(x), y, reduction="sum") for x, y in parts]).sum() / sum(len(y) for _, y in parts)
+        loss = torch.stack(
+            [F.cross_entropy(model(x), y, reduction="sum") for x, y in parts]
+        ).sum() / sum(len(y) for _, y in parts)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -116,7 +158,9 @@ def alone(ranks: int) -> Tensor:
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("counts", [EVEN, UNEVEN])
-def test_training_over_hosts_is_training_on_one_process(counts: tuple[int, ...], update: str) -> None:
+def test_training_over_hosts_is_training_on_one_process(
+    counts: tuple[int, ...], update: str
+) -> None:
     expected = alone(sum(counts))
     ranks = run_ranks(trained, sum(counts), args=(counts, "hierarchical", update))
     for name, weights in ranks:
@@ -129,7 +173,9 @@ def test_auto_takes_what_all_agree_to_be_quicker() -> None:
     names = {name for name, _ in run_ranks(trained, 4, args=(EVEN, "auto", "replicated"))}
     assert len(names) == 1
     assert names <= {"native", "hierarchical"}
-    assert {name for name, _ in run_ranks(trained, 3, args=(ONE_EACH, "auto", "replicated"))} == {"native"}
+    assert {name for name, _ in run_ranks(trained, 3, args=(ONE_EACH, "auto", "replicated"))} == {
+        "native"
+    }
 
 
 def refused(world: lockstep.World, counts: tuple[int, ...], tags: str) -> str:

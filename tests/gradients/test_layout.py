@@ -17,21 +17,33 @@ def entries(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Entry]:
 
 def picture(layout: Layout) -> list[str]:
     return [
-        " ".join(f"{span.name}[{span.start}:{span.stop}]" for span in bucket.spans) + f" of {bucket.numel}" for bucket in layout.buckets
+        " ".join(f"{span.name}[{span.start}:{span.stop}]" for span in bucket.spans)
+        + f" of {bucket.numel}"
+        for bucket in layout.buckets
     ]
 
 
 def test_gradients_start_at_multiples_of_64_elements() -> None:
-    assert picture(plan(entries(10, 64, 65), [2, 1, 0])) == ["p2[0:65] p1[128:192] p0[192:202] of 320"]
+    assert picture(plan(entries(10, 64, 65), [2, 1, 0])) == [
+        "p2[0:65] p1[128:192] p0[192:202] of 320"
+    ]
 
 
 def test_a_bucket_is_closed_when_it_is_full_and_the_first_is_small() -> None:
     layout = plan(entries(64, 64, 640, 64, 64), range(5), bucket=4 * 256, first_bucket=4 * 64)
-    assert picture(layout) == ["p0[0:64] of 64", "p1[0:64] p2[64:704] of 704", "p3[0:64] p4[64:128] of 192"]
+    assert picture(layout) == [
+        "p0[0:64] of 64",
+        "p1[0:64] p2[64:704] of 704",
+        "p3[0:64] p4[64:128] of 192",
+    ]
 
 
 def test_dtypes_do_not_mix_and_buckets_leave_as_they_fill() -> None:
-    mixed = [Entry("a", 5, torch.float32, CPU), Entry("b", 5, torch.bfloat16, CPU), Entry("c", 5, torch.float32, CPU)]
+    mixed = [
+        Entry("a", 5, torch.float32, CPU),
+        Entry("b", 5, torch.bfloat16, CPU),
+        Entry("c", 5, torch.float32, CPU),
+    ]
     assert picture(plan(mixed, [0, 1, 2])) == ["b[0:5] of 64", "a[0:5] c[64:69] of 192"]
 
 
@@ -39,8 +51,14 @@ def test_an_empty_gradient_has_a_place() -> None:
     assert picture(plan(entries(0, 3), [0, 1])) == ["p0[0:0] p1[0:3] of 128"]
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=40), st.randoms(use_true_random=False), st.integers(256, 40_000))
-def test_every_gradient_has_one_place_and_none_overlap(sizes: list[int], random: object, limit: int) -> None:
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=40),
+    st.randoms(use_true_random=False),
+    st.integers(256, 40_000),
+)
+def test_every_gradient_has_one_place_and_none_overlap(
+    sizes: list[int], random: object, limit: int
+) -> None:
     order = list(range(len(sizes)))
     random.shuffle(order)  # type: ignore[attr-defined]
     layout = plan(entries(*sizes), order, bucket=limit, first_bucket=limit // 2)
@@ -56,6 +74,8 @@ def test_every_gradient_has_one_place_and_none_overlap(sizes: list[int], random:
         assert bucket.numel >= end
         assert (bucket.flag is None) == (bucket is not layout.buckets[-1])
         held = bucket.numel if bucket.flag is None else bucket.flag
-        full = [span.start * 4 >= (limit // 2 if bucket.index == 0 else limit) for span in bucket.spans]
+        full = [
+            span.start * 4 >= (limit // 2 if bucket.index == 0 else limit) for span in bucket.spans
+        ]
         assert not any(full), "nothing is added to a full bucket"
         assert end <= held <= bucket.numel

@@ -1,4 +1,6 @@
-"""A program that is over and a process that is not: who waits for which thread, started where, and what Ctrl-C then does."""
+"""A program that is over and a process that is not: who waits for which thread, started where,
+and what Ctrl-C then does.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import status
 from lockstep.launcher import ending, processes
 from lockstep.launcher.ending import Endings, Held
-from lockstep.step_clock import INDEX
+from lockstep.launcher.rank import Target
+from lockstep.launcher.supervise import supervise
+from lockstep.runtime import status
+from lockstep.runtime.step_clock import INDEX
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.ending import end
 
 HERE, GO = threading.Event(), threading.Event()
@@ -60,18 +64,31 @@ class Uploader(threading.Thread):
 @pytest.mark.parametrize(
     ("thread", "runs"),
     [
-        (lambda: threading.Thread(target=upload, args=("x",), name="uploader"), f"upload, test_ending.py:{LINE}"),
-        (lambda: threading.Thread(target=functools.partial(upload, "x"), name="uploader"), f"upload, test_ending.py:{LINE}"),
-        (lambda: Uploader(name="uploader"), f"Uploader.run, test_ending.py:{Uploader.run.__code__.co_firstlineno}"),
+        (
+            lambda: threading.Thread(target=upload, args=("x",), name="uploader"),
+            f"upload, test_ending.py:{LINE}",
+        ),
+        (
+            lambda: threading.Thread(target=functools.partial(upload, "x"), name="uploader"),
+            f"upload, test_ending.py:{LINE}",
+        ),
+        (
+            lambda: Uploader(name="uploader"),
+            f"Uploader.run, test_ending.py:{Uploader.run.__code__.co_firstlineno}",
+        ),
     ],
 )
 def test_a_thread_is_named_with_what_it_runs_and_where_it_is(
-    run_thread: Callable[[threading.Thread], None], thread: Callable[[], threading.Thread], runs: str
+    run_thread: Callable[[threading.Thread], None],
+    thread: Callable[[], threading.Thread],
+    runs: str,
 ) -> None:
     run_thread(thread())
     run_thread(threading.Thread(target=upload, args=("x",), name="a daemon", daemon=True))
     held = ending.waits_for()
-    assert held.what == f"the thread 'uploader' (runs {runs}; now at test_ending.py:{LINE + 2} upload)"
+    assert (
+        held.what == f"the thread 'uploader' (runs {runs}; now at test_ending.py:{LINE + 2} upload)"
+    )
     assert held.stack.startswith("Stack of 'uploader':\n")
     assert f'  File "{__file__}", line {LINE + 2}, in upload\n    GO.wait()' in held.stack
 
@@ -82,7 +99,7 @@ def test_without_a_thread_it_is_an_exit_handler() -> None:
     assert "test_without_a_thread_it_is_an_exit_handler" in held.stack
 
 
-# -- the launcher's side ---------------------------------------------------------------------------------------------------------------
+# -- the launcher's side -------------------------------------------------------------------------
 
 
 class Launcher:
@@ -113,8 +130,14 @@ def test_ranks_that_wait_for_the_same_are_named_together_and_once(tmp_path: Path
     assert ending.waits(tmp_path, 1)
 
 
-def test_a_rank_that_cannot_say_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: "Thread 0x1 (most recent call first):\n  File x")
+def test_a_rank_that_cannot_say_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        processes,
+        "ask_for_stack",
+        lambda pid, file: "Thread 0x1 (most recent call first):\n  File x",
+    )
     launcher = Launcher(tmp_path)
     launcher.over(1)
     assert launcher.look() == []
@@ -125,7 +148,7 @@ def test_a_rank_that_cannot_say_it_is_looked_at(tmp_path: Path, monkeypatch: pyt
     assert not ending.waits(tmp_path, 0)
 
 
-# -- for real --------------------------------------------------------------------------------------------------------------------------
+# -- for real ------------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys, threading, time
@@ -145,7 +168,10 @@ def waiting(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start() -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
         process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         started.append(process)
         assert process.stderr is not None
@@ -167,7 +193,9 @@ def test_ranks_that_wait_for_threads_say_so_and_end_well_when_these_do(
     assert process.wait() == 0
 
 
-def test_one_ctrl_c_ends_ranks_that_wait_for_threads(waiting: Callable[..., subprocess.Popen[str]]) -> None:
+def test_one_ctrl_c_ends_ranks_that_wait_for_threads(
+    waiting: Callable[..., subprocess.Popen[str]],
+) -> None:
     process = waiting()
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
@@ -177,7 +205,8 @@ def test_one_ctrl_c_ends_ranks_that_wait_for_threads(waiting: Callable[..., subp
 
 def _leaves_a_thread(world: World, folder: Path) -> int:
     def write() -> None:
-        threading.main_thread().join()  # until Python's own end has come as far as it can without this thread
+        # until Python's own end has come as far as it can without this thread
+        threading.main_thread().join()
         (folder / f"rank-{world.rank}").touch()
 
     threading.Thread(target=write).start()
@@ -187,3 +216,67 @@ def _leaves_a_thread(world: World, folder: Path) -> int:
 def test_launch_waits_for_threads_as_python_does(tmp_path: Path) -> None:
     assert run_ranks(_leaves_a_thread, 2, args=(tmp_path,)) == [0, 1]
     assert {file.name for file in tmp_path.iterdir()} == {"rank-0", "rank-1"}
+
+
+def page(folder: Path, rank: int, *, over: bool, opened: bool) -> None:
+    written = status.Page(status.file_of(folder, rank))
+    if opened:
+        written.opened()
+    if over:
+        written.enter(INDEX["end"], time.monotonic_ns())
+
+
+def test_one_rank_that_had_a_group_or_left_without_a_word_is_enough_for_silence(
+    tmp_path: Path,
+) -> None:
+    page(tmp_path, 0, over=True, opened=False)
+    page(tmp_path, 1, over=True, opened=False)
+    page(tmp_path, 2, over=True, opened=True)
+    page(tmp_path, 3, over=False, opened=False)
+    assert "2 ranks never joined" in ending.of_strangers(tmp_path, [0, 1], 2)
+    assert "4 ranks never joined" in ending.of_strangers(tmp_path, [0, 1], 4)
+    assert ending.of_strangers(tmp_path, [0], 1) == ""
+    assert ending.of_strangers(tmp_path, [0, 1, 2], 3) == ""
+    assert ending.of_strangers(tmp_path, [0, 1, 3], 3) == ""
+    assert ending.of_strangers(tmp_path, [0, 1, 9], 3) == ""
+
+
+ALONE = "import torch; torch.distributed.is_available()"
+OURS = "import lockstep\nwith lockstep.init(): pass"
+TORCHS = (
+    "import torch.distributed as"
+    " dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()"
+)
+OWN_STORE = """
+import os
+import torch.distributed as dist
+store = dist.FileStore("store", 2)
+dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "warned"),
+    [
+        (ALONE, 2, True),
+        (ALONE, 1, False),
+        (OURS, 2, False),
+        (TORCHS, 2, False),
+        (OWN_STORE, 2, False),
+    ],
+)
+def test_a_program_that_never_becomes_distributed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    workers: int,
+    warned: bool,
+) -> None:
+    (tmp_path / "script.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert supervise(Target(script="script.py"), workers).exit_code == 0
+    err = capfd.readouterr().err
+    assert ("never joined" in err) == warned
+    assert len(err.splitlines()) == int(warned)

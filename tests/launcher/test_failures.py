@@ -31,7 +31,9 @@ LOST = "[pair.cc:537] Read error [127.0.0.1]:39312: Connection reset by peer"
 
 
 def test_the_cause_is_found_by_kind_then_by_time() -> None:
-    """In the order of precedence, each later in time than the next: time alone would give the reverse."""
+    """In the order of precedence, each later in time than the next: time alone would give the
+    reverse.
+    """
     errors = [
         failures.of_exit(-signal.SIGKILL, 7, 100),
         _record(ValueError("boom"), 6, 500),
@@ -55,7 +57,8 @@ def test_the_earlier_of_two_exceptions_is_the_cause() -> None:
 
 
 def test_a_usage_error_comes_before_earlier_exceptions() -> None:
-    usage, exception = _record(UsageError("workers=0: give at least 1"), 1, 20), _record(ValueError("early"), 0, 10)
+    usage = _record(UsageError("workers=0: give at least 1"), 1, 20)
+    exception = _record(ValueError("early"), 0, 10)
     assert failures.first([exception, usage]) == usage
 
 
@@ -66,7 +69,12 @@ def test_an_error_raised_from_a_lost_connection_is_a_consequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("def f(:\n", SyntaxError), ("def f():\nx = 1\n", IndentationError), ("if 1:\n\ta\n        b\n", TabError)]
+    ("text", "kind"),
+    [
+        ("def f(:\n", SyntaxError),
+        ("def f():\nx = 1\n", IndentationError),
+        ("if 1:\n\ta\n        b\n", TabError),
+    ],
 )
 def test_a_file_that_cannot_be_parsed_is_shown_with_its_line_and_no_frames_of_ours(
     tmp_path: Path, text: str, kind: type[Exception]
@@ -76,7 +84,8 @@ def test_a_file_that_cannot_be_parsed_is_shown_with_its_line_and_no_frames_of_ou
     with pytest.raises(kind) as caught:
         runpy.run_path(str(script))
     assert caught.tb is not None
-    shown = failures.of_exception(caught.value.with_traceback(caught.tb.tb_next), 0).traceback  # from runpy on, as under the launcher
+    # from runpy on, as under the launcher
+    shown = failures.of_exception(caught.value.with_traceback(caught.tb.tb_next), 0).traceback
     first, *_, last = shown.splitlines()
     assert first.strip().startswith(f'File "{script}", line ')
     assert last.startswith(f"{kind.__name__}: ")
@@ -103,7 +112,13 @@ def test_the_time_is_that_of_the_first_note() -> None:
 )
 def test_kinds_and_codes(error: BaseException, kind: str, code: int, message: str) -> None:
     record = failures.of_exception(_caught(error), 2)
-    assert (record.kind, record.code, record.message, record.rank, record.pid) == (kind, code, message, 2, os.getpid())
+    assert (record.kind, record.code, record.message, record.rank, record.pid) == (
+        kind,
+        code,
+        message,
+        2,
+        os.getpid(),
+    )
 
 
 class Silent(Exception):
@@ -124,8 +139,13 @@ def test_an_exception_without_a_text_is_told_by_its_type_and_place() -> None:
     assert "failed: Silent: " in failures.render(record).splitlines()[-1]
 
 
-@pytest.mark.parametrize(("argument", "called", "code"), [(0, "sys.exit(0)", 1), (None, "sys.exit()", 1), (3, "sys.exit(3)", 3)])
-def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(argument: int | None, called: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("argument", "called", "code"),
+    [(0, "sys.exit(0)", 1), (None, "sys.exit()", 1), (3, "sys.exit(3)", 3)],
+)
+def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(
+    argument: int | None, called: str, code: int
+) -> None:
     error = _caught(SystemExit(argument))
     assert isinstance(error, SystemExit)
     record = failures.of_exit_inside(error, 2)
@@ -138,7 +158,9 @@ def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(argumen
 def test_a_signal_is_named_and_gives_128_plus_n() -> None:
     record = failures.of_exit(-signal.SIGKILL, 1, 123)
     assert record.code == 137
-    assert failures.render(record).startswith(f"rank 1 (pid 123, {record.host}) was killed by signal 9 (SIGKILL)")
+    assert failures.render(record).startswith(
+        f"rank 1 (pid 123, {record.host}) was killed by signal 9 (SIGKILL)"
+    )
     assert failures.signal_name(99) == "signal 99"
 
 
@@ -159,7 +181,12 @@ def test_the_traceback_ends_with_the_rank_and_begins_in_the_users_code() -> None
 def through_ours(error: BaseException) -> None:
     """Raise it in a frame of this package."""
     namespace: dict[str, object] = {"error": error}
-    exec(compile("def call():\n    raise error\n", failures._PACKAGE + "launcher/made_up.py", "exec"), namespace)
+    exec(
+        compile(
+            "def call():\n    raise error\n", failures._PACKAGE + "launcher/made_up.py", "exec"
+        ),
+        namespace,
+    )
     call = namespace["call"]
     assert callable(call)
     call()
@@ -171,7 +198,8 @@ def test_what_is_raised_on_purpose_ends_with_the_users_frame() -> None:
     record = failures.of_exception(found.value, 0)
     assert "made_up.py" not in record.traceback
     assert __file__ in record.traceback
-    found.value.__traceback__ = found.tb.tb_next.tb_next  # of a training of ours no frame is the user's
+    # of a training of ours no frame is the user's
+    found.value.__traceback__ = found.tb.tb_next.tb_next
     record = failures.of_exception(found.value, 0)
     assert record.traceback == ""
     assert failures.render(record).endswith("failed: ReplicaDivergence: 'a.weight' differs")
@@ -193,14 +221,19 @@ def test_frames_of_the_launcher_are_left_out_also_in_linked_exceptions() -> None
 
 
 def test_a_usage_error_is_one_sentence_with_the_users_line() -> None:
-    shown = failures.render(failures.of_exception(_caught(UsageError("micro_batch=0: give at least 1")), 0))
+    shown = failures.render(
+        failures.of_exception(_caught(UsageError("micro_batch=0: give at least 1")), 0)
+    )
     assert shown.startswith(f"error: micro_batch=0: give at least 1 ({__file__}:")
     assert "\n" not in shown
 
 
 def test_a_rank_that_finished_early_is_noted_only_for_a_complaint() -> None:
     complaint, boom = _record(RuntimeError(LOST), 0, 1), _record(ValueError("boom"), 1, 2)
-    assert failures.finished_early([complaint], [2]) == "rank 2 had finished before that: do all ranks take the same number of steps?"
+    assert (
+        failures.finished_early([complaint], [2])
+        == "rank 2 had finished before that: do all ranks take the same number of steps?"
+    )
     assert not failures.finished_early([complaint, boom], [2])
     assert not failures.finished_early([complaint], [])
 
@@ -213,7 +246,8 @@ def test_ranks_are_named_in_order() -> None:
 def test_a_fatal_stack_is_shown_without_the_launcher() -> None:
     dump = (
         "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
-        f'  File "train.py", line 2 in crash\n  File "<frozen runpy>", line 88 in _run_code\n  File "{failures._PACKAGE}launcher/worker.py", line 9 in main\n'
+        '  File "train.py", line 2 in crash\n  File "<frozen runpy>", line 88 in _run_code\n  File'
+        f' "{failures._PACKAGE}launcher/rank.py", line 9 in main\n'
         "\nExtension modules: numpy\n"
     )
     assert failures.readable_stack(dump).splitlines()[-1] == '  File "train.py", line 2 in crash'

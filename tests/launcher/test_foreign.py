@@ -1,4 +1,6 @@
-"""A command that another launcher has started as a rank: whose it is, and what it says when it fails."""
+"""A command that another launcher has started as a rank: whose it is, and what it says when it
+fails.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.foreign import rank_here, refuse_watching, said
-from lockstep.place import placement
+from lockstep.runtime.environment import placement
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "ENVIRONMENT": "BATCH"}
@@ -24,16 +26,24 @@ def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("workers", [None, "2", 2])
-def test_one_of_several_is_a_rank(monkeypatch: pytest.MonkeyPatch, workers: str | int | None) -> None:
+def test_one_of_several_is_a_rank(
+    monkeypatch: pytest.MonkeyPatch, workers: str | int | None
+) -> None:
     _set(monkeypatch, RANK)
     assert rank_here(workers) == placement(RANK)
 
 
 @pytest.mark.parametrize("workers", ["3", "1:2", 4])
-def test_another_number_of_workers_is_refused(monkeypatch: pytest.MonkeyPatch, workers: str | int) -> None:
+def test_another_number_of_workers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, workers: str | int
+) -> None:
     _set(monkeypatch, RANK)
     with pytest.raises(
-        UsageError, match=rf"--workers {workers} but WORLD_SIZE=2: this command was started as rank 1 of 2 and starts no ranks"
+        UsageError,
+        match=(
+            rf"--workers {workers} but WORLD_SIZE=2: this command was started as rank 1 of 2 and"
+            r" starts no ranks"
+        ),
     ):
         rank_here(workers)
 
@@ -56,7 +66,11 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
     assert place is not None
     refuse_watching(place, False)
     with pytest.raises(
-        UsageError, match="--stall-after and --debug are for the launcher of the ranks, but RANK and WORLD_SIZE say that another one has"
+        UsageError,
+        match=(
+            "--debug and --cold are for the launcher of the ranks, but RANK and WORLD_SIZE say that"
+            " another one has"
+        ),
     ):
         refuse_watching(place, True)
 
@@ -90,14 +104,24 @@ sys.exit(3)
 
 
 def test_a_script_for_torchrun_as_tasks_of_a_step(tmp_path: Path) -> None:
-    """What srun would do: the same command with other numbers. tests/launcher/slurm has the real one."""
+    """What srun would do: the same command with other numbers. tests/launcher/slurm has the real
+    one.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+    }
     command = [sys.executable, "-m", "lockstep", "run", str(script), "--lr", "1"]
     ranks = [
         subprocess.Popen(
-            command, env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}, stderr=subprocess.PIPE, text=True
+            command,
+            env={**os.environ, **step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in ("0", "1")
     ]

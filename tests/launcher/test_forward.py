@@ -10,10 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lockstep.launcher.forward import forwarded, pipe_of, write_all
+from lockstep.launcher import forward
+from lockstep.launcher.forward import Joiner, Lines, forwarded, pipe_of, spans, write_all
 
-ROOT = Path(__file__).parents[2]
 _SPEAK = """
 import os, sys
 rank = os.environ["RANK"]
@@ -26,8 +28,7 @@ print("no end", end="")
 
 
 def environment(temporary: Path) -> dict[str, str]:
-    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part)
-    return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary)}
+    return {**os.environ, "TMPDIR": str(temporary)}
 
 
 def command(*args: str) -> list[str]:
@@ -36,7 +37,14 @@ def command(*args: str) -> list[str]:
 
 def run(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
-    return subprocess.run([*command(*args), "script.py"], cwd=folder, env=environment(folder), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [*command(*args), "script.py"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def expanded(out: str, ranks: int) -> dict[int, list[str]]:
@@ -51,7 +59,9 @@ def expanded(out: str, ranks: int) -> dict[int, list[str]]:
     return found
 
 
-def test_everything_that_ranks_print_arrives_on_its_stream_in_order_and_in_the_logs(tmp_path: Path) -> None:
+def test_everything_that_ranks_print_arrives_on_its_stream_in_order_and_in_the_logs(
+    tmp_path: Path,
+) -> None:
     done = run(tmp_path, _SPEAK, "-n", "3", "--log", "logs")
     assert done.returncode == 0, done.stderr
     own = {rank: ["begin", f"I am {rank}", "from a child", "no end"] for rank in range(3)}
@@ -60,14 +70,18 @@ def test_everything_that_ranks_print_arrives_on_its_stream_in_order_and_in_the_l
     assert "never joined" in ours
     assert expanded(said, 3) == {rank: ["to stderr"] for rank in range(3)}
     for rank in range(3):
-        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text() == f"begin\nI am {rank}\nto stderr\nno end"
+        assert (
+            tmp_path / "logs" / f"rank-{rank}.log"
+        ).read_text() == f"begin\nI am {rank}\nto stderr\nno end"
 
 
 def test_what_all_say_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with forwarded(tmp_path, 3, window=60.0):
+    with forwarded(tmp_path, range(3), window=60.0):
         for stream in ("out", "err"):
             for rank in (2, 0, 1):
-                pipe_of(tmp_path, rank, stream).write_text(f"together on {stream}\nonly {rank % 2}\n")
+                pipe_of(tmp_path, rank, stream).write_text(
+                    f"together on {stream}\nonly {rank % 2}\n"
+                )
     assert capfd.readouterr() == (
         "[0-2] together on out\n[1] only 1\n[0,2] only 0\n",
         "[0-2] together on err\n[1] only 1\n[0,2] only 0\n",
@@ -78,7 +92,9 @@ def test_a_flood_of_more_than_a_pipe_holds_arrives_whole(tmp_path: Path) -> None
     text = "import os\nfor number in range(20000): print(os.environ['RANK'], number, 'x' * 20)\n"
     done = run(tmp_path, text, "-n", "2")
     lines = expanded(done.stdout, 2)
-    assert [lines[rank] == [f"{rank} {number} {'x' * 20}" for number in range(20000)] for rank in (0, 1)] == [True, True]
+    assert [
+        lines[rank] == [f"{rank} {number} {'x' * 20}" for number in range(20000)] for rank in (0, 1)
+    ] == [True, True]
 
 
 def test_a_killed_ranks_last_words_arrive(tmp_path: Path) -> None:
@@ -99,9 +115,17 @@ signal.pause()
 
 
 def test_a_reader_that_leaves_does_not_stop_the_run(tmp_path: Path) -> None:
-    text = "import pathlib, os\nfor number in range(20000): print(number)\npathlib.Path('done' + os.environ['RANK']).touch()\n"
+    text = (
+        "import pathlib, os\nfor number in range(20000): print(number)\npathlib.Path('done' +"
+        " os.environ['RANK']).touch()\n"
+    )
     (tmp_path / "script.py").write_text(text)
-    with subprocess.Popen([*command("-n", "2"), "script.py"], cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE) as running:
+    with subprocess.Popen(
+        [*command("-n", "2"), "script.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+    ) as running:
         assert running.stdout is not None
         running.stdout.readline()
         running.stdout.close()
@@ -124,9 +148,17 @@ def test_a_terminal_that_somebody_made_non_blocking_gets_everything() -> None:
 
 
 def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import os, sys; print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())")
+    (tmp_path / "script.py").write_text(
+        "import os, sys; print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty())"
+    )
     controller, terminal = pty.openpty()
-    done = subprocess.Popen([*command("-n", "3"), "script.py"], cwd=tmp_path, env=environment(tmp_path), stdout=terminal, stderr=terminal)
+    done = subprocess.Popen(
+        [*command("-n", "3"), "script.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdout=terminal,
+        stderr=terminal,
+    )
     os.close(terminal)
     shown = b""
     try:
@@ -137,19 +169,171 @@ def test_on_a_terminal_rank_0_has_it_directly(tmp_path: Path) -> None:
     os.close(controller)
     assert done.wait(60) == 0
     lines = shown.decode().split("\r\n")
-    assert sorted(line for line in lines if "ranks" not in line) == ["", "0 True True", "[1] 1 False False", "[2] 2 False False"]
+    assert sorted(line for line in lines if "ranks" not in line) == [
+        "",
+        "0 True True",
+        "[1] 1 False False",
+        "[2] 2 False False",
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_last_lines_of_a_rank_that_was_not_on_the_terminal_are_shown(rank: int, tmp_path: Path) -> None:
-    text = f"import os\nprint('said by', os.environ['RANK'])\nif os.environ['RANK'] == '{rank}': raise ValueError('boom')\nimport signal; signal.pause()"
+def test_the_last_lines_of_a_rank_that_was_not_on_the_terminal_are_shown(
+    rank: int, tmp_path: Path
+) -> None:
+    text = (
+        f"import os\nprint('said by', os.environ['RANK'])\nif os.environ['RANK'] == '{rank}': raise"
+        " ValueError('boom')\nimport signal; signal.pause()"
+    )
     (tmp_path / "script.py").write_text(text)
-    code = "from lockstep.launcher.supervise import *; supervise(Target(script='script.py'), 2, console='first')"
+    code = (
+        "from lockstep.launcher.supervise import *; from lockstep.launcher.rank import Target;"
+        " supervise(Target(script='script.py'), 2, console='first')"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     lines = done.stderr.splitlines()
     assert lines[: 2 * rank] == ["the last that rank 1 printed:", "said by 1"][: 2 * rank]
     assert lines[2 * rank] == "Traceback (most recent call last):"
     assert lines[-1].endswith("failed: ValueError: boom")
     assert f"rank-{rank}.log) failed" in lines[-1]
+
+
+def test_a_line_of_all_ranks_leaves_at_once_and_is_shown_once() -> None:
+    joiner = Joiner(3)
+    for rank in (2, 0, 1):
+        assert joiner.take(rank, "epoch 1", now=0.0) == []
+    assert joiner.ready(now=0.0) == ["[0-2] epoch 1"]
+    assert joiner.due() is None
+
+
+def test_a_line_of_some_leaves_when_its_time_has_come() -> None:
+    joiner = Joiner(8)
+    for rank in (7, 3, 0, 1):
+        joiner.take(rank, "warning", now=1.0)
+    assert joiner.due() == pytest.approx(1.1)
+    assert joiner.ready(now=1.05) == []
+    assert joiner.ready(now=1.1) == ["[0-1,3,7] warning"]
+
+
+def test_a_line_that_comes_after_the_window_is_shown_again() -> None:
+    joiner = Joiner(2)
+    joiner.take(0, "same", now=0.0)
+    assert joiner.ready(now=0.2) == ["[0] same"]
+    joiner.take(1, "same", now=0.2)
+    assert joiner.end() == ["[1] same"]
+
+
+def test_lines_around_a_different_one_are_joined_too() -> None:
+    joiner = Joiner(2)
+    for rank in (0, 1):
+        for line in ("begin", f"I am {rank}", "end"):
+            joiner.take(rank, line, now=0.0)
+    assert joiner.end() == ["[0-1] begin", "[1] I am 1", "[0] I am 0", "[0-1] end"]
+
+
+def test_one_rank_that_says_something_twice_has_said_it_twice() -> None:
+    joiner = Joiner(2)
+    for rank in (0, 0, 1):
+        joiner.take(rank, "again", now=0.0)
+    assert joiner.end() == ["[0-1] again", "[0] again"]
+
+
+def test_ranks_that_say_the_same_in_another_order_keep_theirs() -> None:
+    joiner = Joiner(2)
+    for rank, line in [(0, "a"), (0, "b"), (1, "b"), (1, "a")]:
+        joiner.take(rank, line, now=0.0)
+    assert joiner.end() == ["[0] a", "[0-1] b", "[1] a"]
+
+
+def test_colours_do_not_tell_lines_apart_and_the_first_ranks_are_shown() -> None:
+    joiner = Joiner(3)
+    joiner.take(1, "loss 0.1", now=0.0)
+    joiner.take(0, "\x1b[31mloss 0.1\x1b[0m", now=0.0)
+    assert joiner.end() == ["[0-1] \x1b[31mloss 0.1\x1b[0m"]
+
+
+_Heard = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from("abc"), st.floats(0, 0.08)), max_size=60
+)
+
+
+@given(_Heard)
+def test_whatever_comes_every_ranks_lines_come_out_in_their_order_and_in_time(
+    heard: list[tuple[int, str, float]],
+) -> None:
+    joiner, now, out = Joiner(4), 0.0, list[str]()
+    for rank, line, pause in heard:
+        now += pause
+        out += joiner.ready(now)
+        out += joiner.take(rank, line, now)
+        due = joiner.due()
+        assert due is None or now < due <= now + forward.WINDOW
+    out += joiner.end()
+    for rank in range(4):
+        assert [_text(line) for line in out if rank in _ranks(line)] == [
+            text for other, text, _ in heard if other == rank
+        ]
+
+
+def test_a_flood_does_not_wait() -> None:
+    joiner = Joiner(2)
+    left = sum(len(joiner.take(0, f"line {number}", now=0.0)) for number in range(5000))
+    assert 5000 - left == len(joiner.end()) == forward._MOST
+
+
+def test_bytes_become_lines_whatever_the_cuts() -> None:
+    text = "eins\nzwei ü\r\ndrei".encode()
+    for cut in range(len(text)):
+        lines = Lines()
+        assert [*lines.feed(text[:cut]), *lines.feed(text[cut:]), *lines.end()] == [
+            "eins",
+            "zwei ü",
+            "drei",
+        ]
+
+
+@pytest.mark.parametrize("cut", range(20))
+def test_of_a_bar_only_the_last_state_counts(cut: int) -> None:
+    text = b"\r 10%\r 50%\r100%\nnext"
+    lines = Lines()
+    assert [*lines.feed(text[:cut]), *lines.feed(text[cut:]), *lines.end()] == ["100%", "next"]
+
+
+def test_a_bar_that_is_redrawn_for_hours_takes_no_memory_and_an_endless_line_comes_in_pieces() -> (
+    None
+):
+    lines = Lines()
+    for number in range(1000):
+        assert lines.feed(f"\r{number:06} {'#' * 500}".encode()) == []
+    assert len(lines._rest) < 600
+    pieces = lines.feed(b"x" * 200_000)
+    assert "".join([*pieces, *lines.end()]).endswith("x" * 200_000)
+    assert max(map(len, pieces)) == forward._LONGEST
+
+
+def test_spans() -> None:
+    assert [spans(each) for each in ([3], [0, 1, 2], [5, 0, 2, 3], [7, 6])] == [
+        "3",
+        "0-2",
+        "0,2-3,5",
+        "6-7",
+    ]
+
+
+def _text(line: str) -> str:
+    return line.partition("] ")[2]
+
+
+def _ranks(line: str) -> set[int]:
+    found: set[int] = set()
+    for part in line[1 : line.index("]")].split(","):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

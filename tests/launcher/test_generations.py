@@ -23,7 +23,9 @@ def outcome(ending: Ending) -> Outcome:
     kinds: dict[Ending, Kind] = {"kill": "signal", "loader": "loader", "raise": "exception"}
     kind = kinds[ending]
     code = 1 if ending == "raise" else 137
-    return Outcome(code, Failure(rank=0, kind=kind, message="", code=code, pid=1, host="", monotonic_ns=0))
+    return Outcome(
+        code, Failure(rank=0, kind=kind, message="", code=code, pid=1, host="", monotonic_ns=0)
+    )
 
 
 def played(workers: Workers, restarts: int, *endings: Ending) -> tuple[list[int], int]:
@@ -51,7 +53,10 @@ def test_a_killed_worker_is_done_without_until_the_next_checkpoint() -> None:
 
 
 def test_restarts_are_counted_and_growing_is_none() -> None:
-    assert played(Workers(1, 2), 2, "kill", "grow", "kill", "grow", "kill") == ([2, 1, 2, 1, 2], 137)
+    assert played(Workers(1, 2), 2, "kill", "grow", "kill", "grow", "kill") == (
+        [2, 1, 2, 1, 2],
+        137,
+    )
     assert played(Workers(1, 4), 0, "kill") == ([4], 137)
 
 

@@ -1,4 +1,6 @@
-"""Which rank's output goes where. Redirecting works on the process, so each case is a process of its own."""
+"""Which rank's output goes where. Redirecting works on the process, so each case is a process of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,14 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.logs import Tee
+from lockstep.errors import UsageError
+from lockstep.launcher import logs as place_module
+from lockstep.launcher.logs import Tee, directory_for_logs, log_place, tail
 
 _CODE = """
 import os, sys
@@ -24,7 +29,13 @@ os.write(1, b"from C\\n")
 
 
 def _output(*args: str) -> str:
-    done = subprocess.run([sys.executable, "-c", _CODE, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _CODE, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
@@ -33,9 +44,14 @@ def test_all_ranks_on_the_console_line_by_line() -> None:
 
 
 def test_a_line_is_written_in_one_piece_also_when_python_is_unbuffered() -> None:
-    """Ranks share the terminal: what is written in pieces is mixed. A pipe in packet mode keeps the pieces apart."""
+    """Ranks share the terminal: what is written in pieces is mixed. A pipe in packet mode keeps
+    the pieces apart.
+    """
     reading, writing = os.pipe2(os.O_DIRECT)
-    code = "from lockstep.launcher import logs; logs.redirect(0, 'all', None); print('one', 'line', flush=True)"
+    code = (
+        "from lockstep.launcher import logs; logs.redirect(0, 'all', None); print('one', 'line',"
+        " flush=True)"
+    )
     subprocess.run([sys.executable, "-u", "-c", code], stdout=writing, check=True)
     os.close(writing)
     assert os.read(reading, 100) == b"one line\n"
@@ -64,7 +80,13 @@ def test_all_ranks_write_to_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "copied"),
-    [("loss 0.1\n", "loss 0.1\n"), ("\x1b[31mred\x1b[0m\n", "red\n"), ("\r 50 %", ""), ("\x1b[2K\x1b[1A 50 %", ""), ("dos\r\n", "dos\r\n")],
+    [
+        ("loss 0.1\n", "loss 0.1\n"),
+        ("\x1b[31mred\x1b[0m\n", "red\n"),
+        ("\r 50 %", ""),
+        ("\x1b[2K\x1b[1A 50 %", ""),
+        ("dos\r\n", "dos\r\n"),
+    ],
 )
 def test_redraws_and_colours_stay_out_of_the_copy(text: str, copied: str) -> None:
     stream, copy = io.StringIO(), io.StringIO()
@@ -91,3 +113,64 @@ def test_a_full_disk_leaves_the_terminal(tmp_path: Path) -> None:
         tee = Tee(shown, io.TextIOWrapper(full, write_through=True))
         print("still here", file=tee, flush=True)
     assert shown.getvalue() == "still here\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"lockstep-{os.getuid()}"
+
+
+def test_a_place_of_ones_own_goes_when_all_went_well(home: Path) -> None:
+    with log_place(None) as place:
+        assert place.path.parent == home
+        assert place.path.stat().st_mode & 0o077 == 0
+        (place.path / "rank-0.log").write_text("fine")
+    assert not list(home.iterdir())
+
+
+def test_it_stays_where_it_is_wanted_and_the_oldest_of_many_goes(home: Path) -> None:
+    paths = []
+    for number in range(place_module.KEPT + 2):
+        with log_place(None) as place:
+            place.keep = True
+        os.utime(place.path, (number, number))
+        paths.append(place.path)
+    assert [path.exists() for path in paths] == [False, False] + [True] * place_module.KEPT
+
+
+def test_what_a_killed_launcher_left_goes_and_what_a_living_one_has_stays(home: Path) -> None:
+    with log_place(None) as living:
+        dead = home / "logs-4194399-12345-x"
+        dead.mkdir()
+        with log_place(None):
+            assert living.path.exists()
+            assert not dead.exists()
+
+
+def test_the_directory_that_was_asked_for_stays(home: Path, tmp_path: Path) -> None:
+    with log_place(tmp_path / "mine") as place:
+        assert place.path == tmp_path / "mine"
+        assert not home.exists()
+
+
+def test_a_directory_is_made_or_refused_with_a_sentence(tmp_path: Path) -> None:
+    assert directory_for_logs(None) is None
+    made = directory_for_logs(tmp_path / "a" / "b")
+    assert made is not None
+    assert made.is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UsageError,
+        match=r"--log .*file/x: no directory can be made there \(Not a directory\); give another",
+    ):
+        directory_for_logs(tmp_path / "file" / "x")
+
+
+def test_the_tail_is_the_end_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "rank-1.log"
+    assert tail(file) == ""
+    file.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    assert tail(file, 2) == "line 99998\nline 99999"
+    file.write_bytes(b"\xff one line without an end")
+    assert tail(file).endswith("one line without an end")

@@ -1,4 +1,6 @@
-"""Being asked to stop, on the launcher's side and on a rank's: who is told, who is ended, and with which exit code."""
+"""Being asked to stop, on the launcher's side and on a rank's: who is told, who is ended, and
+with which exit code.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def test_ranks_that_heed_are_told_once_and_let_go_on(
     stop.note(signal.SIGTERM, None)
     assert [stop.now(tmp_path, PIDS) for _ in range(3)] == [False] * 3
     assert told == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
-    assert capsys.readouterr().err == "signal 15 (SIGTERM): stopping after this step; once more to stop now\n"
+    assert (
+        capsys.readouterr().err
+        == "signal 15 (SIGTERM): stopping after this step; once more to stop now\n"
+    )
     stop.note(signal.SIGTERM, None)
     assert stop.now(tmp_path, PIDS)
     assert stop.exit_code(saved=True) == 75
@@ -114,7 +119,7 @@ def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:
 
 CHILD = """
 import os, sys, time
-from lockstep.orphans import heed_parent_only
+from lockstep.runtime.process_lifetime import heed_parent_only
 heed_parent_only()
 print("here", flush=True)
 time.sleep(60)
@@ -136,7 +141,9 @@ def parent() -> Iterator[Callable[[], subprocess.Popen[str]]]:
 
     def start() -> subprocess.Popen[str]:
         command = [sys.executable, "-c", textwrap.dedent(PARENT), textwrap.dedent(CHILD)]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        started.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         return started[-1]
 
     yield start
@@ -144,8 +151,12 @@ def parent() -> Iterator[Callable[[], subprocess.Popen[str]]]:
         end(process)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot tell who sent a signal")
-def test_a_loader_worker_dies_of_its_parents_signal_and_of_nobody_elses(parent: Callable[[], subprocess.Popen[str]]) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere a process cannot tell who sent a signal"
+)
+def test_a_loader_worker_dies_of_its_parents_signal_and_of_nobody_elses(
+    parent: Callable[[], subprocess.Popen[str]],
+) -> None:
     process = parent()
     assert process.stdin is not None
     assert process.stdout is not None

@@ -1,4 +1,6 @@
-"""The launcher as a process: exit codes, who is blamed, what is printed, and that nobody is left over."""
+"""The launcher as a process: exit codes, who is blamed, what is printed, and that nobody is left
+over.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,30 @@ import psutil
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.launcher import alone
-from lockstep.launcher.supervise import Target, supervise
+from lockstep.launcher import ending
+from lockstep.launcher.rank import Target
+from lockstep.launcher.supervise import supervise
 from tests.ending import alive, end, kill, wait_gone
-from tests.launcher.test_spawn import cut_connections
+from tests.launcher.test_launch import cut_connections
 
 # Ranks that need no torch start fast; those that use it say so.
-_SAY = "os.write(1, f'pid {os.getpid()}\\n'.encode())"  # in one piece: an unbuffered print writes a line in several, and others come between them
+# in one piece: an unbuffered print writes a line in several, and others come between them
+_SAY = "os.write(1, f'pid {os.getpid()}\\n'.encode())"
 _SILENT = f"import os, signal\n{_SAY}\nsignal.pause()\n"
 _JOIN = "import lockstep, os, signal, sys, time, torch\nworld = lockstep.init()\n"
-_SPEAK = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+_SPEAK = (
+    "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'],"
+    " file=sys.stderr)"
+)
 _REDUCE = "world.group.all_reduce(torch.ones(3)).wait()\n"
 
-_ALONE = f"{alone.sentence(2)}\n"
+_ALONE = f"{ending.never_joined(2)}\n"
 
 _LAUNCHER = """
 import sys
 from pathlib import Path
-from lockstep.launcher.supervise import Target, supervise
+from lockstep.launcher.rank import Target
+from lockstep.launcher.supervise import supervise
 options = eval(sys.argv[2])
 if __name__ == "__main__":
     sys.exit(supervise(Target(script=sys.argv[1], args=sys.argv[3:]), **options).exit_code)
@@ -54,13 +62,18 @@ class Launched:
         self.temporary.mkdir()
         command = [sys.executable, "-c", _LAUNCHER, "script.py", repr({"workers": 2, **options})]
         env = {**os.environ, "TMPDIR": str(self.temporary)}
-        self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def pids(self, count: int) -> list[psutil.Process]:
         """Processes that said "pid N" on stdout."""
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(count)]
-        assert all(line.startswith("pid ") for line in lines), (lines, self.end() if "" in lines else "")
+        assert all(line.startswith("pid ") for line in lines), (
+            lines,
+            self.end() if "" in lines else "",
+        )
         return [psutil.Process(int(line.split()[1])) for line in lines]
 
     def end(self) -> tuple[int, str, str]:
@@ -75,7 +88,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Supervise ranks from this process, which has torch loaded already: exit code, stdout, stderr."""
+    """Supervise ranks from this process, which has torch loaded already: exit code, stdout,
+    stderr.
+    """
 
     def supervised(text: str, workers: int = 2, **options: Any) -> tuple[int, str, str]:
         (tmp_path / "script.py").write_text(textwrap.dedent(text))
@@ -102,7 +117,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 
 def test_a_good_end_prints_only_that_the_ranks_never_joined(run: Run) -> None:
-    code, out, err = run("import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['X'])", environment={"X": "y"})
+    code, out, err = run(
+        "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['X'])",
+        environment={"X": "y"},
+    )
     assert (code, sorted(out.splitlines()), err) == (0, ["0 2 y", "1 2 y"], _ALONE)
 
 
@@ -121,10 +139,15 @@ def test_ranks_that_use_torch_find_each_other(run: Run) -> None:
 
 
 def test_the_rank_that_raised_is_blamed_and_nothing_else_is_printed(run: Run) -> None:
-    code, out, err = run(_JOIN + "if world.rank == 1: raise ValueError('boom')\n" + _REDUCE, workers=3)
+    code, out, err = run(
+        _JOIN + "if world.rank == 1: raise ValueError('boom')\n" + _REDUCE, workers=3
+    )
     assert (code, out) == (1, "")
     lines = err.splitlines()
-    assert lines[:2] == ["Traceback (most recent call last):", '  File "script.py", line 3, in <module>']
+    assert lines[:2] == [
+        "Traceback (most recent call last):",
+        '  File "script.py", line 3, in <module>',
+    ]
     assert lines[-2] == "ValueError: boom"
     assert lines[-1].startswith("rank 1 (pid ")
     assert lines[-1].endswith(" failed: ValueError: boom")
@@ -133,16 +156,25 @@ def test_the_rank_that_raised_is_blamed_and_nothing_else_is_printed(run: Run) ->
 
 
 def test_a_slow_unwinding_rank_is_still_blamed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.launcher.agent._SETTLE_SECONDS", 300.0)  # however loaded the machine is
-    text = _JOIN + "if world.rank == 1:\n  try: raise ValueError('the cause')\n  finally:\n    cut_connections(); time.sleep(0.3)\n"
+    # however loaded the machine is
+    monkeypatch.setattr("lockstep.launcher.engine._SETTLE_SECONDS", 300.0)
+    text = (
+        _JOIN + "if world.rank == 1:\n  try: raise ValueError('the cause')\n  finally:\n   "
+        " cut_connections(); time.sleep(0.3)\n"
+    )
     code, _, err = run(
-        inspect.getsource(cut_connections) + "import psutil, socket\n" + text + "torch.distributed.all_reduce(torch.ones(3))"
+        inspect.getsource(cut_connections)
+        + "import psutil, socket\n"
+        + text
+        + "torch.distributed.all_reduce(torch.ones(3))"
     )
     assert (code, err.splitlines()[-1].split(") ")[1]) == (1, "failed: ValueError: the cause")
 
 
 def test_a_killed_rank_is_named_with_its_signal(run: Run) -> None:
-    code, _, err = run(_JOIN + "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + _REDUCE)
+    code, _, err = run(
+        _JOIN + "if world.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n" + _REDUCE
+    )
     assert code == 137
     assert err.startswith("rank 1 (pid ")
     assert "was killed by signal 9 (SIGKILL)" in err
@@ -160,7 +192,10 @@ def test_a_crash_shows_the_python_stack(run: Run) -> None:
 def test_a_rank_that_finished_early_is_noted(run: Run) -> None:
     code, _, err = run(_JOIN + _REDUCE + "if world.rank == 1: os._exit(0)\n" + _REDUCE)
     assert code == 1
-    assert err.splitlines()[-1] == "rank 1 had finished before that: do all ranks take the same number of steps?"
+    assert (
+        err.splitlines()[-1]
+        == "rank 1 had finished before that: do all ranks take the same number of steps?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +205,11 @@ def test_a_rank_that_finished_early_is_noted(run: Run) -> None:
         ("import os; os._exit(7)", 7, "exited with code 7"),
         ("import sys; sys.exit('sorry')", 1, "exited with code 1 (script.py:1): sorry"),
         ("import lockstep; lockstep.init(backend='x')", 2, "error: backend='x' is unknown"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 130, "exited with code 130: KeyboardInterrupt"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+            130,
+            "exited with code 130: KeyboardInterrupt",
+        ),
     ],
 )
 def test_exit_codes_pass_through_with_one_line(run: Run, text: str, code: int, error: str) -> None:
@@ -181,7 +220,12 @@ def test_exit_codes_pass_through_with_one_line(run: Run, text: str, code: int, e
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "signal 15 (SIGTERM)"), (signal.SIGHUP, "signal 1 (SIGHUP)")]
+    ("number", "said"),
+    [
+        (signal.SIGINT, "Ctrl-C"),
+        (signal.SIGTERM, "signal 15 (SIGTERM)"),
+        (signal.SIGHUP, "signal 1 (SIGHUP)"),
+    ],
 )
 def test_a_signal_to_the_launcher_stops_everything_with_one_line(
     launch: Callable[..., Launched], number: signal.Signals, said: str
@@ -197,14 +241,17 @@ def test_a_signal_before_the_ranks_are_there_is_not_lost(launch: Callable[..., L
     launched = launch(_SILENT)
     home = launched.temporary / f"lockstep-{os.getuid()}"
     deadline = time.monotonic() + 20
-    while not list(home.glob("run-*")):  # made while signals are noted already, and before torch is imported
+    while not list(home.glob("run-*")):
+        # made while signals are noted already, and before torch is imported
         assert time.monotonic() < deadline
         time.sleep(0.005)
     launched.process.send_signal(signal.SIGINT)
     assert launched.end()[0] == 130
 
 
-def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Callable[..., Launched]) -> None:
+def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(
+    launch: Callable[..., Launched],
+) -> None:
     text = f"""
     import os, signal, subprocess, sys
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -219,7 +266,9 @@ def test_ranks_that_ignore_sigterm_and_their_children_are_ended_too(launch: Call
     wait_gone(processes)
 
 
-def test_what_a_rank_leaves_running_is_ended_and_said_but_not_what_has_a_session_of_its_own(run: Run, tmp_path: Path) -> None:
+def test_what_a_rank_leaves_running_is_ended_and_said_but_not_what_has_a_session_of_its_own(
+    run: Run, tmp_path: Path
+) -> None:
     text = """
     import os, subprocess, sys
     own = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], stdout=subprocess.DEVNULL, start_new_session=True)
@@ -255,9 +304,10 @@ def test_children_of_the_failed_rank_are_ended(run: Run) -> None:
         wait_gone([psutil.Process(int(out))])
 
 
-def test_ranks_and_loader_workers_die_with_the_killed_launcher(launch: Callable[..., Launched]) -> None:
-    text = _JOIN + textwrap.dedent(
-        f"""
+def test_ranks_and_loader_workers_die_with_the_killed_launcher(
+    launch: Callable[..., Launched],
+) -> None:
+    text = _JOIN + textwrap.dedent(f"""
         class Numbers(torch.utils.data.Dataset):
             def __len__(self): return 64
             def __getitem__(self, index):
@@ -270,8 +320,7 @@ def test_ranks_and_loader_workers_die_with_the_killed_launcher(launch: Callable[
                     for batch in window: pass
                     {_SAY}
                     signal.pause()
-        """
-    )
+        """)
     launched = launch(text)
     processes = launched.pids(4)
     assert len({process.pid for process in processes}) == 4
@@ -302,7 +351,10 @@ def test_without_logs_only_the_first_rank_is_heard_if_asked(run: Run) -> None:
 
 def test_logs_hold_each_ranks_output(run: Run, tmp_path: Path) -> None:
     assert run(_SPEAK, logs=tmp_path, console="first") == (0, "out 0\n", f"err 0\n{_ALONE}")
-    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)] == ["out 0\nerr 0\n", "out 1\nerr 1\n"]
+    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in (0, 1)] == [
+        "out 0\nerr 0\n",
+        "out 1\nerr 1\n",
+    ]
 
 
 def test_signal_handlers_are_put_back(run: Run) -> None:

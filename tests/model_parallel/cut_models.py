@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from lockstep.mesh.layout import Mesh
-from lockstep.model_parallel.devices import Axes, open_devices
+from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.local import Locals
-from lockstep.model_parallel.shard import shard_parameters
+from lockstep.model_parallel.mesh_devices import Axes, open_devices
+from lockstep.model_parallel.sharded_parameters import shard_parameters
 from lockstep.model_parallel.tensor import split_tensors
 from lockstep.tasks import text
-from lockstep.world import World
+from lockstep.world.world import World
 
 SAMPLES = 12  # so that 2, 3 and 4 ranks have equal shares of them
 GPTS = ("gpt", "traced")
@@ -20,7 +20,9 @@ MLP_PLAN = {"0": "colwise", "2": "rowwise"}
 
 
 class Odd(nn.Module):
-    """Sizes that nothing divides, a frozen layer, a tied one, a vector with fewer elements than ranks, a buffer."""
+    """Sizes that nothing divides, a frozen layer, a tied one, a vector with fewer elements than
+    ranks, a buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,9 @@ def build(name: str) -> nn.Module:
         return Odd()
     if name == "words":
         return Words()
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 5))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6), nn.LayerNorm(6), nn.Linear(6, 5)
+    )
 
 
 def plan(name: str) -> dict[str, str]:
@@ -85,14 +89,22 @@ def batch(name: str, start: int = 0, stop: int = SAMPLES) -> tuple[Tensor, Tenso
         both = torch.randint(256, (SAMPLES, 9), generator=draw)
         return both[start:stop, :-1], both[start:stop, 1:]
     if name == "words":
-        return torch.randint(10, (SAMPLES,), generator=draw)[start:stop], torch.randint(6, (SAMPLES,), generator=draw)[start:stop]
+        return (
+            torch.randint(10, (SAMPLES,), generator=draw)[start:stop],
+            torch.randint(6, (SAMPLES,), generator=draw)[start:stop],
+        )
     width = 7 if name == "odd" else 6
-    return torch.randn(SAMPLES, width, generator=draw)[start:stop], torch.randint(5, (SAMPLES,), generator=draw)[start:stop]
+    return (
+        torch.randn(SAMPLES, width, generator=draw)[start:stop],
+        torch.randint(5, (SAMPLES,), generator=draw)[start:stop],
+    )
 
 
 def loss(model: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
     output = model(given[0])
-    return F.cross_entropy(output.reshape(-1, output.shape[-1]), given[1].reshape(-1), reduction="sum")
+    return F.cross_entropy(
+        output.reshape(-1, output.shape[-1]), given[1].reshape(-1), reduction="sum"
+    )
 
 
 def cut(world: World, name: str, mesh: Mesh) -> tuple[nn.Module, Locals, Axes]:
@@ -110,7 +122,9 @@ def share(name: str, mesh: Mesh, rank: int) -> tuple[Tensor, Tensor]:
     return batch(name, each * mesh.share(rank), each * (mesh.share(rank) + 1))
 
 
-def backward(world: World, name: str, mesh: Mesh, model: nn.Module, locals_: Locals, axes: Axes) -> None:
+def backward(
+    world: World, name: str, mesh: Mesh, model: nn.Module, locals_: Locals, axes: Axes
+) -> None:
     """The gradients of all samples, in two micro-batches a rank."""
     inputs, targets = share(name, mesh, world.rank)
     half = len(inputs) // 2

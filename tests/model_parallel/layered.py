@@ -12,7 +12,12 @@ class Block(nn.Module):
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.inside = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, width, bias=False))
+        self.inside = nn.Sequential(
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Dropout(dropout),
+            nn.Linear(width, width, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.inside(self.norm(x))
@@ -20,9 +25,13 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Token ids [batch, length] -> [batch, 5, length]: additions and a root's own parameter between modules, a view at the end."""
+    """Token ids [batch, length] -> [batch, 5, length]: additions and a root's own parameter
+    between modules, a view at the end.
+    """
 
-    def __init__(self, depth: int = 6, width: int = 6, dropout: float = 0.0, tied: bool = False) -> None:
+    def __init__(
+        self, depth: int = 6, width: int = 6, dropout: float = 0.0, tied: bool = False
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(11, width)
         self.places = nn.Embedding(7, width)

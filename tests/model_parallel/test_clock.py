@@ -1,4 +1,6 @@
-"""A pipeline's steps on the step clock: forwards and backwards are computed, and all between them waited."""
+"""A pipeline's steps on the step clock: forwards and backwards are computed, and all between
+them waited.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ import time
 import torch
 from torch import Tensor, nn
 
-from lockstep import World, status
+from lockstep import World
 from lockstep.model_parallel.pipeline import Pipeline
-from lockstep.step_clock import StepClock, StepTimes
+from lockstep.runtime import status
+from lockstep.runtime.step_clock import StepClock, StepTimes
 from lockstep.testing import run_ranks
 
 _SLEEPS = 0.05  # s, a micro-batch on the second stage

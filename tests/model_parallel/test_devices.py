@@ -1,4 +1,6 @@
-"""torch's mesh and the library's groups are the lines of the layout, for every way to factor a world."""
+"""torch's mesh and the library's groups are the lines of the layout, for every way to factor a
+world.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep.config.mesh import AXES, Mesh
 from lockstep.errors import UsageError
-from lockstep.mesh.layout import AXES, Mesh
-from lockstep.model_parallel.devices import LINES, device_mesh, open_devices
+from lockstep.model_parallel.mesh_devices import device_mesh, open_devices
 from lockstep.testing import run_ranks
-from lockstep.world import World
-from tests.mesh.test_layout import factorisations
+from lockstep.world.world import World
+from tests.config.test_mesh import factorisations
 
 
 @pytest.mark.parametrize("mesh", factorisations(8), ids=str)
@@ -24,7 +26,9 @@ def test_process_groups_are_the_lines_of_the_mesh(mesh: Mesh, rank: int) -> None
         assert devices.mesh_dim_names == AXES
         assert tuple(devices.shape) == mesh.shape
         for axis in AXES:
-            assert tuple(dist.get_process_group_ranks(devices.get_group(axis))) == mesh.line(rank, axis)
+            assert tuple(dist.get_process_group_ranks(devices.get_group(axis))) == mesh.line(
+                rank, axis
+            )
             assert devices.get_group(axis) is not dist.group.WORLD
             assert devices.get_local_rank(axis) == getattr(mesh.at(rank), axis)
     finally:
@@ -34,7 +38,8 @@ def test_process_groups_are_the_lines_of_the_mesh(mesh: Mesh, rank: int) -> None
 def lines(world: World) -> None:
     for mesh in factorisations(4):
         devices, axes = open_devices(mesh, world)
-        for name, along in LINES.items():
+        lines = {**{axis: (axis,) for axis in AXES}, "model": ("shard", "pipeline", "tensor")}
+        for name, along in lines.items():
             group = getattr(axes, name)
             assert group.ranks == mesh.line(world.rank, *along), (mesh, name)
             total = torch.tensor([float(world.rank)])
@@ -59,4 +64,6 @@ def another_size(world: World) -> str:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    assert run_ranks(another_size, 1)[0].startswith("mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), and the run has 1")
+    assert run_ranks(another_size, 1)[0].startswith(
+        "mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), and the run has 1"
+    )

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.config.mesh import Mesh
 from lockstep.errors import TaskError, UsageError
-from lockstep.mesh.layout import Mesh
 from lockstep.model_parallel.local import Locals
-from lockstep.model_parallel.shard import shard_parameters, take_part, units_of
+from lockstep.model_parallel.sharded_parameters import shard_parameters, take_part, units_of
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.model_parallel import cut_models as models
 
 
@@ -38,13 +38,18 @@ def one_memory(world: World, name: str, text: str) -> None:
     assert not model(given[0]).count_nonzero()
 
 
-@pytest.mark.parametrize(("name", "text"), [("gpt", "tensor=2"), ("odd", "shard=4"), ("gpt", "shard=3"), ("mlp", "shard=2,tensor=2")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("gpt", "tensor=2"), ("odd", "shard=4"), ("gpt", "shard=3"), ("mlp", "shard=2,tensor=2")],
+)
 def test_they_lie_in_one_memory(name: str, text: str) -> None:
     run_ranks(one_memory, Mesh.read(text).size, args=(name, text))
 
 
 def loaded(world: World, text: str) -> None:
-    """FSDP keeps what it has gathered of the root for the backward; without one it is still there."""
+    """FSDP keeps what it has gathered of the root for the backward; without one it is still
+    there.
+    """
     mesh = Mesh.read(text)
     model, here, _ = models.cut(world, "gpt", mesh)
     other = models.build("gpt")
@@ -65,7 +70,9 @@ def test_what_is_loaded_is_what_computes_also_after_an_evaluation(text: str) -> 
 def counts_and_refusals(world: World) -> None:
     mesh = Mesh(shard=2, tensor=2)
     model, here, axes = models.cut(world, "gpt", mesh)
-    counted = torch.tensor([sum(each.numel() for name, each in here.module.named_parameters() if here.counted(name))])
+    counted = torch.tensor(
+        [sum(each.numel() for name, each in here.module.named_parameters() if here.counted(name))]
+    )
     axes.model.all_reduce(counted).wait()
     assert counted.item() == sum(each.numel() for each in models.build("gpt").parameters())
     for optimizer, said in (
@@ -77,10 +84,15 @@ def counts_and_refusals(world: World) -> None:
     ):
         with pytest.raises(UsageError, match=said):
             here.adopt(optimizer)
-    groups = [{"params": [p], "weight_decay": float(number)} for number, p in enumerate(model.parameters())]
+    groups = [
+        {"params": [p], "weight_decay": float(number)}
+        for number, p in enumerate(model.parameters())
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.5)
     here.adopt(optimizer)
-    for number, (group, parameter) in enumerate(zip(optimizer.param_groups, here.module.parameters(), strict=True)):
+    for number, (group, parameter) in enumerate(
+        zip(optimizer.param_groups, here.module.parameters(), strict=True)
+    ):
         assert group["params"][0] is parameter
         assert (group["weight_decay"], group["lr"]) == (float(number), 0.5)
     models.backward(world, "gpt", mesh, model, here, axes)
@@ -94,7 +106,9 @@ def test_what_counts_and_what_is_refused() -> None:
 
 
 def fewer_micro_batches(world: World) -> None:
-    """Rank 1 has one micro-batch, rank 0 three, and their layers with buffers see only their own."""
+    """Rank 1 has one micro-batch, rank 0 three, and their layers with buffers see only their
+    own.
+    """
     mesh = Mesh(shard=2)
     model, here, _ = models.cut(world, "odd", mesh)
     cuts = [(0, 2), (2, 5), (5, 12)] if world.rank == 0 else []
@@ -108,7 +122,12 @@ def fewer_micro_batches(world: World) -> None:
     here.collect()
     for key, parameter in models.alone("odd").named_parameters():
         if parameter.requires_grad:
-            torch.testing.assert_close(dict(here.module.named_parameters())[key].grad, here.take(key, parameter.grad), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                dict(here.module.named_parameters())[key].grad,
+                here.take(key, parameter.grad),
+                rtol=1e-5,
+                atol=1e-5,
+            )
 
 
 def test_a_rank_without_micro_batches_takes_part_with_zeros() -> None:
@@ -126,7 +145,7 @@ class Sometimes(nn.Module):
 
 
 def different_layers(world: World) -> None:
-    from lockstep.model_parallel.devices import open_devices
+    from lockstep.model_parallel.mesh_devices import open_devices
 
     mesh = Mesh(shard=2)
     devices, _ = open_devices(mesh, world)
@@ -139,7 +158,9 @@ def different_layers(world: World) -> None:
     for second in (False, True):
         whole(x, second).sum().backward()
     for key, parameter in whole.named_parameters():
-        torch.testing.assert_close(dict(here.module.named_parameters())[key].grad, here.take(key, parameter.grad))
+        torch.testing.assert_close(
+            dict(here.module.named_parameters())[key].grad, here.take(key, parameter.grad)
+        )
 
 
 def test_ranks_may_use_different_parameters_of_a_unit() -> None:
@@ -147,7 +168,7 @@ def test_ranks_may_use_different_parameters_of_a_unit() -> None:
 
 
 def uncuttable(world: World) -> list[str]:
-    from lockstep.model_parallel.devices import open_devices
+    from lockstep.model_parallel.mesh_devices import open_devices
 
     devices, _ = open_devices(Mesh(shard=2), world)
     scalar, turned = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
@@ -177,4 +198,7 @@ def test_units_are_the_outermost_repeated_blocks() -> None:
     stage.blocks.get_submodule("4").add_module("in", nn.Linear(2, 2))
     stage.blocks.get_submodule("4").add_module("out", nn.Linear(2, 2))
     traced = stage.blocks.get_submodule("4")
-    assert units_of(stage) == [[gpt.blocks[0]], [traced.get_submodule("in"), traced.get_submodule("out")]]
+    assert units_of(stage) == [
+        [gpt.blocks[0]],
+        [traced.get_submodule("in"), traced.get_submodule("out")],
+    ]

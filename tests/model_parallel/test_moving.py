@@ -1,4 +1,6 @@
-"""What ranks of one mesh write, ranks of any other take: to the bit, in parts or whole, with one digest."""
+"""What ranks of one mesh write, ranks of any other take: to the bit, in parts or whole, with one
+digest.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,28 @@ from lockstep.checkpoints.manifest import Entry
 from lockstep.checkpoints.pieces import Piece, plain
 from lockstep.cli import checkpoints
 from lockstep.collectives.texts import everybodys
-from lockstep.mesh.layout import Mesh
-from lockstep.model_parallel.digest import sha256
+from lockstep.config.mesh import Mesh
+from lockstep.model_parallel.split_digest import sha256
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.model_parallel import cut_models as models
 
-LAYOUTS = ["data=1", "tensor=2", "tensor=4", "shard=2", "shard=3", "shard=4", "shard=2,tensor=2", "data=2,shard=2"]
+LAYOUTS = [
+    "data=1",
+    "tensor=2",
+    "tensor=4",
+    "shard=2",
+    "shard=3",
+    "shard=4",
+    "shard=2,tensor=2",
+    "data=2,shard=2",
+]
 
 
 def trained(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and what an optimizer would keep of them, of one process; numbers that no two tensors share."""
+    """Weights and what an optimizer would keep of them, of one process; numbers that no two
+    tensors share.
+    """
     model = models.build(name)
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -44,7 +57,8 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     for key, tensor in identity.weights(models.build(name)).items():  # as torch has cut it
         assert torch.equal(here.module.state_dict()[key], here.take(key, tensor)), key
     weights, state = trained(name)
-    models.loss(model, models.share(name, mesh, world.rank)).backward()  # FSDP has gathered once; then other values come
+    # FSDP has gathered once; then other values come
+    models.loss(model, models.share(name, mesh, world.rank)).backward()
     here.load(weights.items())
     own = identity.weights(here.module)
     assert own.keys() == weights.keys()
@@ -60,29 +74,49 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     entries = []
     if mesh.at(world.rank).data == 0:
         entries = files.write_part(folder, copied(model_pieces), copied(state_pieces), world.rank)
-    every = everybodys([[entry.name, entry.bytes, entry.sha256] for entry in entries], world.control, "for the entries")
+    every = everybodys(
+        [[entry.name, entry.bytes, entry.sha256] for entry in entries],
+        world.control,
+        "for the entries",
+    )
     if world.rank == 0:
-        files.commit(folder, Path(directory), 5, [Entry(*each) for part in every for each in part], {})
-    return sha256(here, axes)
+        files.commit(
+            folder, Path(directory), 5, [Entry(*each) for part in every for each in part], {}
+        )
+    return sha256(here, axes, weights)
 
 
 def copied(pieces: list[Piece]) -> list[Piece]:
-    return [Piece(each.name, plain(each.data).clone(), each.start, each.shape, each.strides) for each in pieces]
+    return [
+        Piece(each.name, plain(each.data).clone(), each.start, each.shape, each.strides)
+        for each in pieces
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("gpt", text) for text in LAYOUTS] + [("odd", text) for text in LAYOUTS if "tensor" not in text]
+    ("name", "text"),
+    [("gpt", text) for text in LAYOUTS]
+    + [("odd", text) for text in LAYOUTS if "tensor" not in text],
 )
-def test_a_checkpoint_of_any_mesh_is_that_of_one_process(name: str, text: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_mesh_is_that_of_one_process(
+    name: str, text: str, tmp_path: Path
+) -> None:
     found = run_ranks(write, Mesh.read(text).size, args=(name, text, str(tmp_path)))
     weights, state = trained(name)
     assert set(found) == {identity.sha256(weights)}
     checkpoint = files.read(folders.folder_of(tmp_path, 5))
-    for read, expected in ((checkpoint.tensors, weights), (dict(checkpoint.model()), weights), (dict(checkpoint.optimizer()), state)):
+    for read, expected in (
+        (checkpoint.tensors, weights),
+        (dict(checkpoint.model()), weights),
+        (dict(checkpoint.optimizer()), state),
+    ):
         assert read.keys() == expected.keys()
         for key, tensor in expected.items():
             assert torch.equal(read[key], tensor), key
-    assert len(list(checkpoint.folder.glob("model-*.safetensors"))) <= Mesh.read(text).size // Mesh.read(text).data
+    assert (
+        len(list(checkpoint.folder.glob("model-*.safetensors")))
+        <= Mesh.read(text).size // Mesh.read(text).data
+    )
     _commands(tmp_path, checkpoint, weights)
 
 
@@ -94,4 +128,7 @@ def _commands(directory: Path, checkpoint: files.Checkpoint, weights: dict[str, 
     whole = files.write(directory / "whole", 5, weights, {})
     same = CliRunner().invoke(checkpoints.app, ["diff", str(checkpoint.folder), str(whole)])
     assert f"{len(weights)} tensors are equal to the bit" in same.output
-    assert "whole: step-0000005" in CliRunner().invoke(checkpoints.app, ["verify", str(directory)]).output
+    assert (
+        "whole: step-0000005"
+        in CliRunner().invoke(checkpoints.app, ["verify", str(directory)]).output
+    )

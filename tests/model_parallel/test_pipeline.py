@@ -1,10 +1,12 @@
-"""Pipelines over real processes: the gradients of one process, whatever the schedule, the ranks and the micro-batches; and what goes wrong."""
+"""Pipelines over real processes: the gradients of one process, whatever the schedule, the ranks
+and the micro-batches; and what goes wrong.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep import World
+from lockstep.config.parts import Parts
+from lockstep.config.pipeline_schedules import NAMES, Schedule
 from lockstep.errors import LockstepWarning, UsageError, WorkerFailed
-from lockstep.mesh.parts import Parts
-from lockstep.mesh.schedules import NAMES, Schedule
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.split import cut
@@ -27,11 +29,16 @@ SCHEDULES = (*NAMES, "zero-bubble:2")
 CPU = torch.device("cpu")
 
 
-def pipelined(world: World, model: nn.Module, schedule: str, parts: Parts | None = None, **options: Any) -> Pipeline:
+def pipelined(
+    world: World, model: nn.Module, schedule: str, parts: Parts | None = None, **options: Any
+) -> Pipeline:
     """This rank's stages of a model that all ranks have."""
     layers, group, order = layers_of(model, parts), world.group, Schedule.read(schedule)
     ranges = cut(layers, order.count(group.size), parts)
-    stages = {number: stage_module(layers, ranges[number]) for number in order.stages_of(group.rank, group.size)}
+    stages = {
+        number: stage_module(layers, ranges[number])
+        for number in order.stages_of(group.rank, group.size)
+    }
     return Pipeline(stages, len(ranges), group, CPU, schedule, **options)
 
 
@@ -46,12 +53,24 @@ def weighted(number: int, output: Tensor) -> Tensor:
     return ((number + 1) * output.sin()).sum()
 
 
-def gradients(model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], times: int = 1) -> dict[str, Tensor]:
+def gradients(
+    model: nn.Module, inputs: Sequence[tuple[Tensor, ...]], times: int = 1
+) -> dict[str, Tensor]:
     """Those of one process."""
     for _ in range(times):
         for number, arguments in enumerate(inputs):
             weighted(number, model(*arguments)).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@cache
+def gradients_of_windows(count: int, last: int) -> dict[str, Tensor]:
+    """The same for all schedules."""
+    return gradients(reader(), sentences(count, last), times=2)
 
 
 def compare(pipeline: Pipeline, expected: dict[str, Tensor]) -> None:
@@ -62,15 +81,21 @@ def compare(pipeline: Pipeline, expected: dict[str, Tensor]) -> None:
             assert (parameter.grad is not None) == (name in expected), where
             if parameter.grad is not None:
                 torch.testing.assert_close(
-                    parameter.grad, expected[name], rtol=1e-8, atol=1e-10, msg=lambda text, where=where: f"{where}: {text}"
+                    parameter.grad,
+                    expected[name],
+                    rtol=1e-8,
+                    atol=1e-10,
+                    msg=lambda text, where=where: f"{where}: {text}",
                 )
 
 
-# -- the gradients of one process --------------------------------------------------------------------------------------------------
+# -- the gradients of one process ----------------------------------------------------------------
 
 
 def trains(world: World, schedule: str) -> list[str]:
-    """Windows of several lengths, the last micro-batch shorter, each window twice. What was warned of."""
+    """Windows of several lengths, the last micro-batch shorter, each window twice. What was
+    warned of.
+    """
     said = []
     for count, last in ((1, 3), (7, 2), (5, 3)):
         inputs = sentences(count, last)
@@ -80,7 +105,7 @@ def trains(world: World, schedule: str) -> list[str]:
             for _ in range(2):
                 pipeline.train(inputs, weighted)
         said += [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)]
-        compare(pipeline, gradients(reader(), inputs, times=2))
+        compare(pipeline, gradients_of_windows(count, last))
         assert pipeline.wall >= pipeline.busy > 0
         assert 0 <= pipeline.idle < 1
     return said
@@ -98,17 +123,23 @@ def test_gradients_are_those_of_one_process(ranks: int) -> None:
     if ranks == 1:
         assert not any(said[0].values())
     if ranks == 4:
-        why = "1f1b needs at least as many micro-batches as stages; these go in gpipe's order, the same work, and the ranks idle for"
+        why = (
+            "1f1b needs at least as many micro-batches as stages; these go in gpipe's order, the"
+            " same work, and the ranks idle for"
+        )
         assert said[0]["1f1b"] == [
             f"pipeline: 1 micro-batch for 4 stages: {why} 75% of it, (p-1)/(m+p-1)",
-            f"pipeline: 1 micro-batch for 4 stages: {why} 75% of it, (p-1)/(m+p-1)",  # the short one of the seven
+            # the short one of the seven
+            f"pipeline: 1 micro-batch for 4 stages: {why} 75% of it, (p-1)/(m+p-1)",
         ]
     if ranks == 2:
         why = (
-            "5 is no multiple of 2: interleaved needs equal rounds, such as 4 micro-batches; these go in gpipe's order, the same work, and"
+            "5 is no multiple of 2: interleaved needs equal rounds, such as 4 micro-batches; these"
+            " go in gpipe's order, the same work, and"
         )
         assert said[0]["interleaved"] == [
-            f"pipeline: 5 micro-batches on 2 ranks make 2 rounds, and {why} the ranks idle for 9% of it, (p-1)/(2m+p-1)"
+            f"pipeline: 5 micro-batches on 2 ranks make 2 rounds, and {why} the ranks idle for 9%"
+            " of it, (p-1)/(2m+p-1)"
         ]
 
 
@@ -155,7 +186,14 @@ def drops_out(world: World, schedule: str) -> None:
             seeded(number, each)
             x = stage(x)
         weighted(number, x).backward()
-    compare(pipeline, {name: parameter.grad for name, parameter in layers.model.named_parameters() if parameter.grad is not None})
+    compare(
+        pipeline,
+        {
+            name: parameter.grad
+            for name, parameter in layers.model.named_parameters()
+            if parameter.grad is not None
+        },
+    )
 
 
 def test_dropout_follows_the_seed_of_micro_batch_and_stage() -> None:
@@ -167,16 +205,28 @@ def in_bf16(world: World, schedule: str) -> None:
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)])
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).roll(number).view_as(parameter))
-    inputs = [(torch.randn(4, 6, generator=torch.Generator().manual_seed(number)),) for number in range(4)]
+            parameter.copy_(
+                torch.linspace(-1, 1, parameter.numel()).roll(number).view_as(parameter)
+            )
+    inputs = [
+        (torch.randn(4, 6, generator=torch.Generator().manual_seed(number)),) for number in range(4)
+    ]
     pipeline = pipelined(world, model, schedule, autocast=autocast)
     seen = []
-    hooks = [stage.register_forward_hook(lambda module, args, out: seen.append(out.dtype)) for stage in pipeline.stages.values()]
+    hooks = [
+        stage.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        for stage in pipeline.stages.values()
+    ]
     pipeline.train(inputs, lambda number, output: weighted(number, output.float()))
     assert set(seen) == {torch.bfloat16}
     for hook in hooks:
         hook.remove()
-    mine = {name: p.grad.clone() for stage in pipeline.stages.values() for name, p in stage.named_parameters() if p.grad is not None}
+    mine = {
+        name: p.grad.clone()
+        for stage in pipeline.stages.values()
+        for name, p in stage.named_parameters()
+        if p.grad is not None
+    }
     model.zero_grad()
     for number, arguments in enumerate(inputs):
         with autocast():
@@ -191,7 +241,7 @@ def test_activations_of_bf16_travel() -> None:
     run_ranks(with_each, 2, (in_bf16, ("1f1b", "zero-bubble")))
 
 
-# -- models that are not all alike -------------------------------------------------------------------------------------------------
+# -- models that are not all alike ---------------------------------------------------------------
 
 
 class Shift(nn.Module):
@@ -202,7 +252,9 @@ class Shift(nn.Module):
 
 
 class Adds(nn.Module):
-    """The gradients of both parameters are one tensor to autograd, and the one that arrives from the next stage where this is the last layer."""
+    """The gradients of both parameters are one tensor to autograd, and the one that arrives from
+    the next stage where this is the last layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,16 +266,27 @@ class Adds(nn.Module):
 
 def adds(world: World, schedule: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(6, 6), Adds())]).double()
+    model = nn.Sequential(
+        *[module for _ in range(4) for module in (nn.Linear(6, 6), Adds())]
+    ).double()
     inputs = [(torch.full((3, 6), float(number), dtype=torch.float64),) for number in range(4)]
-    pipeline = pipelined(world, model, schedule, Parts(stages=["2", "4", "6"] if schedule.endswith(":2") else ["4"]))
+    pipeline = pipelined(
+        world, model, schedule, Parts(stages=["2", "4", "6"] if schedule.endswith(":2") else ["4"])
+    )
     for _ in range(3):
         pipeline.train(inputs, weighted)
-    mine = {name: p.grad.clone() for stage in pipeline.stages.values() for name, p in stage.named_parameters() if p.grad is not None}
+    mine = {
+        name: p.grad.clone()
+        for stage in pipeline.stages.values()
+        for name, p in stage.named_parameters()
+        if p.grad is not None
+    }
     model.zero_grad()
     for name, gradient in gradients(model, inputs, times=3).items():
         if name in mine:
-            torch.testing.assert_close(mine[name], gradient, msg=lambda text, name=name: f"{schedule}, {name}: {text}")
+            torch.testing.assert_close(
+                mine[name], gradient, msg=lambda text, name=name: f"{schedule}, {name}: {text}"
+            )
 
 
 def test_gradients_that_are_one_tensor_to_autograd() -> None:
@@ -240,18 +303,36 @@ class Turned(nn.Module):
 def views(world: World, schedule: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(4, 4), Turned(), Turned(), nn.Flatten(0, 1), nn.Linear(4, 4), Turned(), nn.Flatten(1), nn.Identity()
+        nn.Linear(4, 4),
+        Turned(),
+        Turned(),
+        nn.Flatten(0, 1),
+        nn.Linear(4, 4),
+        Turned(),
+        nn.Flatten(1),
+        nn.Identity(),
     ).double()
     inputs = [(torch.full((2, 3, 4), float(number), dtype=torch.float64),) for number in range(4)]
-    for begins in (["1", "4", "7"], ["2", "3", "6"]) if schedule.endswith(":2") else (["2"], ["3"], ["4"], ["6"], ["7"]):
+    for begins in (
+        (["1", "4", "7"], ["2", "3", "6"])
+        if schedule.endswith(":2")
+        else (["2"], ["3"], ["4"], ["6"], ["7"])
+    ):
         model.zero_grad()
         pipeline = pipelined(world, model, schedule, Parts(stages=begins))
         pipeline.train(inputs, weighted)
-        mine = {name: p.grad.clone() for stage in pipeline.stages.values() for name, p in stage.named_parameters() if p.grad is not None}
+        mine = {
+            name: p.grad.clone()
+            for stage in pipeline.stages.values()
+            for name, p in stage.named_parameters()
+            if p.grad is not None
+        }
         model.zero_grad()
         expected = gradients(model, inputs)
         for name, gradient in mine.items():
-            torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{schedule}, {name}: {text}")
+            torch.testing.assert_close(
+                gradient, expected[name], msg=lambda text, name=name: f"{schedule}, {name}: {text}"
+            )
 
 
 def test_views_are_sent_and_so_are_their_gradients() -> None:
@@ -271,7 +352,14 @@ class Answer(nn.Module):
 
 def oddities() -> nn.Sequential:
     torch.manual_seed(7)
-    model = nn.Sequential(Shift(), nn.Embedding(11, 6), nn.Linear(6, 6), nn.ReLU(inplace=True), Block(6, 0.0), Answer())
+    model = nn.Sequential(
+        Shift(),
+        nn.Embedding(11, 6),
+        nn.Linear(6, 6),
+        nn.ReLU(inplace=True),
+        Block(6, 0.0),
+        Answer(),
+    )
     model[2].requires_grad_(False)
     return model.double()
 
@@ -287,7 +375,14 @@ def oddly(world: World, schedule: str, begins: list[str]) -> None:
     pipeline.train(inputs, lambda number, output: weighted(number, output["logits"]))
     for number, arguments in enumerate(inputs):
         weighted(number, model(*arguments)["logits"]).backward()
-    compare(pipeline, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
+    compare(
+        pipeline,
+        {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        },
+    )
     kinds = []
     pipeline.forward(inputs, lambda number, output: kinds.append(type(output)))
     assert set(kinds) <= {dict}
@@ -299,14 +394,26 @@ def test_ids_between_stages_frozen_stages_writing_in_place_and_a_dict_in_the_end
 
 def counts(world: World) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 4),
+        nn.Dropout(0.5),
+        nn.BatchNorm1d(4),
+    )
     pipeline = pipelined(world, model, "1f1b", Parts(stages=["3"]))
     inputs = [(torch.full((3, 4), float(number)) + torch.eye(3, 4),) for number in range(5)]
     state = torch.get_rng_state()
     pipeline._alike(inputs)
     same = torch.equal(state, torch.get_rng_state())
     pipeline.train(inputs, weighted)
-    (norm,) = [module for stage in pipeline.stages.values() for module in stage.modules() if isinstance(module, nn.BatchNorm1d)]
+    (norm,) = [
+        module
+        for stage in pipeline.stages.values()
+        for module in stage.modules()
+        if isinstance(module, nn.BatchNorm1d)
+    ]
     assert norm.num_batches_tracked is not None
     return int(norm.num_batches_tracked), same
 
@@ -317,7 +424,12 @@ def test_working_out_shapes_leaves_no_trace() -> None:
 
 def grows(world: World) -> int:
     pipeline = pipelined(world, reader(depth=2), "1f1b")
-    inputs = [arguments for length in range(1, 7) for size in (1, 2) for arguments in sentences(2, size, length)]
+    inputs = [
+        arguments
+        for length in range(1, 7)
+        for size in (1, 2)
+        for arguments in sentences(2, size, length)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LockstepWarning)
         for _ in range(2):
@@ -335,7 +447,9 @@ def fires(world: World, schedule: str) -> dict[str, int]:
     fired: dict[str, int] = {}
     for stage in pipeline.stages.values():
         for name, parameter in stage.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1))
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: fired.__setitem__(name, fired.get(name, 0) + 1)
+            )
     pipeline.train(sentences(4), weighted)
     return fired
 
@@ -344,15 +458,19 @@ def fires_with_each(world: World) -> dict[str, dict[str, int]]:
     return {schedule: fires(world, schedule) for schedule in NAMES}
 
 
-def test_hooks_fire_in_each_micro_batch_but_of_a_backward_in_halves_only_on_the_first_stage() -> None:
+def test_hooks_fire_in_each_micro_batch_but_of_a_backward_in_halves_only_on_the_first_stage() -> (
+    None
+):
     first, second = run_ranks(fires_with_each, 2)
     for schedule in ("naive", "gpipe", "1f1b", "interleaved"):
-        assert first[schedule] | second[schedule] == {name: 4 for name, _ in reader().named_parameters()}
+        assert first[schedule] | second[schedule] == {
+            name: 4 for name, _ in reader().named_parameters()
+        }
     assert set(first["zero-bubble"].values()) == {4}
     assert second["zero-bubble"] == {}
 
 
-# -- nothing is pickled ------------------------------------------------------------------------------------------------------------
+# -- nothing is pickled --------------------------------------------------------------------------
 
 
 def refuse(*_: Any, **__: Any) -> None:
@@ -377,7 +495,7 @@ def test_nothing_is_pickled() -> None:
     run_ranks(with_each, 2, (without_objects, ("1f1b", "interleaved", "zero-bubble")))
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------------------
+# -- what goes wrong -----------------------------------------------------------------------------
 
 
 class Halves(nn.Module):
@@ -398,7 +516,9 @@ class Fussy(nn.Module):
         return out
 
 
-def raises(world: World, model: nn.Module, call: str = "train", parts: Parts | None = None) -> tuple[str, str]:
+def raises(
+    world: World, model: nn.Module, call: str = "train", parts: Parts | None = None
+) -> tuple[str, str]:
     pipeline = pipelined(world, model, "1f1b", parts)
     inputs = [(torch.full((2, 4), float(number)),) for number in range(3)]
     try:
@@ -413,21 +533,33 @@ def raises(world: World, model: nn.Module, call: str = "train", parts: Parts | N
 
 @pytest.mark.parametrize("call", ["train", "forward"])
 def test_a_stage_that_does_not_fit_the_one_before_is_said_on_all_ranks(call: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 5), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    )
     found = run_ranks(raises, 3, (model, call, Parts(stages=["2", "4"])))
     assert len(set(found)) == 1
     kind, text = found[0]
     assert kind == "TaskError"
-    assert text.startswith("stage 1 (layers 2 to 3) does not take what stage 0 (layers 0 to 1) gives, float32 [2, 5]: mat1 and mat2 shapes")
+    assert text.startswith(
+        "stage 1 (layers 2 to 3) does not take what stage 0 (layers 0 to 1) gives, float32 [2, 5]:"
+        " mat1 and mat2 shapes"
+    )
 
 
 def test_a_stage_that_ends_in_a_tuple_is_said_on_all_ranks() -> None:
-    found = run_ranks(raises, 2, (nn.Sequential(nn.Linear(4, 4), Halves(), nn.Linear(1, 1)), "train", Parts(stages=["2"])))
+    found = run_ranks(
+        raises,
+        2,
+        (nn.Sequential(nn.Linear(4, 4), Halves(), nn.Linear(1, 1)), "train", Parts(stages=["2"])),
+    )
     assert len(set(found)) == 1
     assert found[0] == (
         "TaskError",
-        "layer '1' (Halves) returned a tuple of Tensor, Tensor: what goes from one layer to the next must be one tensor; "
-        "put it and the layer that takes this into one module, or give Parts(layers=...)",
+        (
+            "layer '1' (Halves) returned a tuple of Tensor, Tensor: what goes from one layer to the"
+            " next must be one tensor; put it and the layer that takes this into one module, or"
+            " give Parts(layers=...)"
+        ),
     )
 
 
@@ -439,15 +571,24 @@ def on_twos(x: Tensor) -> bool:
     return x.numel() > 0 and bool((x == 2.0).all())
 
 
-def test_an_error_of_the_users_while_shapes_are_worked_out_is_its_own_and_the_others_hear_of_it() -> None:
+def test_an_error_of_the_users_while_shapes_are_worked_out_is_its_own_and_the_others_hear_of_it() -> (
+    None
+):
     found = run_ranks(raises, 3, (nn.Sequential(nn.Linear(4, 4), Fussy(always), nn.Linear(4, 4)),))
     assert found[1] == ("KeyError", "'no such word'")
-    assert {found[0], found[2]} == {("PeerFailed", "rank 1 of the pipeline failed: stage 1 (layer 1) raised KeyError: 'no such word'")}
+    assert {found[0], found[2]} == {
+        (
+            "PeerFailed",
+            "rank 1 of the pipeline failed: stage 1 (layer 1) raised KeyError: 'no such word'",
+        )
+    }
 
 
 def fails_alone(world: World, where: str, schedule: str) -> None:
     """On one rank: there is nobody to wait for it."""
-    model = nn.Sequential(Fussy(on_twos if where == "forward" else lambda x: False), nn.Linear(4, 4))
+    model = nn.Sequential(
+        Fussy(on_twos if where == "forward" else lambda x: False), nn.Linear(4, 4)
+    )
     pipeline = pipelined(world, model, schedule)
     inputs = [(torch.full((2, 4), float(number)),) for number in range(3)]
 
@@ -464,7 +605,9 @@ def fails_alone(world: World, where: str, schedule: str) -> None:
         each.grad = None
     inputs = [*inputs[:2], inputs[0]]
     pipeline.train(inputs, weighted)  # and it is not left in the middle of something
-    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    found = {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
     model.zero_grad()
     for name, gradient in gradients(model, inputs).items():
         torch.testing.assert_close(found[name], gradient)
@@ -484,7 +627,11 @@ def test_what_the_users_code_raises_arrives_as_it_is() -> None:
 
 
 def fails_among_others(world: World) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Fussy(lambda x: world.rank == 1 and not bool((x == 0).all())), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4),
+        Fussy(lambda x: world.rank == 1 and not bool((x == 0).all())),
+        nn.Linear(4, 4),
+    )
     pipelined(world, model, "1f1b").train([(torch.ones(2, 4),)] * 4, weighted)
 
 
@@ -502,17 +649,31 @@ class Ragged(nn.Module):
 
 
 def test_a_shape_that_depends_on_values_is_refused() -> None:
-    with pytest.raises(WorkerFailed, match=r"TaskError: stage 0 \(layer 0\) gave float32 \[0, 4\], and float32 \[2, 4\] for another"):
-        run_ranks(trains_or_raises, 2, (nn.Sequential(Ragged(), nn.Linear(4, 4)), Parts(layers=list)))
+    with pytest.raises(
+        WorkerFailed,
+        match=(
+            r"TaskError: stage 0 \(layer 0\) gave float32 \[0, 4\], and float32 \[2, 4\] for"
+            r" another"
+        ),
+    ):
+        run_ranks(
+            trains_or_raises, 2, (nn.Sequential(Ragged(), nn.Linear(4, 4)), Parts(layers=list))
+        )
 
 
 def trains_or_raises(world: World, model: nn.Module, parts: Parts) -> None:
-    pipelined(world, model, "gpipe", parts).train([(torch.full((2, 4), float(number)),) for number in range(3)], weighted)
+    pipelined(world, model, "gpipe", parts).train(
+        [(torch.full((2, 4), float(number)),) for number in range(3)], weighted
+    )
 
 
 def wrongly(world: World) -> None:
     with pytest.raises(
-        UsageError, match=r"schedule='interleaved' on 2 ranks has 4 stages, \[., .\] of them on rank .; this rank was given \[.\] of 2"
+        UsageError,
+        match=(
+            r"schedule='interleaved' on 2 ranks has 4 stages, \[., .\] of them on rank .; this rank"
+            r" was given \[.\] of 2"
+        ),
     ):
         Pipeline({world.rank: nn.Linear(1, 1)}, 2, world.group, CPU, "interleaved")
 

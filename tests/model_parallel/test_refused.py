@@ -1,4 +1,6 @@
-"""What cannot be laid over a mesh is refused in a sentence, before anything is trained; what costs time is warned of."""
+"""What cannot be laid over a mesh is refused in a sentence, before anything is trained; what
+costs time is warned of.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.config.mesh import Mesh
+from lockstep.config.parts import Parts
+from lockstep.config.settings import Settings
 from lockstep.errors import LockstepWarning, TaskError, UsageError, WorkerFailed
-from lockstep.mesh.layout import Mesh
-from lockstep.mesh.parts import Parts
-from lockstep.settings import Settings
 from lockstep.tasks import digits, text
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
@@ -24,26 +26,68 @@ from lockstep.training.train import train
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mesh": "data=2,pipeline=2", "workers": 3}, "mesh='data=2,pipeline=2' has 4 ranks (data 2 x pipeline 2), and the run has 3"),
+        (
+            {"mesh": "data=2,pipeline=2", "workers": 3},
+            "mesh='data=2,pipeline=2' has 4 ranks (data 2 x pipeline 2), and the run has 3",
+        ),
         (
             {"mesh": "pipeline=2", "schedule": "2f2b"},
-            "schedule='2f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved, zero-bubble",
+            (
+                "schedule='2f2b' is unknown: choose one of naive, gpipe, 1f1b, interleaved,"
+                " zero-bubble"
+            ),
         ),
-        ({"mesh": "data=2", "schedule": "gpipe"}, "schedule='gpipe' says how a pipeline runs, and there is none"),
-        ({"mesh": "tensor=2", "split": "parameters"}, "split='parameters' says how a pipeline runs, and there is none"),
-        ({"mesh": "pipeline=2", "split": "layers"}, "split='layers' is unknown: choose one of time, parameters"),
+        (
+            {"mesh": "data=2", "schedule": "gpipe"},
+            "schedule='gpipe' says how a pipeline runs, and there is none",
+        ),
+        (
+            {"mesh": "tensor=2", "split": "parameters"},
+            "split='parameters' says how a pipeline runs, and there is none",
+        ),
+        (
+            {"mesh": "pipeline=2", "split": "layers"},
+            "split='layers' is unknown: choose one of time, parameters",
+        ),
         (
             {"mesh": "pipeline=2", "precision": "fp16"},
-            "precision='fp16' with mesh='pipeline=2': every part would find a loss scale of its own",
+            (
+                "precision='fp16' with mesh='pipeline=2': every part would find a loss scale of"
+                " its own"
+            ),
         ),
-        ({"mesh": "shard=2", "compile": True}, "compile with mesh='shard=2': parts of a model are not compiled"),
-        ({"mesh": "pipeline=2", "exact": True}, "exact=True with mesh='pipeline=2': torch's engines add up in orders of their own"),
+        (
+            {"mesh": "shard=2", "compile": True},
+            "compile with mesh='shard=2': parts of a model are not compiled",
+        ),
+        (
+            {"mesh": "pipeline=2", "exact": True},
+            "exact=True with mesh='pipeline=2': torch's engines add up in orders of their own",
+        ),
         ({"mesh": "tensor=2", "compress": "bf16"}, "compress='bf16' with mesh='tensor=2'"),
-        ({"mesh": "shard=2", "sync_every": 5}, "sync_every=5 with mesh='shard=2': ranks that step alone each need a whole model"),
-        ({"mesh": "pipeline=2", "update": "server"}, "update='server' with mesh='pipeline=2': a server's workers each need a whole model"),
-        ({"mesh": "tensor=2", "update": "sharded"}, "update='sharded' with mesh='tensor=2': parameters that are split already"),
-        ({"mesh": "shard=2,pipeline=2", "workers": 4}, "mesh='shard=2,pipeline=2': stages that run different micro-batches would gather"),
-        ({"mesh": "data=2", "grow": True}, "mesh='data=2' has a place for each of 2 ranks: give that number of workers, and no range"),
+        (
+            {"mesh": "shard=2", "sync_every": 5},
+            "sync_every=5 with mesh='shard=2': ranks that step alone each need a whole model",
+        ),
+        (
+            {"mesh": "pipeline=2", "update": "server"},
+            "update='server' with mesh='pipeline=2': a server's workers each need a whole model",
+        ),
+        (
+            {"mesh": "tensor=2", "update": "sharded"},
+            "update='sharded' with mesh='tensor=2': parameters that are split already",
+        ),
+        (
+            {"mesh": "shard=2,pipeline=2", "workers": 4},
+            "mesh='shard=2,pipeline=2': stages that run different micro-batches would gather",
+        ),
+        (
+            {"mesh": "data=2", "grow": True},
+            (
+                "mesh='data=2' has a place for each of 2 ranks: give that number of workers, and no"
+                " range"
+            ),
+        ),
     ],
 )
 def test_settings(given: dict[str, Any], message: str) -> None:
@@ -126,27 +170,62 @@ def task(model: Any, **changes: Any) -> Any:
         "scheduler": None,
         "eval_micro_batch": None,
     }
-    return replace(made, model=model, global_batch=8, micro_batch=2, name="made", **fields, **changes)
+    return replace(
+        made, model=model, global_batch=8, micro_batch=2, name="made", **fields, **changes
+    )
 
 
-def one(world: Any, model: Any, mesh: str, options: dict[str, Any], changes: dict[str, Any]) -> None:
+def one(
+    world: Any, model: Any, mesh: str, options: dict[str, Any], changes: dict[str, Any]
+) -> None:
     train(task(model, **changes), steps=2, mesh=mesh, world=world, **options)
 
 
 @pytest.mark.parametrize(
     ("model", "mesh", "options", "changes", "error", "message"),
     [
-        (three, "pipeline=4", {}, {}, UsageError, "stages=4, but the model has 3 layers that can be cut apart: 0, 1, 2"),
-        (norms, "pipeline=2", {}, {}, TaskError, "mesh='pipeline=2': 1 (BatchNorm1d) keeps running statistics"),
-        (norms, "shard=2", {}, {}, TaskError, "mesh='shard=2': 1 (BatchNorm1d) keeps running statistics"),
-        (three, "tensor=2", {}, {}, TaskError, "tensor=2, but the task does not say which layers can be cut"),
+        (
+            three,
+            "pipeline=4",
+            {},
+            {},
+            UsageError,
+            "stages=4, but the model has 3 layers that can be cut apart: 0, 1, 2",
+        ),
+        (
+            norms,
+            "pipeline=2",
+            {},
+            {},
+            TaskError,
+            "mesh='pipeline=2': 1 (BatchNorm1d) keeps running statistics",
+        ),
+        (
+            norms,
+            "shard=2",
+            {},
+            {},
+            TaskError,
+            "mesh='shard=2': 1 (BatchNorm1d) keeps running statistics",
+        ),
+        (
+            three,
+            "tensor=2",
+            {},
+            {},
+            TaskError,
+            "tensor=2, but the task does not say which layers can be cut",
+        ),
         (
             pairs,
             "pipeline=2",
             {},
             {"parts": Parts(layers=list, stages=["2"])},
             TaskError,
-            "layer '1' (Pair) returned a tuple of Tensor, Tensor: what goes from one layer to the next must be one tensor",
+            (
+                "layer '1' (Pair) returned a tuple of Tensor, Tensor: what goes from one layer to"
+                " the next must be one tensor"
+            ),
         ),
         (
             wide,
@@ -166,7 +245,9 @@ def one(world: Any, model: Any, mesh: str, options: dict[str, Any], changes: dic
         ),
     ],
 )
-def test_models(model: Any, mesh: str, options: Any, changes: Any, error: type[Exception], message: str) -> None:
+def test_models(
+    model: Any, mesh: str, options: Any, changes: Any, error: type[Exception], message: str
+) -> None:
     ranks = Mesh.read(mesh).size
     with pytest.raises(WorkerFailed, match=re.escape(message)) as caught:
         run_ranks(one, ranks, (model, mesh, options, changes))

@@ -1,4 +1,6 @@
-"""A model cut into layers and stages: where, by what, under which names, and what is said where it cannot be."""
+"""A model cut into layers and stages: where, by what, under which names, and what is said where
+it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep import World
+from lockstep.config.parts import Parts
 from lockstep.errors import TaskError, UsageError
-from lockstep.mesh.parts import Parts
 from lockstep.model_parallel.layers import Layers, layers_of
 from lockstep.model_parallel.split import balanced, by_parameters, by_time, cut, shared, tied
 from lockstep.model_parallel.stages import described, stage_module
@@ -34,7 +36,7 @@ def through(stages: Sequence[nn.Module], *arguments: Any) -> Any:
     return arguments[0]
 
 
-# -- where a model can be cut ------------------------------------------------------------------------------------------------------
+# -- where a model can be cut --------------------------------------------------------------------
 
 
 def test_a_transformer_is_cut_between_its_blocks() -> None:
@@ -50,7 +52,11 @@ def test_what_has_no_module_joins_the_layer_before_it() -> None:
 
 
 def test_sequentials_are_gone_into() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4))), nn.Linear(4, 2))
+    model = nn.Sequential(
+        nn.Flatten(),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4))),
+        nn.Linear(4, 2),
+    )
     assert layers_of(model).names == ("0", "1.0", "1.1", "1.2.0", "2")
 
 
@@ -76,7 +82,9 @@ class Recurrent(nn.Module):
         self.register_buffer("shift", torch.ones(2), persistent=False)
         self.other = nn.Linear(1, 1)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0) -> dict[str, Tensor]:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, scale: float = 2.0
+    ) -> dict[str, Tensor]:
         x = self.before(x)
         if mask is not None:
             x = x * mask
@@ -98,7 +106,10 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.lstm, self.both, self.after = nn.Linear(3, 3), nn.LSTM(3, 4), nn.Bilinear(4, 4, 2), nn.Linear(2, 2)
+        self.before = nn.Linear(3, 3)
+        self.lstm = nn.LSTM(3, 4)
+        self.both = nn.Bilinear(4, 4, 2)
+        self.after = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden, (state, _) = self.lstm(self.before(x))
@@ -131,10 +142,13 @@ class Twice(nn.Module):
 def test_a_module_that_is_called_twice_is_two_layers_and_shared() -> None:
     layers = layers_of(Twice())
     assert layers.names == ("same", "same:2", "last")
-    assert shared(layers, [range(0, 1), range(1, 3)]) == {"same.weight": (0, 1), "same.bias": (0, 1)}
+    assert shared(layers, [range(0, 1), range(1, 3)]) == {
+        "same.weight": (0, 1),
+        "same.bias": (0, 1),
+    }
 
 
-# -- the stages --------------------------------------------------------------------------------------------------------------------
+# -- the stages ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -153,7 +167,10 @@ def test_what_no_layer_uses_stays_with_the_last_stage() -> None:
     stages = stages_of(layers_of(model), 2)
     assert {"other.weight", "other.bias"} <= dict(stages[1].named_parameters()).keys()
     assert "shift" in dict(stages[1].named_buffers())
-    assert stages[0].state_dict().keys() | stages[1].state_dict().keys() == model.state_dict().keys()  # shift is in none
+    # shift is in none
+    assert (
+        stages[0].state_dict().keys() | stages[1].state_dict().keys() == model.state_dict().keys()
+    )
 
 
 def test_train_and_eval_reach_the_modules() -> None:
@@ -174,7 +191,7 @@ def test_tracing_leaves_the_mode_of_every_module() -> None:
     assert {name: module.training for name, module in model.named_modules()} == before
 
 
-# -- layers given by the task ------------------------------------------------------------------------------------------------------
+# -- layers given by the task --------------------------------------------------------------------
 
 
 class Branching(nn.Module):
@@ -182,7 +199,9 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.body, self.last = nn.Linear(3, 3), nn.ModuleList([Block(3, 0.0), Block(3, 0.0)]), nn.Linear(3, 2)
+        self.first = nn.Linear(3, 3)
+        self.body = nn.ModuleList([Block(3, 0.0), Block(3, 0.0)])
+        self.last = nn.Linear(3, 2)
         self.unused = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +218,12 @@ GIVEN = Parts(layers=lambda model: [model.first, *model.body, model.last])
 
 
 def test_a_forward_that_cannot_be_followed_is_refused_with_the_way_out() -> None:
-    with pytest.raises(TaskError, match=r"(?s)Branching: its forward cannot be followed.*control flow.*Parts\(layers=\.\.\.\)"):
+    with pytest.raises(
+        TaskError,
+        match=(
+            r"(?s)Branching: its forward cannot be followed.*control flow.*Parts\(layers=\.\.\.\)"
+        ),
+    ):
         layers_of(Branching())
 
 
@@ -211,13 +235,18 @@ def test_given_layers_make_the_same_stages(count: int) -> None:
     stages = stages_of(layers, count)
     x = torch.randn(2, 3)
     assert torch.equal(through(stages, x), model(x))
-    assert {name for stage in stages for name, _ in stage.named_parameters()} == dict(model.named_parameters()).keys()
+    assert {name for stage in stages for name, _ in stage.named_parameters()} == dict(
+        model.named_parameters()
+    ).keys()
 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        (lambda model: [nn.Linear(1, 1)], "returned a Linear as number 0, which is no module inside Branching"),
+        (
+            lambda model: [nn.Linear(1, 1)],
+            "returned a Linear as number 0, which is no module inside Branching",
+        ),
         (lambda model: [model.first, model.first], "returned 'first' twice"),
         (lambda model: [model.first, None], "returned a NoneType as number 1"),
         (lambda model: [], "returned none for Branching"),
@@ -236,7 +265,10 @@ class Halves(nn.Module):
 def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
     model = nn.Sequential(Halves(), nn.Linear(1, 1))
     stage = stage_module(layers_of(model, Parts(layers=list)), range(2))
-    with pytest.raises(TaskError, match=r"layer '0' \(Halves\) returned a tuple of Tensor, Tensor: .* must be one tensor"):
+    with pytest.raises(
+        TaskError,
+        match=r"layer '0' \(Halves\) returned a tuple of Tensor, Tensor: .* must be one tensor",
+    ):
         stage(torch.ones(2, 2))
 
 
@@ -251,21 +283,30 @@ class FunctionalDropout(nn.Module):
 
 
 def test_a_mode_baked_into_the_forward_is_refused() -> None:
-    with pytest.raises(TaskError, match="FunctionalDropout: its forward does something else in training than in evaluation"):
+    with pytest.raises(
+        TaskError,
+        match="FunctionalDropout: its forward does something else in training than in evaluation",
+    ):
         layers_of(FunctionalDropout())
 
 
-# -- which layers make a stage -----------------------------------------------------------------------------------------------------
+# -- which layers make a stage -------------------------------------------------------------------
 
 
 def brute_force(costs: Sequence[int], stages: int) -> tuple[int, int]:
     every = itertools.combinations(range(1, len(costs)), stages - 1)
-    sums = [[sum(costs[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs)])] for cuts in every]
+    sums = [
+        [sum(costs[a:b]) for a, b in itertools.pairwise([0, *cuts, len(costs)])] for cuts in every
+    ]
     return min((max(each), sum(part * part for part in each)) for each in sums)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=9).flatmap(lambda costs: st.tuples(st.just(costs), st.integers(1, len(costs)))))
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=9).flatmap(
+        lambda costs: st.tuples(st.just(costs), st.integers(1, len(costs)))
+    )
+)
 def test_no_cut_is_better(case: tuple[list[int], int]) -> None:
     costs, stages = case
     parts = balanced(costs, stages)
@@ -277,7 +318,8 @@ def test_no_cut_is_better(case: tuple[list[int], int]) -> None:
 
 
 def test_the_largest_stage_comes_first_and_squares_after() -> None:
-    assert balanced([3, 4, 8, 1], 3) == [range(0, 2), range(2, 3), range(3, 4)]  # 3 | 4 | 8 1 has smaller squares, and a stage of 9
+    # 3 | 4 | 8 1 has smaller squares, and a stage of 9
+    assert balanced([3, 4, 8, 1], 3) == [range(0, 2), range(2, 3), range(3, 4)]
 
 
 def test_ties_are_cut_early() -> None:
@@ -287,22 +329,41 @@ def test_ties_are_cut_early() -> None:
 
 def test_more_stages_than_layers() -> None:
     layers = layers_of(reader(depth=1))
-    with pytest.raises(UsageError, match=r"stages=4, but the model has 3 layers that can be cut apart: words, blocks\.0, head; have fewer"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"stages=4, but the model has 3 layers that can be cut apart: words, blocks\.0, head;"
+            r" have fewer"
+        ),
+    ):
         cut(layers, 4)
 
 
 def test_stages_begin_where_parts_says() -> None:
     layers = layers_of(reader(depth=3))
-    assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [range(0, 1), range(1, 4), range(4, 5)]
+    assert cut(layers, 3, Parts(stages=["blocks.0", "head"])) == [
+        range(0, 1),
+        range(1, 4),
+        range(4, 5),
+    ]
 
 
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        (["blocks.7", "head"], "'blocks.7' is no layer at which the model can be cut; the layers are words, blocks.0"),
+        (
+            ["blocks.7", "head"],
+            "'blocks.7' is no layer at which the model can be cut; the layers are words, blocks.0",
+        ),
         (["head", "blocks.0"], "'blocks.0' does not come after 'head'"),
         (["words", "head"], "'words' is the first layer, where stage 0 begins"),
-        (["head"], r"names 1 beginning, and 3 stages need 2: one for every stage after the first; the layers are"),
+        (
+            ["head"],
+            (
+                r"names 1 beginning, and 3 stages need 2: one for every stage after the first; the"
+                r" layers are"
+            ),
+        ),
     ],
 )
 def test_beginnings_that_cannot_be(stages: list[str], message: str) -> None:
@@ -316,7 +377,9 @@ def test_costs_by_parameters() -> None:
 
 
 def timed(world: World) -> tuple[list[float], bool]:
-    model = nn.Sequential(nn.Linear(4, 256), nn.BatchNorm1d(256), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1))
+    model = nn.Sequential(
+        nn.Linear(4, 256), nn.BatchNorm1d(256), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1)
+    )
     before = {name: value.clone() for name, value in model.state_dict().items()}
     costs = by_time(layers_of(model), (torch.randn(16, 4),), world.group)
     untouched = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -330,7 +393,7 @@ def test_costs_by_time_are_the_same_on_all_ranks_and_leave_no_trace() -> None:
     assert all(cost > 0 for cost in first[0])
 
 
-# -- tied weights ------------------------------------------------------------------------------------------------------------------
+# -- tied weights --------------------------------------------------------------------------------
 
 
 def test_tied_weights_are_found_and_so_are_the_stages_that_share_them() -> None:

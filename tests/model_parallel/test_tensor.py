@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lockstep.config.mesh import Mesh
 from lockstep.errors import TaskError
-from lockstep.mesh.layout import Mesh
-from lockstep.model_parallel.devices import device_mesh
+from lockstep.model_parallel.mesh_devices import device_mesh
 from lockstep.model_parallel.tensor import fits, split_tensors
 from tests.model_parallel.cut_models import build
 
@@ -37,7 +37,15 @@ def test_a_star_is_one_part_of_a_name() -> None:
 
 BOTH = {"0": "colwise", "2": "rowwise"}
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str], dict[str, Any], str]] = {
-    "no plan": (lambda: build("mlp"), {}, {}, r"tensor=2, but the task does not say which layers can be cut: give it parts=Parts\(tensor="),
+    "no plan": (
+        lambda: build("mlp"),
+        {},
+        {},
+        (
+            r"tensor=2, but the task does not say which layers can be cut: give it"
+            r" parts=Parts\(tensor="
+        ),
+    ),
     "no module": (
         lambda: build("gpt"),
         {"blocks.*.mixd": "rowwise"},
@@ -54,7 +62,10 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str], dict[str, Any], 
         lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)),
         BOTH,
         {},
-        r"tensor=2: 0 \(colwise\) has 5 outputs, which 2 ranks cannot share equally: choose a divisor of 5",
+        (
+            r"tensor=2: 0 \(colwise\) has 5 outputs, which 2 ranks cannot share equally: choose a"
+            r" divisor of 5"
+        ),
     ),
     "inputs": (
         lambda: nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(5, 4)),
@@ -62,15 +73,30 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str], dict[str, Any], 
         {},
         r"tensor=2: 2 \(rowwise\) has 5 inputs",
     ),
-    "two styles": (lambda: build("mlp"), {**BOTH, "*": "rowwise"}, {}, r"Parts.tensor: 0 is colwise by '0' and rowwise by '\*'"),
-    "never put together": (lambda: build("mlp"), {"0": "colwise"}, {}, "has colwise layers and no rowwise one"),
+    "two styles": (
+        lambda: build("mlp"),
+        {**BOTH, "*": "rowwise"},
+        {},
+        r"Parts.tensor: 0 is colwise by '0' and rowwise by '\*'",
+    ),
+    "never put together": (
+        lambda: build("mlp"),
+        {"0": "colwise"},
+        {},
+        "has colwise layers and no rowwise one",
+    ),
     "heads": (
         lambda: build("gpt"),
         {"blocks.*.mixed": "rowwise"},
         {"heads": 3},
         "tensor=2: the model has 3 attention heads, .* choose a divisor of 3",
     ),
-    "tied": (lambda: build("odd"), {"blocks.0": "colwise", "last": "rowwise"}, {}, "blocks.0.weight and tied.weight are one tensor"),
+    "tied": (
+        lambda: build("odd"),
+        {"blocks.0": "colwise", "last": "rowwise"},
+        {},
+        "blocks.0.weight and tied.weight are one tensor",
+    ),
 }
 
 
@@ -89,19 +115,30 @@ def test_a_wrong_plan_is_said(case: str, two: DeviceMesh) -> None:
     [
         (
             {"0": "rowwise", "2": "colwise"},
-            "Parts.tensor: 0 takes 3 columns on this rank, and was given 6; it is rowwise and takes what a colwise layer gives",
+            (
+                "Parts.tensor: 0 takes 3 columns on this rank, and was given 6; it is rowwise and"
+                " takes what a colwise layer gives"
+            ),
         ),
         (
             {"0": "colwise", "4": "rowwise"},
-            "Parts.tensor: 2 takes 16 columns on this rank, and was given 8; a colwise layer before it gives each rank a share",
+            (
+                "Parts.tensor: 2 takes 16 columns on this rank, and was given 8; a colwise layer"
+                " before it gives each rank a share"
+            ),
         ),
         (
             {"0": "colwise", "2": "colwise", "4": "rowwise"},
-            "Parts.tensor: 2 takes 16 columns on this rank, and was given 8; a colwise layer before it gives each rank a share",
+            (
+                "Parts.tensor: 2 takes 16 columns on this rank, and was given 8; a colwise layer"
+                " before it gives each rank a share"
+            ),
         ),
     ],
 )
-def test_layers_that_do_not_follow_each_other_are_named_in_the_first_forward(plan: dict[str, str], message: str, two: DeviceMesh) -> None:
+def test_layers_that_do_not_follow_each_other_are_named_in_the_first_forward(
+    plan: dict[str, str], message: str, two: DeviceMesh
+) -> None:
     module = build("mlp")
     split_tensors(module, plan, two)
     with pytest.raises(TaskError, match=message):

@@ -1,4 +1,6 @@
-"""Ten kills from outside, on one to four workers, and the weights of a run that nobody disturbed. benchmarks/chaos.py has it at length."""
+"""Six kills from outside, on one to four workers, and the weights of a run that nobody
+disturbed. benchmarks/chaos.py has it at length.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,16 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.kills
 @pytest.mark.timeout(1500)
-def test_a_training_that_is_killed_again_and_again_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_training_that_is_killed_again_and_again_ends_with_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    """Takes half a minute or more: eight commands, one after the other. Of this seed are six
+    pairs of a victim and a phase, with each of both.
+    """
     script = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
-    command = [sys.executable, str(script), "--seed", "7", "--faults", "10"]
+    command = [sys.executable, str(script), "--seed", "912", "--faults", "6"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "faults 10, restarts 10" in done.stdout
+    assert "faults 6, restarts 6" in done.stdout
     assert "with them: the same" in done.stdout

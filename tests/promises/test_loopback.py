@@ -1,17 +1,18 @@
-"""On one host nothing of ours listens on the network: looked at from inside a run, while ranks and loader workers live."""
+"""On one host nothing of ours listens on the network: looked at from inside a run, while ranks
+and loader workers live.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-# Rank 0 looks at the launcher's whole tree: nothing is polled, and everybody is in the middle of the work.
+# Rank 0 looks at the launcher's whole tree: nothing is polled, and everybody is in the middle of
+# the work.
 _LOOK = """
 import json, os, psutil
 from pathlib import Path
@@ -64,10 +65,12 @@ def task():
 
 def _run(folder: Path, *words: str) -> dict[str, object]:
     (folder / "seen.py").write_text(_LOOK)
-    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part)
-    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words], cwd=folder, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     seen: dict[str, object] = json.loads((folder / "seen.json").read_text())
@@ -89,4 +92,20 @@ def test_a_script_with_every_transport_and_loader_workers(tmp_path: Path) -> Non
 @pytest.mark.parametrize("reduce", ["native", "shared_memory"])
 def test_a_training_with_loader_workers(reduce: str, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(_TASK)
-    _closed(_run(tmp_path, "train", "my_task.py", "-n", "2", "--reduce", reduce, "--loader-workers", "1", "--run", "run", "--epochs", "1"))
+    _closed(
+        _run(
+            tmp_path,
+            "train",
+            "my_task.py",
+            "-n",
+            "2",
+            "--reduce",
+            reduce,
+            "--loader-workers",
+            "1",
+            "--run",
+            "run",
+            "--epochs",
+            "1",
+        )
+    )

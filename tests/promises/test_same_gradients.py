@@ -1,13 +1,16 @@
-"""Promise 1: N ranks with different data give the gradients, and the training, of one process over the same micro-batches.
+"""Promise 1: N ranks with different data give the gradients, and the training, of one process over
+the same micro-batches.
 
-The oracle is plain torch in this process: a loop over the micro-batches, no code of Lockstep but the cut that says which samples
-they hold. The second oracle is torch's own DistributedDataParallel.
+The oracle is plain torch in this process: a loop over the micro-batches, no code of Lockstep but
+the cut that says which samples they hold. The second oracle is torch's own DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +24,8 @@ from tests import zoo
 from tests.data.scripted import scripted
 
 Moves = Mapping[int, tuple[int, ...]]
-SAMPLES, GLOBAL, MICRO, STEPS = 42, 16, 4, 10  # three steps an epoch, of 16, 16 and 10 samples: the last slot of the tail holds 2
+# three steps an epoch, of 16, 16 and 10 samples: the last slot of the tail holds 2
+SAMPLES, GLOBAL, MICRO, STEPS = 42, 16, 4, 10
 
 
 @dataclass
@@ -40,7 +44,11 @@ def optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def one_process(name: str, kind: str, clip: float | None) -> Trained:
@@ -56,7 +64,9 @@ def one_process(name: str, kind: str, clip: float | None) -> Trained:
         cut = plan.cut(step)
         steps.zero_grad()
         start = {key: buffer.clone() for key, buffer in model.named_buffers()}
-        moved = {key: torch.zeros_like(buffer, dtype=torch.float64) for key, buffer in start.items()}
+        moved = {
+            key: torch.zeros_like(buffer, dtype=torch.float64) for key, buffer in start.items()
+        }
         weight, total = 0, 0.0
         for slot in range(cut.slots):
             where = list(cut.positions(slot))
@@ -81,17 +91,33 @@ def one_process(name: str, kind: str, clip: float | None) -> Trained:
         seen.append(gradients(model))
         losses.append(total / weight)
         steps.step()
-    return Trained(seen[0], seen[2], {key: value.clone() for key, value in model.state_dict().items()}, losses)
+    return Trained(
+        seen[0], seen[2], {key: value.clone() for key, value in model.state_dict().items()}, losses
+    )
 
 
 def on_ranks(
-    world: lockstep.World, name: str, kind: str, clip: float | None, reduce: str, balance: str | None = None, moves: Moves | None = None
+    world: lockstep.World,
+    name: str,
+    kind: str,
+    clip: float | None,
+    reduce: str,
+    balance: str | None = None,
+    moves: Moves | None = None,
 ) -> Trained:
     torch.manual_seed(world.rank)  # replicas begin equal although their random states differ
     model = zoo.MODELS[name]() if world.rank else zoo.build(name)
     unused = "zeros" if name == "awkward" else "error"
-    stepper = lockstep.Stepper(model, optimizer(kind, model), clip=clip, reduce=reduce, unused=unused)
-    loader = lockstep.Loader(TensorDataset(*zoo.samples(SAMPLES)), global_batch=GLOBAL, micro_batch=MICRO, shuffle=False, balance=balance)
+    stepper = lockstep.Stepper(
+        model, optimizer(kind, model), clip=clip, reduce=reduce, unused=unused
+    )
+    loader = lockstep.Loader(
+        TensorDataset(*zoo.samples(SAMPLES)),
+        global_batch=GLOBAL,
+        micro_batch=MICRO,
+        shuffle=False,
+        balance=balance,
+    )
     if moves is not None:
         scripted(loader, moves)
     seen, losses = [], []
@@ -106,9 +132,60 @@ def on_ranks(
     raise AssertionError("the epochs held fewer steps than the test asks for")
 
 
+BALANCES: list[tuple[str, Moves | None]] = [
+    ("2,1,1", None),
+    ("0,3,1", None),
+    ("auto", {1: (0, 1, 3), 2: (2, 2, 0), 5: (1, 3, 0)}),
+]
+
+
+def cases(workers: int) -> list[tuple[Any, ...]]:
+    """What the tests of this file ask of so many ranks."""
+    found: list[tuple[Any, ...]] = [(name, "sgd", None, "auto") for name in zoo.MODELS]
+    if workers == 1:
+        return [
+            *found,
+            *(("awkward", "sgd", None, reduce) for reduce in ("shared_memory", "central")),
+        ]
+    found += [("awkward", "sgd", None, reduce) for reduce in ("ring", "tree", "halving_doubling")]
+    if workers == 4:
+        return found
+    found += [("awkward", "sgd", None, reduce) for reduce in ("native", "shared_memory", "central")]
+    found += [
+        ("mlp", "sgd", 0.1, "auto"),
+        *((name, "adamw", None, "auto") for name in ("mlp", "cnn", "rnn")),
+    ]
+    if workers == 3:
+        found += [
+            (name, "sgd", None, "auto", *balance)
+            for name in ("cnn", "awkward")
+            for balance in BALANCES
+        ]
+    return found
+
+
+def all_on_ranks(world: lockstep.World) -> list[Trained]:
+    return [on_ranks(world, *case) for case in cases(world.size)]
+
+
+@cache
+def all_ranks(workers: int) -> list[list[Trained]]:
+    """By rank and case: ranks start once for all tests."""
+    return run_ranks(all_on_ranks, workers)
+
+
+def ranks_of(workers: int, *case: Any) -> list[Trained]:
+    number = cases(workers).index(case)
+    return [rank[number] for rank in all_ranks(workers)]
+
+
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], within: float = 1e-6) -> None:
     assert ours.keys() == theirs.keys()
-    far = {name: zoo.distance(ours[name], theirs[name]) for name in ours if zoo.distance(ours[name], theirs[name]) > within}
+    far = {
+        name: zoo.distance(ours[name], theirs[name])
+        for name in ours
+        if zoo.distance(ours[name], theirs[name]) > within
+    }
     assert not far
 
 
@@ -116,7 +193,7 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], within: float = 
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_gradients_and_ten_steps_of_momentum_equal_one_process(name: str, workers: int) -> None:
     expected = one_process(name, "sgd", clip=None)
-    for rank in run_ranks(on_ranks, workers, args=(name, "sgd", None, "auto")):
+    for rank in ranks_of(workers, name, "sgd", None, "auto"):
         compare(rank.gradients, expected.gradients)
         compare(rank.tail, expected.tail)
         compare(rank.weights, expected.weights)
@@ -126,7 +203,7 @@ def test_gradients_and_ten_steps_of_momentum_equal_one_process(name: str, worker
 @pytest.mark.parametrize("workers", [2, 3])
 def test_clipping_comes_once_after_the_sum(workers: int) -> None:
     expected = one_process("mlp", "sgd", clip=0.1)
-    for rank in run_ranks(on_ranks, workers, args=("mlp", "sgd", 0.1, "auto")):
+    for rank in ranks_of(workers, "mlp", "sgd", 0.1, "auto"):
         compare(rank.gradients, expected.gradients)
         compare(rank.weights, expected.weights)
 
@@ -136,17 +213,31 @@ def test_clipping_comes_once_after_the_sum(workers: int) -> None:
 def test_adamw_equals_one_process_where_gradients_are_not_noise(name: str, workers: int) -> None:
     expected = one_process(name, "adamw", clip=None)
     largest = max(gradient.abs().max() for gradient in expected.gradients.values())
-    noise = {name for name, gradient in expected.gradients.items() if gradient.abs().max() < 1e-6 * largest}
-    for rank in run_ranks(on_ranks, workers, args=(name, "adamw", None, "auto")):
-        compare({k: v for k, v in rank.weights.items() if k not in noise}, {k: v for k, v in expected.weights.items() if k not in noise})
+    noise = {
+        name
+        for name, gradient in expected.gradients.items()
+        if gradient.abs().max() < 1e-6 * largest
+    }
+    for rank in ranks_of(workers, name, "adamw", None, "auto"):
+        compare(
+            {k: v for k, v in rank.weights.items() if k not in noise},
+            {k: v for k, v in expected.weights.items() if k not in noise},
+        )
 
 
 @pytest.mark.parametrize(
-    ("workers", "reduce"), [(1, "shared_memory"), (2, "native"), (3, "native"), (2, "shared_memory"), (3, "shared_memory")]
+    ("workers", "reduce"),
+    [
+        (1, "shared_memory"),
+        (2, "native"),
+        (3, "native"),
+        (2, "shared_memory"),
+        (3, "shared_memory"),
+    ],
 )
 def test_the_naive_reference_gives_the_same_as_the_fast_path(workers: int, reduce: str) -> None:
-    fast = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, reduce))
-    naive = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, "central"))
+    fast = ranks_of(workers, "awkward", "sgd", None, reduce)
+    naive = ranks_of(workers, "awkward", "sgd", None, "central")
     for a, b in zip(fast, naive, strict=True):
         compare(a.gradients, b.gradients)
         compare(a.weights, b.weights)
@@ -156,20 +247,21 @@ def test_the_naive_reference_gives_the_same_as_the_fast_path(workers: int, reduc
 @pytest.mark.parametrize("reduce", ["ring", "tree", "halving_doubling"])
 def test_our_own_schedules_give_the_gradients_of_one_process(workers: int, reduce: str) -> None:
     expected = one_process("awkward", "sgd", clip=None)
-    ranks = run_ranks(on_ranks, workers, args=("awkward", "sgd", None, reduce))
+    ranks = ranks_of(workers, "awkward", "sgd", None, reduce)
     for rank in ranks:
         compare(rank.gradients, expected.gradients)
         compare(rank.tail, expected.tail)
         compare(rank.weights, expected.weights)
-        assert all(torch.equal(value, ranks[0].weights[name]) for name, value in rank.weights.items())
+        assert all(
+            torch.equal(value, ranks[0].weights[name]) for name, value in rank.weights.items()
+        )
 
 
 @pytest.mark.parametrize("name", ["cnn", "awkward"])
 def test_ranks_with_uneven_and_moving_shares_give_the_gradients_of_one_process(name: str) -> None:
     expected = one_process(name, "sgd", clip=None)
-    moving: Moves = {1: (0, 1, 3), 2: (2, 2, 0), 5: (1, 3, 0)}
-    for balance, moves in (("2,1,1", None), ("0,3,1", None), ("auto", moving)):
-        for rank in run_ranks(on_ranks, 3, args=(name, "sgd", None, "auto", balance, moves)):
+    for balance in BALANCES:
+        for rank in ranks_of(3, name, "sgd", None, "auto", *balance):
             compare(rank.gradients, expected.gradients)
             compare(rank.tail, expected.tail)
             compare(rank.weights, expected.weights)
@@ -177,7 +269,7 @@ def test_ranks_with_uneven_and_moving_shares_give_the_gradients_of_one_process(n
 
 
 def test_all_ranks_end_with_the_same_bits() -> None:
-    ranks = run_ranks(on_ranks, 3, args=("cnn", "sgd", None, "auto"))
+    ranks = ranks_of(3, "cnn", "sgd", None, "auto")
     for rank in ranks[1:]:
         for name, value in rank.weights.items():
             assert torch.equal(value, ranks[0].weights[name]), name
@@ -188,7 +280,9 @@ def wrapped(world: lockstep.World, name: str, wrapper: str, steps: int) -> dict[
     model = zoo.build(name)
     ddp: nn.Module
     if wrapper == "torch":
-        ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=name == "awkward")
+        ddp = nn.parallel.DistributedDataParallel(
+            model, broadcast_buffers=False, find_unused_parameters=name == "awkward"
+        )
     else:
         ddp = lockstep.DistributedDataParallel(model, find_unused_parameters=name == "awkward")
     sgd = optimizer("sgd", model)
@@ -201,10 +295,21 @@ def wrapped(world: lockstep.World, name: str, wrapper: str, steps: int) -> dict[
     return {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
 
 
+def each_wrapped(world: lockstep.World) -> dict[tuple[str, str], dict[str, Tensor]]:
+    return {
+        (name, wrapper): wrapped(world, name, wrapper, 10)
+        for name in zoo.MODELS
+        for wrapper in ("torch", "lockstep")
+    }
+
+
+@cache
+def all_wrapped(workers: int) -> list[dict[tuple[str, str], dict[str, Tensor]]]:
+    return run_ranks(each_wrapped, workers)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_the_wrapper_trains_as_torchs_does(name: str, workers: int) -> None:
-    theirs = run_ranks(wrapped, workers, args=(name, "torch", 10))
-    ours = run_ranks(wrapped, workers, args=(name, "lockstep", 10))
-    for a, b in zip(ours, theirs, strict=True):
-        compare(a, b)
+    for rank in all_wrapped(workers):
+        compare(rank[name, "lockstep"], rank[name, "torch"])

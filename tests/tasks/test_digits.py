@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep import train
 from lockstep.errors import TaskError
-from lockstep.extras import install
+from lockstep.runtime.extras import install
 from lockstep.tasks import digits
 
 
@@ -35,7 +35,10 @@ def test_the_data_are_those_of_the_split() -> None:
     chosen = digits.split(found.target)[1]
     assert (len(training), len(evaluation)) == (1797 - len(chosen), len(chosen))
     assert torch.equal(evaluation.tensors[1], torch.tensor(found.target[chosen]))
-    assert torch.equal(evaluation.tensors[0], torch.tensor(found.images[chosen] / 16, dtype=torch.float32).unsqueeze(1))
+    assert torch.equal(
+        evaluation.tensors[0],
+        torch.tensor(found.images[chosen] / 16, dtype=torch.float32).unsqueeze(1),
+    )
 
 
 def test_eight_micro_batches_and_no_bias_before_batchnorm() -> None:
@@ -53,7 +56,15 @@ def test_it_learns() -> None:
     assert result.metrics["accuracy"] > 0.9
 
 
-def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_are_read_without_importing_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(TaskError, match=f"digits needs scikit-learn.*: {re.escape(install('tasks'))}"):
+    training, evaluation = digits.datasets()
+    assert len(training) + len(evaluation) == 1797
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(
+        TaskError, match=f"digits needs scikit-learn.*: {re.escape(install('tasks'))}"
+    ):
         digits.task()

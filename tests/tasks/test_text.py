@@ -1,4 +1,6 @@
-"""text: whole files are held out, no byte depends on the future, and bits are counted by the byte."""
+"""text: whole files are held out, no byte depends on the future, and bits are counted by the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,20 @@ def library(tmp_path: Path) -> Path:
 
 def test_files_are_held_out_whole(library: Path) -> None:
     training, evaluation = (part.decode() for part in text.texts(10**6, 10**6, library))
-    seen, held_out = ({line for line in part.splitlines() if line} for part in (training, evaluation))
+    seen, held_out = (
+        {line for line in part.splitlines() if line} for part in (training, evaluation)
+    )
     assert not seen & held_out
     assert len(seen) + len(held_out) == 60
     assert 1 <= len(held_out) < 20
     assert "left out" not in training + evaluation
     (library / "package" / "long.py").write_text("x" * 100_000)
-    assert sum(map(len, text.texts(10**6, 10**6, library))) == len(training) + len(evaluation) + 16_384
-    assert [file for _, file in text.files(library)] != sorted(file for _, file in text.files(library))
+    assert (
+        sum(map(len, text.texts(10**6, 10**6, library))) == len(training) + len(evaluation) + 16_384
+    )
+    assert [file for _, file in text.files(library)] != sorted(
+        file for _, file in text.files(library)
+    )
 
 
 def test_at_most_so_many_bytes_in_the_same_order(library: Path) -> None:
@@ -45,13 +53,17 @@ def test_at_most_so_many_bytes_in_the_same_order(library: Path) -> None:
 
 
 def test_too_little_text_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"the \.py files of Python's standard library, but .* holds too few"):
+    with pytest.raises(
+        TaskError, match=r"the \.py files of Python's standard library, but .* holds too few"
+    ):
         text.texts(100, 100, tmp_path)
 
 
 def test_sequences_meet_and_do_not_overlap() -> None:
     data = text.Sequences(b"abcdefghij", 3)
-    pairs = [tuple(bytes(part.tolist()).decode() for part in data[number]) for number in range(len(data))]
+    pairs = [
+        tuple(bytes(part.tolist()).decode() for part in data[number]) for number in range(len(data))
+    ]
     assert pairs == [("abc", "bcd"), ("def", "efg"), ("ghi", "hij")]
     assert len(text.Sequences(b"abcdefghi", 3)) == 2
     assert len(text.Sequences(b"", 3)) == 0
@@ -95,5 +107,8 @@ def test_a_width_that_the_heads_do_not_divide() -> None:
 
 
 def test_it_learns() -> None:
-    result = train(text.task(width=32, depth=1, length=32, train_bytes=20_000, eval_bytes=2_000, lr=1e-2), steps=15)
+    result = train(
+        text.task(width=32, depth=1, length=32, train_bytes=20_000, eval_bytes=2_000, lr=1e-2),
+        steps=15,
+    )
     assert result.metrics["bits_per_byte"] < 6.5

@@ -1,4 +1,6 @@
-"""Faults on purpose strike the rank, the step and the phase that they were asked for, and no other."""
+"""Faults on purpose strike the rank, the step and the phase that they were asked for, and no
+other.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep import status, testing
+from lockstep import testing
 from lockstep.errors import UsageError, WorkerFailed
+from lockstep.runtime import status
 from lockstep.testing import faults, run_ranks
 
 
@@ -91,7 +94,6 @@ def struck(world: lockstep.World, fault: str, **how: Any) -> int:
     return stepper.steps
 
 
-@pytest.mark.kills
 @pytest.mark.parametrize(
     ("fault", "how", "said"),
     [

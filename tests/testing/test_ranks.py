@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 import torch
 
 from lockstep.errors import UsageError, WorkerFailed
+from lockstep.launcher import server
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 
 
 def _describe(world: World, word: str, *, number: int) -> tuple[int, int, str, int, int]:
@@ -18,7 +20,9 @@ def _describe(world: World, word: str, *, number: int) -> tuple[int, int, str, i
 
 
 def test_each_rank_gets_its_world_and_one_thread() -> None:
-    assert run_ranks(_describe, 3, args=("w",), kwargs={"number": 7}) == [(rank, 3, "w", 7, 1) for rank in range(3)]
+    assert run_ranks(_describe, 3, args=("w",), kwargs={"number": 7}) == [
+        (rank, 3, "w", 7, 1) for rank in range(3)
+    ]
 
 
 def test_one_rank_takes_the_same_path() -> None:
@@ -61,3 +65,12 @@ def test_a_local_function_is_refused() -> None:
 
     with pytest.raises(UsageError, match="<locals>"):
         run_ranks(local, 2)
+
+
+def test_the_server_that_commands_are_served_by_stays_however_many_others_there_are() -> None:
+    """`warm_commands` has it, for the whole session (conftest.py)."""
+    serving = server.server()
+    for seed in range(3):
+        server.server(environment={**os.environ, "PYTHONHASHSEED": str(seed)}, cold=True)
+    assert serving.alive
+    assert server.server() is serving

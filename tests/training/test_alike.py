@@ -1,4 +1,6 @@
-"""All ranks train the same task: another loss, other samples on one rank are named at the start; what differs on purpose is not refused."""
+"""All ranks train the same task: another loss, other samples on one rank are named at the start;
+what differs on purpose is not refused.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def found(world: lockstep.World, folder: str) -> dict[str, Any]:
     for name, task in {
         "loss": toy.task(loss=doubled if odd else toy.loss),
         "samples": toy.task(train_data=toy.data(toy.SAMPLES, 1 + odd)),
-        "collate": toy.task(collate=(lambda samples: default_collate(samples[::-1])) if odd else None),
+        "collate": toy.task(
+            collate=(lambda samples: default_collate(samples[::-1])) if odd else None
+        ),
     }.items():
         with pytest.raises(ReplicaDivergence) as caught:
             train(task, run=f"{folder}/{name}", epochs=1, world=world)
@@ -47,7 +51,8 @@ def found(world: lockstep.World, folder: str) -> dict[str, Any]:
         warnings.simplefilter("always")
         compare_tasks(world.control, task_digests(toy.task(loss=by_rank(world.rank))))
     told["value"] = [str(each.message) for each in warned if each.category is LockstepWarning]
-    compare_tasks(world.control, {} if odd else task_digests(toy.task()))  # what one rank has not read
+    # what one rank has not read
+    compare_tasks(world.control, {} if odd else task_digests(toy.task()))
     return told
 
 

@@ -1,4 +1,6 @@
-"""What each rank leaves of where its time went: lines that fit together over ranks, and whom the others waited for."""
+"""What each rank leaves of where its time went: lines that fit together over ranks, and whom the
+others waited for.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Loader, Stepper, testing
-from lockstep.anatomy.read import read
 from lockstep.errors import LockstepWarning, Preempted
-from lockstep.measure.verdict.judged import judged
-from lockstep.step_clock import StepTimes
-from lockstep.step_result import StepResult
+from lockstep.runtime.step_clock import StepTimes
+from lockstep.step.step_result import StepResult
+from lockstep.tools.report.verdict.judged import judged
 from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
 from lockstep.training.memory_use import Activations, memory_use
+from lockstep.training.timeline.lanes import read
 from lockstep.updates.applied import Applied
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.training import toy
 
 _DAWDLES = 0.15  # s
@@ -45,14 +47,23 @@ def test_lines_grow_rarer_and_every_step_is_in_one() -> None:
 
 
 def test_the_first_steps_are_in_detail_and_then_one_in_a_hundred() -> None:
-    assert [step for step in range(1, 3000) if in_detail(step)] == [*range(1, 21), *range(100, 1001, 100)]
+    assert [step for step in range(1, 3000) if in_detail(step)] == [
+        *range(1, 21),
+        *range(100, 1001, 100),
+    ]
 
 
 def lines(run: Path, rank: int) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "anatomy" / f"rank-{rank}.jsonl").read_text().splitlines() if line]
+    return [
+        json.loads(line)
+        for line in (run / "anatomy" / f"rank-{rank}.jsonl").read_text().splitlines()
+        if line
+    ]
 
 
-def train(world: World, run: str, steps: int, slow: tuple[int, str] | None, reduce: str = "auto") -> None:
+def train(
+    world: World, run: str, steps: int, slow: tuple[int, str] | None, reduce: str = "auto"
+) -> None:
     """A linear model over 12 samples a step, four of each rank; another gradient on every rank."""
     if slow is not None:
         testing.slow_at(slow[0], 1, slow[1], _DAWDLES)
@@ -72,19 +83,36 @@ def train(world: World, run: str, steps: int, slow: tuple[int, str] | None, redu
 
 
 @pytest.mark.parametrize("reduce", ["auto", "native"])
-@pytest.mark.parametrize(("phase", "where"), [("forward", "forward"), ("reduce", "moving"), ("optimizer", "optimizer")])
-def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(tmp_path: Path, phase: str, where: str, reduce: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "where"), [("forward", "forward"), ("reduce", "moving"), ("optimizer", "optimizer")]
+)
+def test_a_slow_rank_is_seen_where_it_is_slow_and_the_others_wait_for_it(
+    tmp_path: Path, phase: str, where: str, reduce: str
+) -> None:
     testing.run_ranks(train, 3, (str(tmp_path), 8, (1, phase), reduce))
     for rank in range(3):
         found = [line for line in lines(tmp_path, rank) if line["kind"] == "steps"]
-        assert [(line["first"], line["last"]) for line in found] == [(step, step) for step in range(1, 9)]
+        assert [(line["first"], line["last"]) for line in found] == [
+            (step, step) for step in range(1, 9)
+        ]
         assert all(line["samples"] == 4 and line["micro_batches"] == 2 for line in found)
         later = found[2:7]
         assert (median(line[where] for line in later) > _DAWDLES) == (rank == 1)
         if rank != 1:
             assert median(line.get("lost", {}).get("1", 0.0) for line in later) > 0.5 * _DAWDLES
         for line in found:
-            parts = sum(line[name] for name in ("data", "forward", "backward", "exposed", "optimizer", "checks", "other"))
+            parts = sum(
+                line[name]
+                for name in (
+                    "data",
+                    "forward",
+                    "backward",
+                    "exposed",
+                    "optimizer",
+                    "checks",
+                    "other",
+                )
+            )
             assert parts == pytest.approx(line["seconds"], abs=1e-6)
             assert line["exposed"] == pytest.approx(line["moving"] + line["waits"], abs=1e-6)
         kinds = Counter(line["kind"] for line in lines(tmp_path, rank))
@@ -120,8 +148,11 @@ def run_toy(world: World, run: str, blocked: bool) -> list[str]:
 def test_a_training_by_whatever_launcher_leaves_a_timeline_of_all_ranks(tmp_path: Path) -> None:
     assert testing.run_ranks(run_toy, 3, (str(tmp_path), False)) == [[], [], []]
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    steps = Counter((event["pid"], event["args"]["step"]) for event in events if event.get("cat") == "step")
-    assert steps == dict.fromkeys(((rank, step) for rank in range(3) for step in range(2, 5)), 1)  # spans are asked for as a step ends
+    steps = Counter(
+        (event["pid"], event["args"]["step"]) for event in events if event.get("cat") == "step"
+    )
+    # spans are asked for as a step ends
+    assert steps == dict.fromkeys(((rank, step) for rank in range(3) for step in range(2, 5)), 1)
 
 
 def test_a_timeline_that_cannot_be_written_costs_a_warning_and_no_training(tmp_path: Path) -> None:
@@ -152,27 +183,46 @@ def lagging(world: World, run: str) -> None:
     loader = Loader(TensorDataset(torch.randn(4, 2)), global_batch=4, micro_batch=2, rank=0, size=1)
     (window,) = next(loader.epochs(1))
     times = StepTimes(
-        step=0, data=1.0, forward=2.0, backward=3.0, moving=0.5, waits=0.25, optimizer=1.0, checks=0.0, other=0.0, hidden=None
+        step=0,
+        data=1.0,
+        forward=2.0,
+        backward=3.0,
+        moving=0.5,
+        waits=0.25,
+        optimizer=1.0,
+        checks=0.0,
+        other=0.0,
+        hidden=None,
     )
-    result = StepResult(loss=0.0, weight=1.0, stop=False, samples_by_rank=(4,), bytes_sent=0, outcome=Applied())
+    result = StepResult(
+        loss=0.0, weight=1.0, stop=False, samples_by_rank=(4,), bytes_sent=0, outcome=Applied()
+    )
     with AnatomyFile(Path(run), stepper, {}) as file:
         for step in range(1, 6):
-            known = () if step < 3 else (replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0),)
+            known = (
+                ()
+                if step < 3
+                else (replace(times, step=step - 2, evaluate=7.0 if step == 4 else 0.0),)
+            )
             file.step(replace(result, times=known), window, None)
 
 
 def test_times_that_come_later_stand_in_the_line_of_their_step(tmp_path: Path) -> None:
     testing.run_ranks(lagging, 1, (str(tmp_path),))
     found = lines(tmp_path, 0)
-    assert [(line["first"], line["seconds"], line["hidden"]) for line in found if line["kind"] == "steps"] == [
-        (step, 7.75, None) for step in (1, 2, 3)
-    ]
+    assert [
+        (line["first"], line["seconds"], line["hidden"])
+        for line in found
+        if line["kind"] == "steps"
+    ] == [(step, 7.75, None) for step in (1, 2, 3)]
     (pause,) = (line for line in found if line["kind"] == "pause")
     assert (pause["what"], pause["step"], pause["seconds"]) == ("evaluate", 1, 7.0)
 
 
 def counted(world: World) -> tuple[int | None, dict[str, int | None]]:
-    model = torch.nn.Sequential(torch.nn.Linear(100, 50, bias=False), torch.nn.ReLU(), torch.nn.Linear(50, 10, bias=False))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(100, 50, bias=False), torch.nn.ReLU(), torch.nn.Linear(50, 10, bias=False)
+    )
     stepper = Stepper(model, torch.optim.AdamW(model.parameters(), fused=True), world=world)
     found = Activations(counts=True)
     for _ in range(2):
@@ -184,7 +234,8 @@ def counted(world: World) -> tuple[int | None, dict[str, int | None]]:
 
 def test_memory_is_counted_by_what_it_is_for() -> None:
     ((activations, use),) = testing.run_ranks(counted, 1)
-    assert activations == 4 * (8 * 100 + 8 * 50)  # the input, and what ReLU gives, which two layers keep: once
+    # the input, and what ReLU gives, which two layers keep: once
+    assert activations == 4 * (8 * 100 + 8 * 50)
     weights = 4 * (100 * 50 + 50 * 10)
     assert use["parameters"] == weights
     assert use["gradients"] >= weights
@@ -193,7 +244,9 @@ def test_memory_is_counted_by_what_it_is_for() -> None:
 
 
 class Physics(torch.nn.Module):
-    """What saved tensors cannot be watched in, behind a layer that draws numbers and one that moves its statistics."""
+    """What saved tensors cannot be watched in, behind a layer that draws numbers and one that
+    moves its statistics.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,11 +266,21 @@ def test_a_forward_that_cannot_be_watched_is_computed_as_if_nobody_had_tried() -
     alone = copy.deepcopy(watched)
     found = Activations(counts=True)
     results = []
-    for model, run in ((watched, lambda: found.watch(watched, lambda: watched(x))), (alone, lambda: alone(x))):
+    for model, run in (
+        (watched, lambda: found.watch(watched, lambda: watched(x))),
+        (alone, lambda: alone(x)),
+    ):
         torch.manual_seed(2)
         out = run()
         out.sum().backward()
-        results.append([out, *model.state_dict().values(), *(each.grad for each in model.parameters()), torch.rand(1)])
+        results.append(
+            [
+                out,
+                *model.state_dict().values(),
+                *(each.grad for each in model.parameters()),
+                torch.rand(1),
+            ]
+        )
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert found.bytes is None
 
@@ -234,7 +297,9 @@ def test_sparse_tensors_are_kept_and_not_counted() -> None:
     sparse = torch.eye(4).to_sparse()
     weight = torch.ones(4, 2, requires_grad=True)
     found = Activations(counts=True)
-    found.watch(torch.nn.Linear(1, 1), lambda: torch.sparse.mm(sparse, weight).square().sum()).backward()
+    found.watch(
+        torch.nn.Linear(1, 1), lambda: torch.sparse.mm(sparse, weight).square().sum()
+    ).backward()
     assert torch.equal(weight.grad, 2 * torch.ones(4, 2))
     assert found.bytes is not None
 
@@ -250,7 +315,11 @@ def slow_to_evaluate(world: World, run: str) -> None:
 def test_the_last_evaluation_is_told_too(tmp_path: Path) -> None:
     testing.run_ranks(slow_to_evaluate, 2, (str(tmp_path),))
     for rank in range(2):
-        pauses = [line for line in lines(tmp_path, rank) if line["kind"] == "pause" and line["what"] == "evaluate"]
+        pauses = [
+            line
+            for line in lines(tmp_path, rank)
+            if line["kind"] == "pause" and line["what"] == "evaluate"
+        ]
         assert [pause["step"] for pause in pauses] == [4]
         assert pauses[0]["seconds"] > _DAWDLES
         assert lines(tmp_path, rank)[-1]["kind"] == "end"

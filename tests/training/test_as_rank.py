@@ -1,4 +1,6 @@
-"""`lockstep train` as one of several ranks that torchrun or mpiexec started; srun: tests/launcher/slurm."""
+"""`lockstep train` as one of several ranks that torchrun or mpiexec started; srun:
+tests/launcher/slurm.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
-from lockstep.settings import Settings
 from lockstep.testing import run_ranks
 from lockstep.training.as_rank import train_as_rank
 from lockstep.training.run_directory import RunDirectory
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.test_launchers import MPIEXEC
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
 TASK = """
 import sys
@@ -42,9 +43,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(command: list[str], *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, *args], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
 
 
 def test_torchrun(folder: Path) -> None:
@@ -63,11 +65,24 @@ def test_torchrun(folder: Path) -> None:
 
 
 def test_mpiexec_and_an_exception_on_one_rank(folder: Path) -> None:
-    done = start([*MPIEXEC, "-m"], "lockstep", "train", "mine.py", "--set", "fail=true", "--run", "run", cwd=folder)
+    done = start(
+        [*MPIEXEC, "-m"],
+        "lockstep",
+        "train",
+        "mine.py",
+        "--set",
+        "fail=true",
+        "--run",
+        "run",
+        cwd=folder,
+    )
     assert done.returncode == 1, done.stderr
     assert "toy: " not in done.stdout
     assert 'raise ArithmeticError("in my task")' in done.stderr
-    assert any(line.startswith("rank 1 (pid") and line.endswith("failed: ArithmeticError: in my task") for line in done.stderr.splitlines())
+    assert any(
+        line.startswith("rank 1 (pid") and line.endswith("failed: ArithmeticError: in my task")
+        for line in done.stderr.splitlines()
+    )
     assert "lockstep/training" not in done.stderr
     assert not (folder / "run" / "result.json").exists()
 
@@ -86,8 +101,9 @@ def _differently(world: World, folder: Path) -> str:
 
 def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     expected = (
-        "the ranks were not started with the same command: --steps differs: rank 0 has 1, rank 1 has 2\n"
-        f"the ranks were not started with the same command: --run differs: rank 0 has {tmp_path}/run-0, rank 1 has {tmp_path}/run-1"
+        "the ranks were not started with the same command: --steps differs: rank 0 has 1, rank 1"
+        " has 2\nthe ranks were not started with the same command: --run differs: rank 0 has"
+        f" {tmp_path}/run-0, rank 1 has {tmp_path}/run-1"
     )
     assert run_ranks(_differently, 2, args=(tmp_path,)) == [expected, expected]
     assert list(tmp_path.iterdir()) == []
@@ -108,5 +124,8 @@ def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> N
 
 
 def test_resume_without_a_checkpoint_is_77_on_all(tmp_path: Path) -> None:
-    assert run_ranks(_refused, 2, args=(tmp_path, True)) == [("SystemExit", "77"), ("SystemExit", "77")]
+    assert run_ranks(_refused, 2, args=(tmp_path, True)) == [
+        ("SystemExit", "77"),
+        ("SystemExit", "77"),
+    ]
     assert not (tmp_path / "run").exists()

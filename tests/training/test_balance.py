@@ -1,4 +1,6 @@
-"""Ranks of different speed, through Stepper and `train`: what they tell each other, what is recorded, and with what it does not go."""
+"""Ranks of different speed, through Stepper and `train`: what they tell each other, what is
+recorded, and with what it does not go.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import testing
 from lockstep.errors import UsageError
-from lockstep.stepper import Stepper
-from lockstep.stepper_clock import StepperClock
+from lockstep.step.step_result import StepperClock
+from lockstep.step.stepper import Stepper
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
 from tests.data.scripted import Scripted, scripted
@@ -26,11 +28,15 @@ _DAWDLES = 0.2
 
 def linear(balance: str, **options: Any) -> tuple[lockstep.Loader, torch.nn.Module, Stepper]:
     model = torch.nn.Linear(2, 1)
-    loader = lockstep.Loader(TensorDataset(torch.randn(12, 2)), global_batch=6, micro_batch=2, balance=balance)
+    loader = lockstep.Loader(
+        TensorDataset(torch.randn(12, 2)), global_batch=6, micro_batch=2, balance=balance
+    )
     return loader, model, Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
 
-def walk(loader: lockstep.Loader, model: torch.nn.Module, stepper: Stepper, epochs: int) -> list[tuple[int, ...]]:
+def walk(
+    loader: lockstep.Loader, model: torch.nn.Module, stepper: Stepper, epochs: int
+) -> list[tuple[int, ...]]:
     found = []
     for epoch in loader.epochs(epochs):
         for window in epoch:
@@ -56,7 +62,8 @@ def test_all_ranks_know_what_a_micro_batch_takes_each_without_the_waiting_for_ot
     assert ranks[0][0] == (0.0, 0.0, 0.0)  # there was no step before the first
     quick, slow, idle = (median(column) for column in zip(*ranks[0][1:], strict=True))
     assert slow > _DAWDLES > quick > 0
-    assert min(each[1] for each in ranks[0][1:3]) < 1.5 * min(each[1] for each in ranks[0][3:])  # of one, where it had two
+    # of one, where it had two
+    assert min(each[1] for each in ranks[0][1:3]) < 1.5 * min(each[1] for each in ranks[0][3:])
     assert idle == 0
 
 
@@ -75,7 +82,9 @@ def slowly(world: lockstep.World, run: str | None, balance: str | None) -> str:
 
 def test_a_run_says_when_shares_move_and_its_bits_do_not(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert len({*run_ranks(slowly, 2, (str(run), "auto")), *run_ranks(slowly, 1, (None, None))}) == 1
+    assert (
+        len({*run_ranks(slowly, 2, (str(run), "auto")), *run_ranks(slowly, 1, (None, None))}) == 1
+    )
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (moved,) = [record for record in records if record.get("event") == "balance"]
     assert moved == {
@@ -89,7 +98,9 @@ def test_a_run_says_when_shares_move_and_its_bits_do_not(tmp_path: Path) -> None
     assert next(record["line"] for record in records if record.get("event") == "start").startswith(
         "global batch 11 = 3 micro-batches x 4, the last 3; 2 ranks: 2, 1, by measured speed; "
     )
-    assert [record["samples_by_rank"] for record in records if record["kind"] == "step"] == [[8, 3]] * 9 + [[4, 7]] * 3
+    assert [record["samples_by_rank"] for record in records if record["kind"] == "step"] == [
+        [8, 3]
+    ] * 9 + [[4, 7]] * 3
 
 
 def with_local_steps(world: lockstep.World) -> list[tuple[int, ...]]:
@@ -114,6 +125,14 @@ def refusals(world: lockstep.World) -> list[str]:
 
 def test_by_hand_too_what_does_not_go_together_is_refused() -> None:
     alone, server, early = run_ranks(refusals, 2)[0]
-    assert alone.startswith("balance='auto' with sync_every=2: ranks that step alone do not tell each other how long they take")
-    assert server.startswith("balance='2,1' with update='server': ranks draw micro-batches as fast as they are")
-    assert early.startswith("balance='auto' shares a window out by what the ones before have taken: call stepper.step() after each window")
+    assert alone.startswith(
+        "balance='auto' with sync_every=2: ranks that step alone do not tell each other how long"
+        " they take"
+    )
+    assert server.startswith(
+        "balance='2,1' with update='server': ranks draw micro-batches as fast as they are"
+    )
+    assert early.startswith(
+        "balance='auto' shares a window out by what the ones before have taken: call stepper.step()"
+        " after each window"
+    )

@@ -1,4 +1,6 @@
-"""What a task's file shows without being run: mistakes are told, and what cannot be told is left alone."""
+"""What a task's file shows without being run: mistakes are told, and what cannot be told is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,24 @@ def write(folder: Path, text: str) -> str:
         ("return 1\n", {}, ["line 1", "is not Python"]),
         (HEAD + "lr = 0.1\n", {}, ["has no task() function"]),
         (HEAD + "def other():\n    def task(): ...\n", {}, ["has no task() function"]),
-        (HEAD + "def task(lr=0.1, *, width=8): ...\n", {"rate": "1"}, ["--set rate=1", "it takes lr, width"]),
+        (
+            HEAD + "def task(lr=0.1, *, width=8): ...\n",
+            {"rate": "1"},
+            ["--set rate=1", "it takes lr, width"],
+        ),
         (HEAD + "def task(lr=0.1): ...\n", {"lr": "fast"}, ["--set lr=fast", "a number"]),
         (HEAD + "def task(kind: Literal['a', 'b'] = 'a'): ...\n", {"kind": "c"}, ["a or b"]),
-        (HEAD + "def task(width: 'int | None' = None): ...\n", {"width": "wide"}, ["a whole number"]),
+        (
+            HEAD + "def task(width: 'int | None' = None): ...\n",
+            {"width": "wide"},
+            ["a whole number"],
+        ),
         (HEAD + "def task(lr): ...\n", {}, ["needs lr"]),
     ],
 )
-def test_mistakes_that_show(tmp_path: Path, text: str, overrides: Mapping[str, str], words: list[str]) -> None:
+def test_mistakes_that_show(
+    tmp_path: Path, text: str, overrides: Mapping[str, str], words: list[str]
+) -> None:
     with pytest.raises(TaskError) as caught:
         located(write(tmp_path, text), overrides)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -53,7 +65,9 @@ def test_mistakes_that_show(tmp_path: Path, text: str, overrides: Mapping[str, s
         ("def task(kind: Kind = 1, rate=compute()): ...\n", {"kind": "any", "rate": "any"}),
     ],
 )
-def test_what_does_not_show_is_left_to_the_run(tmp_path: Path, text: str, overrides: Mapping[str, str]) -> None:
+def test_what_does_not_show_is_left_to_the_run(
+    tmp_path: Path, text: str, overrides: Mapping[str, str]
+) -> None:
     place = write(tmp_path, HEAD + text)
     assert located(place, overrides) == place
 

@@ -12,8 +12,14 @@ import lockstep
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "training.md"
 
 
-def test_the_fields_that_are_easily_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (text,) = [each for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "EarlyStopping" in each]
+def test_the_fields_that_are_easily_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = [
+        each
+        for each in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if "EarlyStopping" in each
+    ]
     names: dict[str, object] = {}
     exec(text, names)
     with lockstep.init(backend="gloo"):

@@ -13,21 +13,33 @@ from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.training.metrics import MetricsFile, finite
 from lockstep.training.telemetry import TelemetryFile
 
-STEP = {"kind": "step", "step": 3, "epoch": 1, "loss": 0.5, "lr": 0.1, "samples_per_s": 7.0, "samples_by_rank": [1, 2]}
+STEP = {
+    "kind": "step",
+    "step": 3,
+    "epoch": 1,
+    "loss": 0.5,
+    "lr": 0.1,
+    "samples_per_s": 7.0,
+    "samples_by_rank": [1, 2],
+}
 
 
 def test_a_line_each_readable_at_once(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.write(STEP)
         file.write({"kind": "event", "event": "start"})
-        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        assert [
+            json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        ] == [
             STEP,
             {"kind": "event", "event": "start"},
         ]
 
 
 def test_what_json_cannot_say_becomes_text() -> None:
-    found = finite({"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, "e": "x"})
+    found = finite(
+        {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, "e": "x"}
+    )
     assert found == {"a": "nan", "b": ["inf", 1.5], "c": {"d": "-inf"}, "e": "x"}
 
 
@@ -42,10 +54,17 @@ def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
     for event in EventFileLoader(str(events)).Load():
         for value in event.summary.value:
             found[value.tag] = (event.step, round(value.tensor.float_val[0], 6))
-    assert found == {"train/loss": (3, 0.5), "train/lr": (3, 0.1), "train/samples_per_s": (3, 7.0), "evaluate/accuracy": (3, 0.75)}
+    assert found == {
+        "train/loss": (3, 0.5),
+        "train/lr": (3, 0.1),
+        "train/samples_per_s": (3, 7.0),
+        "evaluate/accuracy": (3, 0.75),
+    }
 
 
-def test_without_tensorboard_there_is_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_there_is_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         file.write(STEP)
@@ -72,7 +91,10 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
 def test_what_training_can_do_without_ends_with_one_warning(full_disk: Path) -> None:
     file = TelemetryFile(full_disk / "anatomy" / "rank-0.jsonl")
     file.write(b"line")
-    with pytest.warns(LockstepWarning, match=r"rank-0\.jsonl cannot be written \(No space left on device\): training goes on") as caught:
+    with pytest.warns(
+        LockstepWarning,
+        match=r"rank-0\.jsonl cannot be written \(No space left on device\): training goes on",
+    ) as caught:
         file.flush()
     file.write(b"x" * 2**17)
     file.close()

@@ -73,7 +73,10 @@ def test_nothing_set_passes_nothing() -> None:
         (
             untyped,
             {"epoch": "1"},
-            r"--set epoch=1: task\(\) in t.py has no parameter 'epoch'; it takes lr, epochs, flag, name \(did you mean 'epochs'\?\)",
+            (
+                r"--set epoch=1: task\(\) in t.py has no parameter 'epoch'; it takes lr, epochs,"
+                r" flag, name \(did you mean 'epochs'\?\)"
+            ),
         ),
         (lambda: None, {"lr": "1"}, "has no parameter 'lr'; it takes nothing"),
         (typed, {"epochs": "1.5"}, "--set epochs=1.5: epochs takes a whole number"),
@@ -82,9 +85,15 @@ def test_nothing_set_passes_nothing() -> None:
         (typed, {"mode": "c"}, "mode takes a or b or 3"),
         (typed, {"clip": "x"}, "clip takes a number or none"),
         (typed, {"layers": "1,2"}, "layers takes a list, which --set cannot give or none"),
-        (needs, {"lr": "1"}, r"task\(\) in t.py needs depth: give it a default there, or a value with --set depth="),
+        (
+            needs,
+            {"lr": "1"},
+            r"task\(\) in t.py needs depth: give it a default there, or a value with --set depth=",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(function: Any, overrides: dict[str, str], message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    function: Any, overrides: dict[str, str], message: str
+) -> None:
     with pytest.raises(TaskError, match=message):
         arguments(function, overrides, "t.py")

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.launcher.logs import Tee
 from lockstep.training import progress
-from lockstep.training.progress import Live, Plain, clock, time_left
+from lockstep.training.progress import Live, Plain, clock, describe
 
 
 def record(step: int) -> dict[str, Any]:
@@ -32,7 +32,9 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return now
 
 
-def test_plain_lines_at_most_every_ten_seconds(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_at_most_every_ten_seconds(
+    time: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = progress.progress(20, 2)
     assert isinstance(shown, Plain)
     for step in range(1, 21):
@@ -52,7 +54,9 @@ def test_plain_lines_at_most_every_ten_seconds(time: Clock, capsys: pytest.Captu
     ]
 
 
-def test_a_terminal_gets_a_bar_and_lines_above_it(time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_and_lines_above_it(
+    time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
@@ -106,7 +110,9 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     assert "from the task" in err
 
 
-def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(time: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(
+    time: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     shown = Live(1000, 1)
@@ -120,5 +126,11 @@ def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(time: Clock, monk
 
 
 def test_times() -> None:
-    assert [clock(seconds) for seconds in (0.4, 59.4, 185, 7385)] == ["0 s", "59 s", "3:05", "2:03:05"]
-    assert time_left(5, 20, 10.0) == 30.0
+    assert [clock(seconds) for seconds in (0.4, 59.4, 185, 7385)] == [
+        "0 s",
+        "59 s",
+        "3:05",
+        "2:03:05",
+    ]
+    assert describe(record(5), 20, 10.0).endswith("samples/s, 30 s left")
+    assert describe(record(5), None, 10.0).endswith("samples/s")

@@ -1,4 +1,6 @@
-"""From a name or a path to a Task, from any folder; the user's mistakes are sentences, the user's bugs are the user's own."""
+"""From a name or a path to a Task, from any folder; the user's mistakes are sentences, the
+user's bugs are the user's own.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sklearn.datasets  # noqa: F401 - sets environment variables, which no test shall be blamed for
 
+from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.task import Task
 from lockstep.training.resolve import locate, resolve, short_name
 
 GOOD = """
@@ -34,7 +35,7 @@ def imports() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if not name.startswith(("torch", "numpy", "sklearn", "lockstep.", "tests.")):
+        if not name.startswith(("torch", "numpy", "lockstep.", "tests.")):
             del sys.modules[name]
 
 
@@ -45,11 +46,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_file_by_relative_and_absolute_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_by_relative_and_absolute_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     absolute = str(folder / "my_own.py")
     assert locate(absolute) == absolute
     monkeypatch.chdir(folder.parent)
-    for name in (absolute, f"{folder.name}/my_own.py", f"./{folder.name}/../{folder.name}/my_own.py"):
+    for name in (
+        absolute,
+        f"{folder.name}/my_own.py",
+        f"./{folder.name}/../{folder.name}/my_own.py",
+    ):
         task = resolve(name, {"samples": "20"})
         assert (task.name, len(task.train_data)) == ("my_own", 20)  # type: ignore[arg-type]
     monkeypatch.chdir(folder)
@@ -74,7 +81,13 @@ def test_a_file_may_be_called_like_a_module_or_like_none(folder: Path, name: str
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("digit", r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean 'digits'\?\)"),
+        (
+            "digit",
+            (
+                r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean"
+                r" 'digits'\?\)"
+            ),
+        ),
         ("resnet", r"the bundled tasks are digits, text\. For your own, give the path"),
         ("nowhere.py", r"task file 'nowhere.py' does not exist \(looked from /"),
         ("./nowhere", "task file './nowhere' does not exist"),
@@ -91,8 +104,14 @@ def test_a_name_that_is_none(name: str, message: str) -> None:
     [
         ("x = 1", r"t.py has no task\(\) function: define `def task\(\):`"),
         ("task = 3", "task in .*t.py is a int; make it a function"),
-        ("from tests.training import toy\ntask = toy.task()", "task in .*t.py is a Task; make it a function"),
-        ("def task(): pass", r"task\(\) in .*t.py returned a NoneType; it must return a lockstep.Task"),
+        (
+            "from tests.training import toy\ntask = toy.task()",
+            "task in .*t.py is a Task; make it a function",
+        ),
+        (
+            "def task(): pass",
+            r"task\(\) in .*t.py returned a NoneType; it must return a lockstep.Task",
+        ),
         ("def task(): return {'model': 1}", "returned a dict"),
         ("def task(lr): pass", "needs lr"),
     ],
@@ -112,7 +131,9 @@ def test_a_file_without_a_task(tmp_path: Path, text: str, message: str) -> None:
         ("from nowhere import x", ImportError),
     ],
 )
-def test_the_users_own_exception_comes_through(tmp_path: Path, text: str, error: type[Exception]) -> None:
+def test_the_users_own_exception_comes_through(
+    tmp_path: Path, text: str, error: type[Exception]
+) -> None:
     file = tmp_path / "t.py"
     file.write_text(text)
     with pytest.raises(error) as raised:

@@ -1,8 +1,12 @@
-"""A training that was cut off goes on in its run directory as if nothing had been: weights, records, best, patience, at any number of ranks."""
+"""A training that was cut off goes on in its run directory as if nothing had been: weights,
+records, best, patience, at any number of ranks.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +14,16 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.config.settings import Settings
+from lockstep.config.task import EarlyStopping
 from lockstep.errors import UsageError, WorkerFailed
-from lockstep.settings import Settings
-from lockstep.task import EarlyStopping
 from lockstep.testing import run_ranks
-from lockstep.training.resume import changed_since, forget_after
+from lockstep.training.metrics import forget_after
+from lockstep.training.resume import changed_since
 from lockstep.training.train import train
 from tests.training import toy
+
+Whole = Callable[[int], tuple[Any, list[Any]]]
 
 
 class Cut(Exception):
@@ -24,7 +31,9 @@ class Cut(Exception):
 
 
 def task(cut: int | None, **changes: Any) -> lockstep.Task:
-    """Of 5 epochs of 4 steps; every rank fails after step `cut`, or in the evaluation after it where that is negative."""
+    """Of 5 epochs of 4 steps; every rank fails after step `cut`, or in the evaluation after it
+    where that is negative.
+    """
 
     def on_step(record: Any) -> None:
         if record["step"] == cut:
@@ -34,55 +43,111 @@ def task(cut: int | None, **changes: Any) -> lockstep.Task:
         if cut is not None and record["step"] == -cut:
             raise Cut
 
-    fields = {"best": "accuracy", "best_mode": "max", "early_stopping": EarlyStopping(metric="loss", mode="min", patience=9)}
-    schedule = {"scheduler": lambda optimizer, epochs: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7), "scheduler_per": "epoch"}
+    fields = {
+        "best": "accuracy",
+        "best_mode": "max",
+        "early_stopping": EarlyStopping(metric="loss", mode="min", patience=9),
+    }
+    schedule = {
+        "scheduler": lambda optimizer, epochs: torch.optim.lr_scheduler.StepLR(
+            optimizer, 1, gamma=0.7
+        ),
+        "scheduler_per": "epoch",
+    }
     callbacks = {"on_step": on_step, "on_evaluate": on_evaluate, "callbacks_on": "all"}
     return toy.task(**{"epochs": 5, "clip": 0.5, **fields, **schedule, **callbacks, **changes})
 
 
-def one(world: lockstep.World, folder: str, cut: int | None, every: int, changes: dict[str, Any], options: dict[str, Any]) -> Any:
-    result = train(task(cut, **changes), run=folder, exact=True, checkpoint_every=every, world=world, **options)
+def one(
+    world: lockstep.World,
+    folder: str,
+    cut: int | None,
+    every: int,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    result = train(
+        task(cut, **changes), run=folder, exact=True, checkpoint_every=every, world=world, **options
+    )
     return result.as_json()
 
 
-def trained(size: int, folder: Path, cut: int | None = None, every: int = 3, changes: Any = None, **options: Any) -> Any:
+def trained(
+    size: int,
+    folder: Path,
+    cut: int | None = None,
+    every: int = 3,
+    changes: Any = None,
+    **options: Any,
+) -> Any:
     return run_ranks(one, size, args=(str(folder), cut, every, changes or {}, options))[0]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """By how often it saves: what a training of one rank that was not cut off ends with, and its
+    records.
+    """
+
+    @cache
+    def of(every: int) -> tuple[Any, list[Any]]:
+        folder = tmp_path_factory.mktemp("whole")
+        result = trained(1, folder, every=every)
+        return comparable(result), records(folder)
+
+    return of
 
 
 def records(folder: Path) -> list[Any]:
     """What does not depend on time, or on who computed it."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    keep = {"step": ("step", "epoch", "loss", "weight", "lr"), "evaluate": ("step", "epoch", "metrics")}
-    return [{name: line[name] for name in keep[line["kind"]]} for line in lines if line["kind"] in keep]
+    keep = {
+        "step": ("step", "epoch", "loss", "weight", "lr"),
+        "evaluate": ("step", "epoch", "metrics"),
+    }
+    return [
+        {name: line[name] for name in keep[line["kind"]]} for line in lines if line["kind"] in keep
+    ]
 
 
 def comparable(result: Any) -> Any:
-    return {name: value for name, value in result.items() if name not in ("seconds", "workers", "reduce", "update")}
+    return {
+        name: value
+        for name, value in result.items()
+        if name not in ("seconds", "workers", "reduce", "update")
+    }
 
 
-@pytest.mark.parametrize("cut", [7, 8, -8, 9, 20, -20], ids=["mid", "end", "evaluation", "next", "last", "last-evaluation"])
-def test_a_training_that_was_cut_off_goes_on_as_if_nothing_had_been(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize(
+    "cut",
+    [7, 8, -8, 9, 20, -20],
+    ids=["mid", "end", "evaluation", "next", "last", "last-evaluation"],
+)
+def test_a_training_that_was_cut_off_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, whole: Whole, cut: int
+) -> None:
     """Checkpoints are of steps 4, 8, ...: also at an epoch's end, before its evaluation."""
-    whole = trained(1, tmp_path / "whole", every=4)
     with pytest.raises(WorkerFailed, match="Cut"):
         trained(2, tmp_path / "cut", cut, every=4)
     found = trained(3, tmp_path / "cut", every=4, update="sharded")
-    assert comparable(found) == comparable(whole)
-    assert records(tmp_path / "cut") == records(tmp_path / "whole")
-    events = [json.loads(line) for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines() if '"event"' in line]
+    assert (comparable(found), records(tmp_path / "cut")) == whole(4)
+    events = [
+        json.loads(line)
+        for line in (tmp_path / "cut" / "metrics.jsonl").read_text().splitlines()
+        if '"event"' in line
+    ]
     (resumed,) = [event["line"] for event in events if event["event"] == "resumed"]
-    # on_step is called before the checkpoint of its step, and the last one may have been under way in the background
+    # on_step is called before the checkpoint of its step, and the last one may have been under way
+    # in the background
     last = (cut - 1) // 4 * 4 if cut > 0 else -cut
     assert resumed in [f"resumed from step {step} of 20" for step in range(4, last + 1, 4)]
 
 
-def test_cut_off_again_and_again(tmp_path: Path) -> None:
-    whole = trained(1, tmp_path / "whole")
+def test_cut_off_again_and_again(tmp_path: Path, whole: Whole) -> None:
     for size, cut in ((1, 2), (2, 5), (4, 11), (3, 13)):
         with pytest.raises(WorkerFailed, match="Cut"):
             trained(size, tmp_path / "cut", cut)
-    assert comparable(trained(2, tmp_path / "cut")) == comparable(whole)
-    assert records(tmp_path / "cut") == records(tmp_path / "whole")
+    assert (comparable(trained(2, tmp_path / "cut")), records(tmp_path / "cut")) == whole(3)
 
 
 def test_another_training_is_refused_with_the_difference(tmp_path: Path) -> None:
@@ -107,10 +172,16 @@ def slower(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def test_settings_that_decide_nothing_may_change() -> None:
     before = Settings(task="toy", workers=2, exact=True)
-    assert not Settings(task="toy", workers=3, exact=True, update="sharded", reduce="native", loader_workers=2).differences(before)
-    assert Settings(task="toy", exact=True, threads=2).differences(before) == ["threads was not given and is 2"]
+    assert not Settings(
+        task="toy", workers=3, exact=True, update="sharded", reduce="native", loader_workers=2
+    ).differences(before)
+    assert Settings(task="toy", exact=True, threads=2).differences(before) == [
+        "threads was not given and is 2"
+    ]
     assert not Settings(task="toy", threads=2).differences(Settings(task="toy"))
-    assert Settings(task="toy", overrides={"lr": "1"}).differences(Settings(task="toy")) == ["overrides was {} and is {'lr': '1'}"]
+    assert Settings(task="toy", overrides={"lr": "1"}).differences(Settings(task="toy")) == [
+        "overrides was {} and is {'lr': '1'}"
+    ]
 
 
 def test_records_of_steps_that_come_again_are_forgotten(tmp_path: Path) -> None:
@@ -142,21 +213,32 @@ def halved(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"loss": halved}, "halved"), ({"train_data": toy.data(toy.SAMPLES, 7)}, "samples of train_data that were compared")],
+    [
+        ({"loss": halved}, "halved"),
+        ({"train_data": toy.data(toy.SAMPLES, 7)}, "samples of train_data that were compared"),
+    ],
     ids=["loss", "data"],
 )
-def test_a_task_that_changed_since_is_named_and_refused_in_exact_mode(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_a_task_that_changed_since_is_named_and_refused_in_exact_mode(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(WorkerFailed, match="Cut"):
         trained(2, tmp_path, 7)
     with pytest.raises(WorkerFailed, match="--allow-changes") as caught:
         trained(1, tmp_path, changes=changes)
     assert named in str(caught.value)
     assert trained(2, tmp_path, changes=changes, allow_changes=True)["steps"] == 20
-    (event,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"changed"' in line]
+    (event,) = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        if '"changed"' in line
+    ]
     assert named in event["changes"]
 
 
-def test_a_task_that_changed_since_is_warned_of_where_it_is_not_exact(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_changed_since_is_warned_of_where_it_is_not_exact(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(Cut):
         train(task(7), run=tmp_path, checkpoint_every=3)
     train(task(None, loss=halved), run=tmp_path, checkpoint_every=3)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.settings import Settings
 from lockstep.errors import LockstepError, UsageError
-from lockstep.settings import Settings
 from lockstep.training import run_directory
 from lockstep.training.run_directory import RunDirectory, take_over
 
@@ -21,17 +21,31 @@ def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
     with RunDirectory.claim(None, "toy") as first, RunDirectory.claim(None, "toy") as second:
-        assert [str(first.path), str(second.path)] == ["runs/toy-20260102-030405", "runs/toy-20260102-030405-2"]
+        assert [str(first.path), str(second.path)] == [
+            "runs/toy-20260102-030405",
+            "runs/toy-20260102-030405-2",
+        ]
 
 
 def test_a_folder_in_use_names_pid_and_host(tmp_path: Path) -> None:
-    code = "import sys; from lockstep.training.run_directory import RunDirectory as R; r = R.claim(sys.argv[1], 'x'); print('claimed', flush=True); input()"
+    code = (
+        "import sys; from lockstep.training.run_directory import RunDirectory as R; r ="
+        " R.claim(sys.argv[1], 'x'); print('claimed', flush=True); input()"
+    )
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(UsageError, match=rf"run is in use by process {other.pid} on {socket.gethostname()}: .*another --run"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                rf"run is in use by process {other.pid} on {socket.gethostname()}: .*another --run"
+            ),
+        ):
             RunDirectory.claim(tmp_path / "run", "x")
         other.kill()
         other.wait()
@@ -42,14 +56,22 @@ def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
     with RunDirectory.claim(tmp_path, "x"):
         with pytest.raises(UsageError, match=f"in use by process {os.getpid()} on "):
             RunDirectory.claim(tmp_path, "x")
-        assert json.loads((tmp_path / "lock").read_text()) == {"pid": os.getpid(), "host": socket.gethostname()}
+        assert json.loads((tmp_path / "lock").read_text()) == {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
     RunDirectory.claim(tmp_path, "x").release()
 
 
 def test_a_folder_that_holds_a_finished_run_is_refused_and_kept(tmp_path: Path) -> None:
     for name in ("lock", "metrics.jsonl", "result.json"):
         (tmp_path / name).touch()
-    with pytest.raises(UsageError, match="already holds a finished run: choose another --run, or --fresh to train anew beside it"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            "already holds a finished run: choose another --run, or --fresh to train anew beside it"
+        ),
+    ):
         RunDirectory.claim(tmp_path, "x")
     assert (tmp_path / "result.json").exists()
 
@@ -61,7 +83,13 @@ def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) 
     with RunDirectory.claim(tmp_path, "x") as run:
         assert run.begun
         take_over(run, Settings(task="x", epochs=3, workers=4))
-        with pytest.raises(UsageError, match=r"did not come to its end: epochs was 3 and is 5\. Train on as it was, or give --fresh"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"did not come to its end: epochs was 3 and is 5\. Train on as it was, or give"
+                r" --fresh"
+            ),
+        ):
             take_over(run, Settings(task="x", epochs=5, workers=4))
     assert Settings.read(tmp_path).workers == 4
 
@@ -72,13 +100,19 @@ def test_fresh_sets_aside_what_is_there(tmp_path: Path) -> None:
             (tmp_path / name).touch()
         (tmp_path / "checkpoints").mkdir()
         RunDirectory.claim(tmp_path, "x", fresh=True).release()
-        assert sorted(path.name for path in (tmp_path / f"before-{number}").iterdir()) == ["checkpoints", "metrics.jsonl", "result.json"]
+        assert sorted(path.name for path in (tmp_path / f"before-{number}").iterdir()) == [
+            "checkpoints",
+            "metrics.jsonl",
+            "result.json",
+        ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before-1", "before-2", "lock"]
 
 
 def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="holds other files and no run: choose a folder of its own with --run"):
+    with pytest.raises(
+        UsageError, match="holds other files and no run: choose a folder of its own with --run"
+    ):
         RunDirectory.claim(tmp_path, "x")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -88,8 +122,12 @@ def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UsageError, match=f"run directory {path} cannot be made: .* is a file"):
             RunDirectory.claim(path, "x")
-    monkeypatch.setattr("os.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
-    with pytest.raises(UsageError, match=r"cannot be written \(Permission denied\): choose another --run"):
+    monkeypatch.setattr(
+        "os.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    with pytest.raises(
+        UsageError, match=r"cannot be written \(Permission denied\): choose another --run"
+    ):
         RunDirectory.claim(tmp_path / "run", "x")
 
 
@@ -160,7 +198,9 @@ def test_what_took_its_name_is_not_removed(tmp_path: Path) -> None:
     assert other.metrics.read_text() == "theirs"
 
 
-def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = RunDirectory.claim(tmp_path / "run", "x")
     flock = run_directory.fcntl.flock
 
@@ -178,7 +218,12 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(tmp_path: Path, mo
     ("left", "stays"),
     [
         (
-            {"rank-0.log": "Traceback", "metrics.jsonl": '{"kind": "event"}\n', "anatomy/rank-0.jsonl": "{}", "events.out.tfevents.1": "x"},
+            {
+                "rank-0.log": "Traceback",
+                "metrics.jsonl": '{"kind": "event"}\n',
+                "anatomy/rank-0.jsonl": "{}",
+                "events.out.tfevents.1": "x",
+            },
             False,
         ),
         ({"metrics.jsonl": '{"kind": "step", "step": 1}\n'}, True),
@@ -188,7 +233,9 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(tmp_path: Path, mo
     ],
     ids=["start", "step", "checkpoint", "result", "other"],
 )
-def test_a_run_that_failed_before_its_first_step_leaves_nothing(tmp_path: Path, left: dict[str, str], stays: bool) -> None:
+def test_a_run_that_failed_before_its_first_step_leaves_nothing(
+    tmp_path: Path, left: dict[str, str], stays: bool
+) -> None:
     run = RunDirectory.claim(tmp_path / "run", "x")
     for name, text in left.items():
         (run.path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -198,14 +245,22 @@ def test_a_run_that_failed_before_its_first_step_leaves_nothing(tmp_path: Path, 
 
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\)"):
         RunDirectory.claim(tmp_path / "run", "x")
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_that_do_not_fit_on_the_disk_are_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_do_not_fit_on_the_disk_are_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RunDirectory.claim(tmp_path / "run", "x") as run:
-        monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        monkeypatch.setattr(
+            Path,
+            "write_text",
+            lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+        )
         with pytest.raises(UsageError, match=r"run cannot be written \(No space left on device\)"):
             take_over(run, Settings(task="x"))

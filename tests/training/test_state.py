@@ -1,18 +1,28 @@
-"""How far a training has come: what a checkpoint says of it is what goes on, also where the task watches something else since."""
+"""How far a training has come: what a checkpoint says of it is what goes on, also where the task
+watches something else since.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 
-from lockstep.task import EarlyStopping
-from lockstep.training.state import TrainingState
-from lockstep.training.watch import Watch
+import pytest
+
+from lockstep.config.task import EarlyStopping, Mode
+from lockstep.errors import TaskError
+from lockstep.training.state import BestMetric, TrainingState
 
 
 def state(*, best: str | None = None, patience: int | None = None) -> TrainingState:
-    stopping = None if patience is None else EarlyStopping(metric="loss", mode="min", patience=patience)
-    return TrainingState(Watch(best, "max") if best else None, Watch("loss", "min") if stopping else None, stopping)
+    stopping = (
+        None if patience is None else EarlyStopping(metric="loss", mode="min", patience=patience)
+    )
+    return TrainingState(
+        BestMetric(best, "max") if best else None,
+        BestMetric("loss", "min") if stopping else None,
+        stopping,
+    )
 
 
 def test_what_is_written_is_what_is_gone_on_with() -> None:
@@ -26,7 +36,9 @@ def test_what_is_written_is_what_is_gone_on_with() -> None:
     assert second.stopped_early is None
     for each in (first, second):
         each.note({"accuracy": 0.4, "loss": 1.5}, 12)
-        assert each.stopped_early == "loss has not been better than 1.0000 (step 4) for 2 evaluations"
+        assert (
+            each.stopped_early == "loss has not been better than 1.0000 (step 4) for 2 evaluations"
+        )
         assert (each.evaluated, each.unevaluated) == (12, None)
 
 
@@ -41,9 +53,37 @@ def test_what_is_watched_since_begins_anew_and_what_is_not_is_left() -> None:
 
 def test_the_headline_is_what_decides() -> None:
     metrics = {"loss": 2.0, "f1": 0.5, "accuracy": 0.75}
-    for watched, headline in ((state(best="accuracy"), ("accuracy", 0.75)), (state(patience=1), ("loss", 2.0)), (state(), ("f1", 0.5))):
+    for watched, headline in (
+        (state(best="accuracy"), ("accuracy", 0.75)),
+        (state(patience=1), ("loss", 2.0)),
+        (state(), ("f1", 0.5)),
+    ):
         watched.note(metrics, 1)
         assert watched.headline() == headline
     untold = state()
     assert untold.headline()[0] == "loss"
     assert math.isnan(untold.headline()[1])
+
+
+@pytest.mark.parametrize(("mode", "best", "waited"), [("max", 0.9, 3), ("min", 0.1, 1)])
+def test_the_first_of_equals_is_the_best_and_nan_never_is(
+    mode: Mode, best: float, waited: int
+) -> None:
+    watch = BestMetric("f", mode)
+    values = [float("nan"), 0.5, 0.9, 0.9, 0.1, float("nan")]
+    better = [watch.better({"f": value}, step) for step, value in enumerate(values)]
+    assert (watch.value, watch.waited) == (best, waited)
+    assert watch.as_json() == {"metric": "f", "value": best, "step": values.index(best)}
+    assert better == (
+        [False, True, True, False, False, False]
+        if mode == "max"
+        else [False, True, False, False, True, False]
+    )
+
+
+def test_a_metric_that_is_not_there() -> None:
+    with pytest.raises(
+        TaskError,
+        match="'f1' shall be watched, but the metrics are accuracy, loss: use one of these",
+    ):
+        BestMetric("f1", "max").better({"accuracy": 1.0, "loss": 0.0}, 1)

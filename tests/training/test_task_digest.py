@@ -1,4 +1,6 @@
-"""A task's digests change with the code and the samples that decide its weights, and with nothing else."""
+"""A task's digests change with the code and the samples that decide its weights, and with
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -85,8 +87,17 @@ def digests(folder: Path, edits: dict[str, str] | None = None, **overrides: str)
         ({"width = 3": "width = 4"}, ["mine.py: Net, width was 3 and is 4"]),
         ({"* 0.001": "* 0.002"}, ["parts.py: penalty has changed"]),
         ({"argmax(1)": "argmin(1)"}, ["mine.py: task.<lambda> (metrics) has changed"]),
-        ({"by=0.2": "by=0.3"}, ["loss was partial of mine.py: loss, (), {'by': 0.2} and is partial of mine.py: loss, (), {'by': 0.3}"]),
-        ({"randn(20": "randn(21", "arange(20)": "arange(21)"}, ["train_data was 20 samples and is 21 samples"]),
+        (
+            {"by=0.2": "by=0.3"},
+            [
+                "loss was partial of mine.py: loss, (), {'by': 0.2} and is partial of mine.py:"
+                " loss, (), {'by': 0.3}"
+            ],
+        ),
+        (
+            {"randn(20": "randn(21", "arange(20)": "arange(21)"},
+            ["train_data was 20 samples and is 21 samples"],
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -101,13 +112,23 @@ def test_an_override_that_code_reads_is_named(tmp_path: Path) -> None:
 
 
 def test_samples_that_changed_are_counted(tmp_path: Path) -> None:
-    (found,) = changes(digests(tmp_path / "a"), digests(tmp_path / "b", {"manual_seed(0)": "manual_seed(1)"}))
+    (found,) = changes(
+        digests(tmp_path / "a"), digests(tmp_path / "b", {"manual_seed(0)": "manual_seed(1)"})
+    )
     # two of the 8 are the same, and on a busy machine fewer are read
-    assert re.match(r"([1-7]) of \1 samples of train_data that were compared have changed \(number ", found)
+    assert re.match(
+        r"([1-7]) of \1 samples of train_data that were compared have changed \(number ", found
+    )
 
 
-def test_comments_docstrings_lines_places_and_other_functions_decide_nothing(tmp_path: Path) -> None:
-    edits = {"# summed": "", '"""The loss."""': '"""What is made small."""', "\nclass Base": "\n\ndef unused():\n    pass\n\nclass Base"}
+def test_comments_docstrings_lines_places_and_other_functions_decide_nothing(
+    tmp_path: Path,
+) -> None:
+    edits = {
+        "# summed": "",
+        '"""The loss."""': '"""What is made small."""',
+        "\nclass Base": "\n\ndef unused():\n    pass\n\nclass Base",
+    }
     assert changes(digests(tmp_path / "a"), digests(tmp_path / "b", edits)) == []
 
 
@@ -128,7 +149,10 @@ class Smoothed(nn.CrossEntropyLoss):
 
 def test_the_settings_of_a_loss_that_is_an_object_count() -> None:
     before, now = (code_digests(toy.task(loss=Smoothed(label_smoothing=by))) for by in (0.0, 0.1))
-    assert [each.split(" was ")[0] for each in changes(before, now)] in (["loss"], ["loss has changed"])
+    assert [each.split(" was ")[0] for each in changes(before, now)] in (
+        ["loss"],
+        ["loss has changed"],
+    )
     assert before == code_digests(toy.task(loss=Smoothed(label_smoothing=0.0)))
 
 
@@ -145,11 +169,13 @@ def test_values_that_refer_to_themselves_and_places_end() -> None:
     assert changes(before, code_digests(toy.task(loss=loss))) == []
 
 
-# -- samples ---------------------------------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------
 
 
 class Numbers(Dataset[Any]):
-    """Opens its file at the first access, and draws from generators of its own and from the global ones."""
+    """Opens its file at the first access, and draws from generators of its own and from the
+    global ones.
+    """
 
     def __init__(self, offset: int = 0) -> None:
         self.offset, self.opened = offset, False
@@ -162,24 +188,36 @@ class Numbers(Dataset[Any]):
         self.opened = True
         if index % 7 == 0:
             raise OSError("no such file")
-        drawn = [self.own.random(), torch.rand(2, generator=self.torchs), torch.rand(2), np.random.rand(), random.random()]
+        drawn = [
+            self.own.random(),
+            torch.rand(2, generator=self.torchs),
+            torch.rand(2),
+            np.random.rand(),
+            random.random(),
+        ]
         return {"x": torch.tensor([index + self.offset]), "drawn": drawn, "text": "ü", "none": None}
 
 
 def test_samples_are_read_without_a_trace() -> None:
     data = Numbers()
     nested = ConcatDataset([Subset(data, range(50)), Subset(data, range(50, 100))])
-    states = data.own.bit_generator.state, data.torchs.get_state(), torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
-    first, again = sample_digests(data, 3), sample_digests(nested, 3)
+    states = (
+        data.own.bit_generator.state,
+        data.torchs.get_state(),
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[2],
+    )
+    first, again = sample_digests(data, 3, seconds=None), sample_digests(nested, 3, seconds=None)
     assert not data.opened
-    assert first == sample_digests(data, 3)
-    assert again == sample_digests(nested, 3)
+    assert first == sample_digests(data, 3, seconds=None)
+    assert again == sample_digests(nested, 3, seconds=None)
     assert states[0] == data.own.bit_generator.state
     assert torch.equal(states[1], data.torchs.get_state())
     assert torch.equal(states[2], torch.get_rng_state())
     assert (states[3], states[4]) == (random.getstate(), np.random.get_state()[2])
     assert len(first) > 3
-    assert changes(first, sample_digests(Numbers(1), 3))
+    assert changes(first, sample_digests(Numbers(1), 3, seconds=None))
 
 
 class Unkeyed(Numbers):

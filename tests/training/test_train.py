@@ -1,4 +1,6 @@
-"""The loop, end to end: the same training on any number of ranks, and everything that is recorded of it."""
+"""The loop, end to end: the same training on any number of ranks, and everything that is
+recorded of it.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,36 @@ import lockstep
 from lockstep import World
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
+from lockstep.config.settings import Settings
+from lockstep.config.task import EarlyStopping, Precision
 from lockstep.data.orders import Weighted
-from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, TaskError, UsageError, WorkerFailed
-from lockstep.settings import Settings
-from lockstep.task import EarlyStopping, Precision
+from lockstep.errors import (
+    LockstepError,
+    LockstepWarning,
+    PeerFailed,
+    TaskError,
+    UsageError,
+    WorkerFailed,
+)
 from lockstep.testing import run_ranks
+from lockstep.training.loop import Training
 from lockstep.training.result import last_line
-from lockstep.training.train import Training, train
+from lockstep.training.train import train
 from tests.training import toy
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [record for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if record["kind"] == kind]
+    return [
+        record
+        for record in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if record["kind"] == kind
+    ]
 
 
 def by_hand() -> torch.nn.Module:
     """What DESIGN's example writes, without training/."""
     with lockstep.init(backend="gloo"):
-        lockstep.randomness.shared(0)
+        lockstep.runtime.randomness.shared(0)
         model = toy.Net()
         stepper = lockstep.Stepper(model, toy.sgd(model))
         loader = lockstep.Loader(toy.data(toy.SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
@@ -50,18 +64,29 @@ def test_it_is_the_loop_that_a_user_would_write() -> None:
     result = train(toy.task())
     assert result.sha256 == sha256(weights(by_hand())) == sha256(weights(result.model))
     assert (result.task, result.epochs, result.steps, result.workers) == ("toy", 2, 8, 1)
-    assert (result.update, result.reduce, result.run, result.checkpoint) == ("replicated", "native", None, None)
+    assert (result.update, result.reduce, result.run, result.checkpoint) == (
+        "replicated",
+        "native",
+        None,
+        None,
+    )
     assert result.headline == ("accuracy", result.metrics["accuracy"])
     assert set(result.metrics) == {"accuracy", "loss"}
 
 
 def test_what_compresses_is_named_once(tmp_path: Path) -> None:
     result = train(toy.task(), compress="int8", run=tmp_path / "run")
-    assert last_line(result.as_json()).startswith("toy: 2 epochs, 8 steps, 1 worker, replicated, int8 | ")
-    assert "; gradients by int8, replicated update" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert last_line(result.as_json()).startswith(
+        "toy: 2 epochs, 8 steps, 1 worker, replicated, int8 | "
+    )
+    assert (
+        "; gradients by int8, replicated update" in (tmp_path / "run" / "metrics.jsonl").read_text()
+    )
 
 
-def on_rank(world: World, run: str | None = None, **options: Any) -> tuple[dict[str, float], dict[str, torch.Tensor], str]:
+def on_rank(
+    world: World, run: str | None = None, **options: Any
+) -> tuple[dict[str, float], dict[str, torch.Tensor], str]:
     result = train(toy.task(), run=run, **options)
     assert World.current() is world  # the caller's world stays open
     return result.metrics, weights(result.model), result.sha256
@@ -86,7 +111,9 @@ def test_any_number_of_ranks_trains_the_same(workers: int, reduce: str, tmp_path
 
 def test_keyword_inputs_train_alike_and_clipped_steps_tell_their_norm(tmp_path: Path) -> None:
     plain = train(toy.task(clip=0.05), run=tmp_path / "tuple", epochs=1)
-    keywords = train(toy.task(clip=0.05, inputs=lambda batch: {"x": batch[0]}), run=tmp_path / "dict", epochs=1)
+    keywords = train(
+        toy.task(clip=0.05, inputs=lambda batch: {"x": batch[0]}), run=tmp_path / "dict", epochs=1
+    )
     assert plain.sha256 == keywords.sha256
     norms = [step["grad_norm"] for step in records(tmp_path / "dict", "step")]
     assert len(norms) == 4
@@ -108,7 +135,17 @@ def test_what_a_run_directory_holds(tmp_path: Path) -> None:
     steps = records(run, "step")
     assert [step["step"] for step in steps] == list(range(1, 13))
     assert [step["epoch"] for step in steps] == [1] * 4 + [2] * 4 + [3] * 4
-    assert set(steps[0]) == {"kind", "step", "epoch", "loss", "weight", "samples_by_rank", "lr", "samples_per_s", "bytes_sent"}
+    assert set(steps[0]) == {
+        "kind",
+        "step",
+        "epoch",
+        "loss",
+        "weight",
+        "samples_by_rank",
+        "lr",
+        "samples_per_s",
+        "bytes_sent",
+    }
     evaluations = records(run, "evaluate")
     assert [(found["step"], found["epoch"]) for found in evaluations] == [(4, 1), (8, 2), (12, 3)]
     assert evaluations[-1]["metrics"] == result.metrics
@@ -118,15 +155,23 @@ def test_what_a_run_directory_holds(tmp_path: Path) -> None:
     checkpoint = files.read(run / written["checkpoint"])
     assert sha256(checkpoint.tensors) == result.sha256 == checkpoint.state["sha256"]
     best = max(evaluations, key=lambda found: found["metrics"]["accuracy"])
-    assert result.best == {"metric": "accuracy", "value": best["metrics"]["accuracy"], "step": best["step"]}
+    assert result.best == {
+        "metric": "accuracy",
+        "value": best["metrics"]["accuracy"],
+        "step": best["step"],
+    }
     assert files.best(run / "checkpoints") == run / "checkpoints" / f"step-{best['step']:07d}"
     assert json.loads((run / "settings.json").read_text())["epochs"] == 3
     with pytest.raises(UsageError, match="already holds a finished run"):
         train(toy.task(), run=run)
 
 
-@pytest.mark.parametrize(("steps", "epochs", "evaluated"), [(3, 0, [3]), (4, 1, [4]), (6, 1, [4, 6])])
-def test_steps_may_end_inside_an_epoch(tmp_path: Path, steps: int, epochs: int, evaluated: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "epochs", "evaluated"), [(3, 0, [3]), (4, 1, [4]), (6, 1, [4, 6])]
+)
+def test_steps_may_end_inside_an_epoch(
+    tmp_path: Path, steps: int, epochs: int, evaluated: list[int]
+) -> None:
     result = train(toy.task(), steps=steps, run=tmp_path / "run")
     assert (result.steps, result.epochs) == (steps, epochs)
     assert [record["step"] for record in records(tmp_path / "run", "evaluate")] == evaluated
@@ -152,16 +197,23 @@ def halving(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
 
 @pytest.mark.parametrize(
     ("per", "rates"),
-    [("step", [0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]), ("epoch", [0.1] * 4 + [0.05] * 4)],
+    [
+        ("step", [0.1, 0.0875, 0.075, 0.0625, 0.05, 0.0375, 0.025, 0.0125]),
+        ("epoch", [0.1] * 4 + [0.05] * 4),
+    ],
 )
-def test_the_scheduler_knows_how_often_it_is_stepped(tmp_path: Path, per: str, rates: list[float]) -> None:
+def test_the_scheduler_knows_how_often_it_is_stepped(
+    tmp_path: Path, per: str, rates: list[float]
+) -> None:
     train(toy.task(scheduler=halving, scheduler_per=per), run=tmp_path / "run")
     assert [record["lr"] for record in records(tmp_path / "run", "step")] == pytest.approx(rates)
 
 
 def stopping(world: World) -> tuple[int, int, str | None]:
     never = EarlyStopping(metric="constant", mode="max", patience=2)
-    task = toy.task(epochs=9, metrics=lambda output, batch: {"constant": (1.0, 1)}, early_stopping=never)
+    task = toy.task(
+        epochs=9, metrics=lambda output, batch: {"constant": (1.0, 1)}, early_stopping=never
+    )
     result = train(task)
     return result.epochs, result.steps, result.stopped_early
 
@@ -187,8 +239,11 @@ def test_callbacks_get_the_records(where: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32"])
 def test_other_precisions_train_and_leave_float32_weights(precision: Precision) -> None:
     plain, found = train(toy.task()), train(toy.task(), precision=precision)
-    assert found.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=0.25)  # fp16 may skip a step
-    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in weights(found.model).values())
+    # fp16 may skip a step
+    assert found.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=0.25)
+    assert all(
+        tensor.dtype in (torch.float32, torch.int64) for tensor in weights(found.model).values()
+    )
     if precision != "tf32":  # which most CPUs cannot do
         assert found.sha256 != plain.sha256
     assert train(toy.task(precision=precision)).sha256 == found.sha256
@@ -208,8 +263,12 @@ def test_compile_keeps_the_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert len(compiled) == 2
 
 
-def test_a_skipped_step_is_said_once_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    weightless = toy.task(loss=lambda output, batch: (output.sum() * 0, 0), metrics=None, eval_data=None)
+def test_a_skipped_step_is_said_once_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weightless = toy.task(
+        loss=lambda output, batch: (output.sum() * 0, 0), metrics=None, eval_data=None
+    )
     said = pytest.warns(LockstepWarning, match="step 1 was skipped: every rank's weight is 0")
     with said, pytest.raises(LockstepError, match="none of the 1 steps was applied"):
         train(weightless, steps=1, run=tmp_path / "run")
@@ -221,7 +280,12 @@ def test_a_skipped_step_is_said_once_and_recorded(tmp_path: Path, capsys: pytest
 
 
 def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    overflowing = toy.task(loss=lambda output, batch: (output.sum() * 1e30, len(output)), metrics=None, eval_data=None, precision="fp16")
+    overflowing = toy.task(
+        loss=lambda output, batch: (output.sum() * 1e30, len(output)),
+        metrics=None,
+        eval_data=None,
+        precision="fp16",
+    )
     with pytest.raises(LockstepError, match="none of the 1 steps was applied"):
         train(overflowing, steps=1, run=tmp_path / "run")
     assert "step 1 was skipped: gradients overflowed at loss scale 65536" in capsys.readouterr().err
@@ -238,7 +302,10 @@ def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
             {"scheduler": lambda optimizer, steps: ReduceLROnPlateau(optimizer)},
             "scheduler returned a ReduceLROnPlateau; .* without a metric",
         ),
-        ({"best": "f1", "best_mode": "max"}, "'f1' shall be watched, but the metrics are accuracy, loss"),
+        (
+            {"best": "f1", "best_mode": "max"},
+            "'f1' shall be watched, but the metrics are accuracy, loss",
+        ),
         ({"loss": lambda output, batch: output.sum()}, "loss returned a Tensor"),
     ],
 )
@@ -267,7 +334,10 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
 def test_only_a_task_is_trained_and_only_on_the_worlds_device() -> None:
     with pytest.raises(TaskError, match=r"was given a Net; it takes a lockstep\.Task"):
         train(toy.Net())  # type: ignore[arg-type]
-    with lockstep.init(backend="gloo"), pytest.raises(UsageError, match="device='cuda', but the open world's is 'cpu'"):
+    with (
+        lockstep.init(backend="gloo"),
+        pytest.raises(UsageError, match="device='cuda', but the open world's is 'cpu'"),
+    ):
         train(toy.task(), device="cuda")
 
 
@@ -317,7 +387,9 @@ def counted(world: World, asked: int | None) -> tuple[set[int], int, int]:
 
 
 @pytest.mark.parametrize(("asked", "seen"), [(None, 1), (3, 3)])
-def test_threads_are_those_asked_for_and_the_old_ones_come_back(asked: int | None, seen: int) -> None:
+def test_threads_are_those_asked_for_and_the_old_ones_come_back(
+    asked: int | None, seen: int
+) -> None:
     assert run_ranks(counted, 2, (asked,)) == [({seen}, 1, 1)] * 2
 
 
@@ -338,9 +410,15 @@ def buckets_and_weights(world: World, options: dict[str, Any]) -> dict[str, Tens
 @pytest.mark.parametrize("reduce", ["native", "shared_memory"])
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str) -> None:
-    tuned = {"reduce": reduce, "update": update, "bucket_mb": 0.0005, "threads": 2, "loader_workers": 1}
+    tuned = {
+        "reduce": reduce,
+        "update": update,
+        "bucket_mb": 0.0005,
+        "threads": 2,
+        "loader_workers": 1,
+    }
     ranks = run_ranks(buckets_and_weights, 2, (tuned,))
-    (plain, _) = run_ranks(buckets_and_weights, 2, ({},))
+    plain, _ = run_ranks(buckets_and_weights, 2, ({},))
     for found in ranks:
         assert found.keys() == plain.keys()
         for name, tensor in plain.items():
@@ -349,8 +427,14 @@ def test_how_it_is_run_does_not_change_what_is_learned(reduce: str, update: str)
 
 def test_what_is_not_the_default_stands_in_the_first_line(tmp_path: Path) -> None:
     train(toy.task(), run=tmp_path / "one", steps=1, threads=2, loader_workers=1)
-    run_ranks(buckets_and_weights, 2, ({"run": str(tmp_path / "two"), "steps": 1, "reduce": "native", "bucket_mb": 0.5},))
-    lines = [records(tmp_path / run, "event")[0]["line"].rpartition("; ")[2] for run in ("one", "two")]
+    run_ranks(
+        buckets_and_weights,
+        2,
+        ({"run": str(tmp_path / "two"), "steps": 1, "reduce": "native", "bucket_mb": 0.5},),
+    )
+    lines = [
+        records(tmp_path / run, "event")[0]["line"].rpartition("; ")[2] for run in ("one", "two")
+    ]
     assert lines[0] == "replicated update, 2 threads a rank, 1 loader worker a rank"
     assert lines[1] == "gradients by native in buckets of 0.5 MiB, replicated update"
 
@@ -367,13 +451,23 @@ class Streamed(IterableDataset[Any]):
 
 
 def streamed(world: lockstep.World, **options: Any) -> tuple[int, int, list[Tensor]]:
-    task = toy.task(train_data=Streamed(), global_batch=8, micro_batch=4, eval_data=None, metrics=None)
+    task = toy.task(
+        train_data=Streamed(), global_batch=8, micro_batch=4, eval_data=None, metrics=None
+    )
     result = train(task, **options)
-    return result.steps, result.epochs, [parameter.detach() for parameter in result.model.parameters()]
+    return (
+        result.steps,
+        result.epochs,
+        [parameter.detach() for parameter in result.model.parameters()],
+    )
 
 
-@pytest.mark.parametrize(("options", "steps", "epochs"), [({"epochs": 2}, 6, 2), ({"steps": 4}, 4, 1)])
-def test_a_stream_trains_alike_on_any_number_of_ranks(options: dict[str, int], steps: int, epochs: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "steps", "epochs"), [({"epochs": 2}, 6, 2), ({"steps": 4}, 4, 1)]
+)
+def test_a_stream_trains_alike_on_any_number_of_ranks(
+    options: dict[str, int], steps: int, epochs: int
+) -> None:
     alone = run_ranks(streamed, 1, kwargs=options)[0]
     assert alone[:2] == (steps, epochs)
     for found in run_ranks(streamed, 3, kwargs=options):
@@ -387,10 +481,16 @@ def test_a_schedule_over_a_stream_needs_to_know_its_length() -> None:
         train_data=Streamed(),
         global_batch=8,
         micro_batch=4,
-        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps),
+        scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(
+            optimizer, total_iters=steps
+        ),
     )
     with pytest.raises(
-        TaskError, match="scheduler is asked for a schedule over all steps, and nobody knows how many a stream has: give --steps"
+        TaskError,
+        match=(
+            "scheduler is asked for a schedule over all steps, and nobody knows how many a stream"
+            " has: give --steps"
+        ),
     ):
         train(task)
     assert train(task, steps=2).steps == 2

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.measure.files import check_writable
-from lockstep.training.tuned import KNOBS, Measured, Tuned
-from lockstep.tuning.knobs import OPTIONS
+from lockstep.tools.timing.files import check_writable
+from lockstep.training.tuned import KNOBS, Tuned, TunedOn
 
-MEASURED = Measured(
+MEASURED = TunedOn(
     task="digits",
     overrides={"lr": "0.1"},
     workers=2,
@@ -31,12 +30,14 @@ SETTINGS = {"update": "sharded", "threads": 2, "bucket_mb": 5}
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    """What a file holds, with parts replaced or (None) left out; `measured__x` is x among what was measured."""
+    """What a file holds, with parts replaced or (None) left out; `measured__x` is x among what
+    was measured.
+    """
     found: dict[str, Any] = {
         "kind": "lockstep tuned settings",
         "version": 1,
         "settings": dict(SETTINGS),
-        "measured": {**{name: getattr(MEASURED, name) for name in Measured.__dataclass_fields__}},
+        "measured": {**{name: getattr(MEASURED, name) for name in TunedOn.__dataclass_fields__}},
     }
     for name, value in changes.items():
         place, _, key = name.rpartition("__")
@@ -59,7 +60,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 def test_the_file_knows_the_knobs_that_are_tuned() -> None:
-    assert set(KNOBS) == set(OPTIONS)
+    assert KNOBS == ("reduce", "update", "threads", "loader_workers", "bucket_mb")
 
 
 @pytest.mark.parametrize(
@@ -74,16 +75,28 @@ def test_the_file_knows_the_knobs_that_are_tuned() -> None:
         (" " * 70_000, "is larger than 65536 bytes"),
         ("[]", "is no file of tuned settings"),
         ("{}", "is no file of tuned settings"),
-        ('{"task": "digits", "workers": 2}', "is no file of tuned settings: give one that `lockstep tune TASK --out FILE` wrote"),
+        (
+            '{"task": "digits", "workers": 2}',
+            "is no file of tuned settings: give one that `lockstep tune TASK --out FILE` wrote",
+        ),
         (changed(version=2), "version=2 is not this Lockstep's 1"),
         (changed(settings=[]), "its settings are a list, not names and values"),
         (changed(settings=None), "its settings are a NoneType"),
         (
             changed(settings__colour=1),
-            "'colour' unknown among its settings; they can be reduce, update, threads, loader_workers, bucket_mb",
+            (
+                "'colour' unknown among its settings; they can be reduce, update, threads,"
+                " loader_workers, bucket_mb"
+            ),
         ),
         (changed(settings__workers=4), "'workers' unknown among its settings"),
-        (changed(settings__micro_batch=4), "micro_batch changes the training and cannot come from a file of settings; give it to the task"),
+        (
+            changed(settings__micro_batch=4),
+            (
+                "micro_batch changes the training and cannot come from a file of settings; give it"
+                " to the task"
+            ),
+        ),
         (changed(settings__threads="2"), "threads='2': give a whole number"),
         (changed(settings__threads=True), "threads=True"),
         (changed(settings__reduce=["native"]), r"reduce=\['native'\] is unknown"),
@@ -99,10 +112,14 @@ def test_the_file_knows_the_knobs_that_are_tuned() -> None:
         (changed(measured__moon="full"), "'moon' unknown among its measured"),
     ],
 )
-def test_anything_else_is_refused(tmp_path: Path, content: str | dict[str, Any] | None, message: str) -> None:
+def test_anything_else_is_refused(
+    tmp_path: Path, content: str | dict[str, Any] | None, message: str
+) -> None:
     file = tmp_path / "tuned.json"
     if content is not None:
-        file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="latin-1")
+        file.write_text(
+            content if isinstance(content, str) else json.dumps(content), encoding="latin-1"
+        )
     with pytest.raises(UsageError, match=message):
         Tuned.read(file)
 
@@ -114,7 +131,10 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 def test_differences_are_named() -> None:
     assert MEASURED.differences(task="digits", workers=2, device="cpu") == []
-    assert MEASURED.differences(workers=4, torch="3.0") == ["workers=2 there and 4 here", "torch=2.13.0 there and 3.0 here"]
+    assert MEASURED.differences(workers=4, torch="3.0") == [
+        "workers=2 there and 4 here",
+        "torch=2.13.0 there and 3.0 here",
+    ]
 
 
 def test_whether_a_file_can_be_written_is_known_before(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A task small enough to be trained in a test, with what makes training depend on care: BatchNorm, dropout, ragged tails."""
+"""A task small enough to be trained in a test, with what makes training depend on care:
+BatchNorm, dropout, ragged tails.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""The sharded update: the replicated one's bits, a share of its state, and a state dict that is torch's own."""
+"""The sharded update: the replicated one's bits, a share of its state, and a state dict that is
+torch's own.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +23,9 @@ Make = Callable[[nn.Module], Optimizer]
 
 
 class Net(nn.Module):
-    """A scalar, a tied, a frozen and a channels_last parameter; one that is not a multiple of anything."""
+    """A scalar, a tied, a frozen and a channels_last parameter; one that is not a multiple of
+    anything.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +50,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     named = dict(model.named_parameters())
     return [
         {"params": [value for value in named.values() if value.dim() > 1], "weight_decay": 0.1},
-        {"params": [value for value in named.values() if value.dim() < 2 and value.requires_grad], "weight_decay": 0.0},
+        {
+            "params": [
+                value for value in named.values() if value.dim() < 2 and value.requires_grad
+            ],
+            "weight_decay": 0.0,
+        },
     ]
 
 
@@ -75,7 +86,9 @@ def nadam(model: nn.Module) -> Optimizer:
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     rows = 1 + (rank + step) % 3  # other weights on every rank
-    return torch.randn(rows, 3, 4, 4, generator=generator), torch.randint(0, 5, (rows,), generator=generator)
+    return torch.randn(rows, 3, 4, 4, generator=generator), torch.randint(
+        0, 5, (rows,), generator=generator
+    )
 
 
 def one_step(stepper: lockstep.Stepper, model: nn.Module, rank: int, step: int) -> Any:
@@ -98,25 +111,49 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def trained(world: lockstep.World, make: Make, update: str, reduce: str, clip: float | None) -> tuple[list[Tensor], Any, float | None]:
+def trained(
+    world: lockstep.World, make: Make, update: str, reduce: str, clip: float | None
+) -> tuple[list[Tensor], Any, float | None]:
     model = Net()
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    stepper = lockstep.Stepper(model, optimizer, update=update, reduce=reduce, clip=clip, scheduler=scheduler)
+    stepper = lockstep.Stepper(
+        model, optimizer, update=update, reduce=reduce, clip=clip, scheduler=scheduler
+    )
     for step in range(4):
         result = one_step(stepper, model, world.rank, step)
-    assert all(parameter.grad is None or parameter.grad.shape == parameter.shape for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or parameter.grad.shape == parameter.shape
+        for parameter in model.parameters()
+    )
     return bits(model), stepper.optimizer_state_dict(), result.norm
 
 
-@pytest.mark.parametrize("make", [adamw, amsgrad, momentum, adagrad, asgd, nadam])
-@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
-def test_weights_and_state_have_the_replicated_updates_bits(make: Make, reduce: str) -> None:
-    clip = 0.5 if make in (adamw, momentum) else None
-    for workers in (1, 3):
-        everyone = run_ranks(trained, workers, args=(make, "replicated", reduce, clip)) + run_ranks(
-            trained, workers, args=(make, "sharded", reduce, clip)
+MAKES = (adamw, amsgrad, momentum, adagrad, asgd, nadam)
+REDUCES = ("native", "shared_memory")
+UPDATES = ("replicated", "sharded")
+
+
+def trained_in_every_way(world: lockstep.World) -> dict[tuple[Make, str, str], Any]:
+    return {
+        (make, update, reduce): trained(
+            world, make, update, reduce, 0.5 if make in (adamw, momentum) else None
         )
+        for make, update, reduce in itertools.product(MAKES, UPDATES, REDUCES)
+    }
+
+
+@cache
+def every(workers: int) -> list[dict[tuple[Make, str, str], Any]]:
+    """By rank: ranks start once for all ways."""
+    return run_ranks(trained_in_every_way, workers)
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_weights_and_state_have_the_replicated_updates_bits(make: Make, reduce: str) -> None:
+    for workers in (1, 3):
+        everyone = [found[make, update, reduce] for update in UPDATES for found in every(workers)]
         for other in everyone[1:]:
             assert same(other, everyone[0])
 
@@ -129,7 +166,12 @@ def held(world: lockstep.World) -> tuple[int, int]:
     for x in stepper.micro_batches([torch.randn(2, 300)]):
         stepper.backward(model(x).sum(), weight=2)
     stepper.step()
-    elements = sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
+    elements = sum(
+        value.numel()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.dim()
+    )
     return elements, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -148,7 +190,8 @@ def resumed(world: lockstep.World, state: Any, update: str) -> list[Tensor]:
     stepper = lockstep.Stepper(model, optimizer, update=update, reduce="native")
     stepper.load_optimizer_state_dict(state["optimizer"])
     for step in (2, 3):
-        one_step(stepper, model, 0, step)  # the same data on all ranks: then their number does not matter but for rounding
+        # the same data on all ranks: then their number does not matter but for rounding
+        one_step(stepper, model, 0, step)
     return bits(model)
 
 
@@ -157,7 +200,10 @@ def saved(world: lockstep.World) -> Any:
     stepper = lockstep.Stepper(model, adamw(model), update="sharded")
     for step in (0, 1):
         one_step(stepper, model, 0, step)
-    return {"model": {name: value.clone() for name, value in model.state_dict().items()}, "optimizer": stepper.optimizer_state_dict()}
+    return {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "optimizer": stepper.optimizer_state_dict(),
+    }
 
 
 def test_state_goes_over_to_another_number_of_ranks_and_to_the_other_update() -> None:
@@ -216,7 +262,10 @@ def test_an_unknown_update_is_refused() -> None:
     model = nn.Linear(3, 3)
     with (
         lockstep.init(backend="gloo"),
-        pytest.raises(UsageError, match="update='shared' is unknown: choose one of replicated, sharded, server"),
+        pytest.raises(
+            UsageError,
+            match="update='shared' is unknown: choose one of replicated, sharded, server",
+        ),
     ):
         lockstep.Stepper(model, torch.optim.SGD(model.parameters()), update="shared")
 
@@ -227,7 +276,10 @@ def overflown(world: lockstep.World, update: str) -> tuple[bool, list[Tensor]]:
     one_step(stepper, model, world.rank, 0)
     for x, y in stepper.micro_batches([batch(world.rank, 1)]):
         factor = torch.inf if world.rank == 1 else 1.0
-        stepper.backward(F.cross_entropy(model(x), y, reduction="sum") + 0 * factor * model(x).sum(), weight=len(y))
+        stepper.backward(
+            F.cross_entropy(model(x), y, reduction="sum") + 0 * factor * model(x).sum(),
+            weight=len(y),
+        )
     with pytest.warns(lockstep.errors.LockstepWarning) if world.rank == 0 else torch.no_grad():
         result = stepper.step()
     return result.applied, bits(model)
@@ -246,7 +298,9 @@ def with_scaler(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), update=update, scaler=scaler)
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), update=update, scaler=scaler
+    )
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + world.rank)
         for x in stepper.micro_batches([torch.randn(4, 64, generator=generator)]):
@@ -257,7 +311,10 @@ def with_scaler(world: lockstep.World, update: str) -> tuple[list[Tensor], Any]:
 
 
 def test_a_scaler_has_the_same_state_on_all_ranks() -> None:
-    everyone = run_ranks(with_scaler, 2, args=("replicated",)) + run_ranks(with_scaler, 2, args=("sharded",))
-    assert everyone[0][1]["scale"] == 2.0**4  # twice as much after two steps, half of it after the overflow
+    everyone = run_ranks(with_scaler, 2, args=("replicated",)) + run_ranks(
+        with_scaler, 2, args=("sharded",)
+    )
+    # twice as much after two steps, half of it after the overflow
+    assert everyone[0][1]["scale"] == 2.0**4
     for other in everyone[1:]:
         assert same(other, everyone[0])

@@ -1,4 +1,6 @@
-"""How parameters are cut: pieces that tile them, at places that do not depend on the number of ranks; and what comes together again."""
+"""How parameters are cut: pieces that tile them, at places that do not depend on the number of
+ranks; and what comes together again.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,22 @@ def test_slices_tile_a_tensor_at_blocks(numel: int, size: int) -> None:
     assert max(map(len, slices)) - min(map(len, slices)) <= BLOCK + (numel % BLOCK > 0) * BLOCK
 
 
-@given(st.lists(st.integers(0, 5000), min_size=1, max_size=9), st.integers(1, 9), st.sampled_from([1, 4096, 2**20]))
-def test_pieces_tile_every_parameter_and_begin_at_a_vectors_width(sizes: list[int], ranks: int, bucket: int) -> None:
-    entries = [Entry(f"p{number}", size, torch.float32, torch.device("cpu")) for number, size in enumerate(sizes)]
+@given(
+    st.lists(st.integers(0, 5000), min_size=1, max_size=9),
+    st.integers(1, 9),
+    st.sampled_from([1, 4096, 2**20]),
+)
+def test_pieces_tile_every_parameter_and_begin_at_a_vectors_width(
+    sizes: list[int], ranks: int, bucket: int
+) -> None:
+    entries = [
+        Entry(f"p{number}", size, torch.float32, torch.device("cpu"))
+        for number, size in enumerate(sizes)
+    ]
     found: dict[int, list[tuple[int, int]]] = {}
-    for piece in pieces_of(plan(entries, range(len(sizes)), bucket=bucket, first_bucket=bucket), ranks):
+    for piece in pieces_of(
+        plan(entries, range(len(sizes)), bucket=bucket, first_bucket=bucket), ranks
+    ):
         assert piece.start % 64 == 0
         found.setdefault(piece.parameter, []).append((piece.start, piece.stop))
     for number, size in enumerate(sizes):
@@ -43,7 +56,10 @@ def test_block_sums_have_the_same_bits_in_any_company(dtype: torch.dtype, numel:
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     whole = block_sums(flat)
     for size in (2, 3, 5, 8):
-        parts = [block_sums(flat[mine.start : mine.stop]) for mine in (slice_of(numel, rank, size) for rank in range(size))]
+        parts = [
+            block_sums(flat[mine.start : mine.stop])
+            for mine in (slice_of(numel, rank, size) for rank in range(size))
+        ]
         assert torch.equal(torch.cat(parts), whole)
     torch.testing.assert_close(norm_of([whole]), flat.double().norm(), rtol=1e-6, atol=0)
     assert torch.equal(gradient_norm([flat, flat]), norm_of([whole, whole]))
@@ -66,9 +82,14 @@ class Mine(torch.optim.SGD):
     pass
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, Mine])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor, Mine]
+)
 def test_others_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
-    with pytest.raises(UsageError, match=rf"{kind.__qualname__} cannot be sharded: only torch.optim's elementwise optimizers"):
+    with pytest.raises(
+        UsageError,
+        match=rf"{kind.__qualname__} cannot be sharded: only torch.optim's elementwise optimizers",
+    ):
         check_elementwise(kind)
 
 

@@ -1,13 +1,19 @@
-"""A checkpoint on disk: a folder that is there whole or not at all, in formats that run no code when they are read.
+"""A checkpoint on disk: a folder that is there whole or not at all, in formats that run no code
+when they are read.
 
-    checkpoints/step-0000276/model.safetensors             parameters and buffers by their plain names: loads anywhere
-                             model-00000.safetensors       in its place where no rank holds the whole model: what each one wrote of it
-                             optimizer-00000.safetensors   the optimizer's state; as many files as ranks wrote some of it
+    checkpoints/step-0000276/model.safetensors             parameters and buffers by their plain
+                                                           names: loads anywhere
+                             model-00000.safetensors       in its place where no rank holds the
+                                                           whole model: what each one wrote of it
+                             optimizer-00000.safetensors   the optimizer's state; as many files as
+                                                           ranks wrote some of it
                              state.json                    what was trained, how far, and how well
                              manifest.json manifest.sha256 what makes it a checkpoint (manifest.py)
     checkpoints/best.json                                  which of the folders has the best metric
 
-It is written under another name beside its place, forced to disk and renamed, so a reader never meets half of one.
+It is written under another name beside its place, forced to disk and renamed, so a reader never
+meets half of one. Only what reads or writes tensors imports torch: the launcher looks for
+checkpoints too.
 """
 
 from __future__ import annotations
@@ -18,17 +24,32 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from lockstep.checkpoints.folders import BEST, best_name, folder_of, step_in, unfinished, written
-from lockstep.checkpoints.manifest import MODEL, MODEL_PART, STATE, Entry, check, force, measured, seal, write_forced
-from lockstep.checkpoints.pieces import Piece, believed, plain, read_file, read_whole, write_pieces
+from lockstep.checkpoints.manifest import (
+    MODEL,
+    MODEL_PART,
+    STATE,
+    Entry,
+    believed,
+    check,
+    force,
+    measured,
+    seal,
+    write_forced,
+)
 from lockstep.errors import DamagedCheckpoint, LockstepError
 
-COMPARED = "compared"  # in the state: after which step all replicas were equal last; None: not compared
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lockstep.checkpoints.pieces import Piece
+
+# in the state: after which step all replicas were equal last; None: not compared
+COMPARED = "compared"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free
 
@@ -55,6 +76,8 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The model's, on the CPU, all at once."""
+        from lockstep.checkpoints.pieces import read_file
+
         return dict(self.model()) if self.in_parts else read_file(self.folder / MODEL)
 
     @property
@@ -64,25 +87,44 @@ class Checkpoint:
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors by name, whole, one after the other."""
+        from lockstep.checkpoints.pieces import read_whole
+
         parts = [entry.name for entry in self.entries if entry.name.startswith(MODEL_PART)]
         return read_whole([self.folder / name for name in parts or [MODEL]])
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's tensors, whole, one after the other: ("exp_avg/conv.weight", ...)."""
-        return read_whole([self.folder / entry.name for entry in self.entries if entry.name.startswith(_OPTIMIZER)])
+        from lockstep.checkpoints.pieces import read_whole
+
+        return read_whole(
+            [
+                self.folder / entry.name
+                for entry in self.entries
+                if entry.name.startswith(_OPTIMIZER)
+            ]
+        )
 
 
-def write_part(folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | None, pieces: Sequence[Piece], rank: int) -> list[Entry]:
+def write_part(
+    folder: Path,
+    model: Mapping[str, Tensor] | Sequence[Piece] | None,
+    pieces: Sequence[Piece],
+    rank: int,
+) -> list[Entry]:
     """Write this rank's files of a checkpoint, on disk when this returns. `folder` exists.
 
-    `model` is a whole model, which one rank writes; or what this rank writes of it, where all do; or None. A tensor that a whole model has
-    under several names is read back under the first.
+    `model` is a whole model, which one rank writes; or what this rank writes of it, where all do;
+    or None. A tensor that a whole model has under several names is read back under the first.
     """
+    from lockstep.checkpoints.pieces import Piece, write_pieces
+
     entries = []
     if isinstance(model, Mapping):
         entries.append(MODEL)
         first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
-        tied = {name: first[id(tensor)] for name, tensor in model.items() if first[id(tensor)] != name}
+        tied = {
+            name: first[id(tensor)] for name, tensor in model.items() if first[id(tensor)] != name
+        }
         write_pieces(folder / MODEL, [Piece(name, model[name]) for name in first.values()], tied)
     elif model:
         entries.append(f"{MODEL_PART}{rank:05d}.safetensors")
@@ -95,8 +137,12 @@ def write_part(folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | Non
     return [measured(folder / name) for name in entries]
 
 
-def commit(folder: Path, directory: Path, step: int, entries: Sequence[Entry], state: Mapping[str, Any]) -> Path:
-    """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that step that is there is replaced."""
+def commit(
+    folder: Path, directory: Path, step: int, entries: Sequence[Entry], state: Mapping[str, Any]
+) -> Path:
+    """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that
+    step that is there is replaced.
+    """
     write_forced(folder / STATE, (json.dumps({"step": step, **state}, indent=1) + "\n").encode())
     seal(folder, step, [*entries, measured(folder / STATE)])
     return put_in_place(folder, folder_of(directory, step))
@@ -115,11 +161,14 @@ def put_in_place(folder: Path, place: Path) -> Path:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise OSError where the disk of `folder` has not room for `needed` bytes and some to spare."""
+    """Raise OSError where the disk of `folder` has not room for `needed` bytes and some to
+    spare.
+    """
     free = shutil.disk_usage(folder).free
     if free < _SPARE * needed:
         raise OSError(
-            f"it needs {_shown(_SPARE * needed)}, and {_shown(free)} are free on the disk of {folder.parent}: make room, or keep fewer checkpoints"
+            f"it needs {_shown(_SPARE * needed)}, and {_shown(free)} are free on the disk of"
+            f" {folder.parent}: make room, or keep fewer checkpoints"
         )
 
 
@@ -132,24 +181,35 @@ def _shown(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def write(directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+def write(
+    directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> Path:
     """Write a checkpoint of a model alone, after `step` optimizer steps, and return its folder.
 
-    `tensors` may lie on any device, in any strides; tensors that share memory are written once each. `state` is JSON.
-    Raises LockstepError, with the system's reason, where the disk does not take it; what was there before is then untouched.
+    `tensors` may lie on any device, in any strides; tensors that share memory are written once
+    each. `state` is JSON. Raises LockstepError, with the system's reason, where the disk does not
+    take it; what was there before is then untouched.
     """
+    from lockstep.checkpoints.pieces import plain
+
     folder = unfinished(directory, step, str(os.getpid()))
     try:
         folder.mkdir(parents=True)
-        entries = write_part(folder, {name: plain(tensor) for name, tensor in tensors.items()}, [], 0)
+        entries = write_part(
+            folder, {name: plain(tensor) for name, tensor in tensors.items()}, [], 0
+        )
         return commit(folder, directory, step, entries, state)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        raise LockstepError(f"checkpoint {folder_of(directory, step)} could not be written: {error}") from error
+        raise LockstepError(
+            f"checkpoint {folder_of(directory, step)} could not be written: {error}"
+        ) from error
 
 
 def read(folder: Path) -> Checkpoint:
-    """A checkpoint, after a look at every byte of it. Raises DamagedCheckpoint, naming the file that is not as it was written."""
+    """A checkpoint, after a look at every byte of it. Raises DamagedCheckpoint, naming the file
+    that is not as it was written.
+    """
     entries = check(folder)
     with believed(folder / STATE):
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -180,6 +240,9 @@ def mark_best(folder: Path, metric: str, value: float) -> None:
     """Note beside `folder` that it is the best, by `metric`."""
     file = folder.parent / BEST
     new = file.with_suffix(".unfinished")
-    write_forced(new, (json.dumps({"checkpoint": folder.name, "metric": metric, "value": value}) + "\n").encode())
+    write_forced(
+        new,
+        (json.dumps({"checkpoint": folder.name, "metric": metric, "value": value}) + "\n").encode(),
+    )
     new.replace(file)
     force(file.parent)

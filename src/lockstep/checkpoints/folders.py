@@ -1,4 +1,6 @@
-"""The names under which checkpoints lie in their directory. No torch here: the launcher looks before any rank starts."""
+"""The names under which checkpoints lie in their directory. No torch here: the launcher looks
+before any rank starts.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def step_of(folder: Path) -> int:
 
 def written(directory: Path) -> list[Path]:
     """All checkpoints in `directory`, oldest step first, whole or damaged."""
-    found = [path for path in directory.glob("step-*") if step_in(path.name) is not None] if directory.exists() else []
+    found = (
+        [path for path in directory.glob("step-*") if step_in(path.name) is not None]
+        if directory.exists()
+        else []
+    )
     return sorted(found, key=step_of)
 
 
@@ -53,7 +59,11 @@ def best_name(directory: Path) -> str | None:
     """The name of the checkpoint with the best metric; None where no task has said what is best."""
     file = directory / BEST
     try:
-        name = str(json.loads(file.read_text(encoding="utf-8"))["checkpoint"]) if file.is_file() else ""
+        name = (
+            str(json.loads(file.read_text(encoding="utf-8"))["checkpoint"])
+            if file.is_file()
+            else ""
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return None if step_in(name) is None else name
@@ -67,12 +77,15 @@ def keep_only(directory: Path, kept: Collection[Path]) -> None:
 
 
 def set_aside(directory: Path, after: int) -> None:
-    """Rename checkpoints of steps behind `after`, so that nothing finds them: step-0000090 becomes set-aside-step-0000090."""
+    """Rename checkpoints of steps behind `after`, so that nothing finds them: step-0000090
+    becomes set-aside-step-0000090.
+    """
     for folder in written(directory):
         if step_of(folder) > after:
             aside = directory / f"{_ASIDE}{folder.name}"
             shutil.rmtree(aside, ignore_errors=True)
-            with suppress(FileNotFoundError):  # of a model that is divided, replicas of several parts may differ at once
+            with suppress(FileNotFoundError):
+                # of a model that is divided, replicas of several parts may differ at once
                 folder.rename(aside)
             if best_name(directory) == folder.name:
                 (directory / BEST).unlink(missing_ok=True)

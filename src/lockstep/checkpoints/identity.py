@@ -1,4 +1,6 @@
-"""Which weights are these? One SHA-256 that two runs can compare, and that can be computed again from a checkpoint's file."""
+"""Which weights are these? One SHA-256 that two runs can compare, and that can be computed again
+from a checkpoint's file.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,20 @@ from lockstep.errors import TaskError
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model, by sorted name: what a checkpoint holds. The tensors are the model's own.
+    """The parameters and persistent buffers of a model, by sorted name: what a checkpoint holds.
+    The tensors are the model's own.
 
-    A tensor that has several names (tied weights) is there once, under the first of them; `under_all_names` adds the others.
-    Raises TaskError where a module keeps extra state that is not a tensor: it could not be stored without pickle.
+    A tensor that has several names (tied weights) is there once, under the first of them;
+    `under_all_names` adds the others. Raises TaskError where a module keeps extra state that is not
+    a tensor: it could not be stored without pickle.
     """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(value, Tensor):
             raise TaskError(
-                f"the model's {name} is a {type(value).__name__}: get_extra_state() must return a tensor, since checkpoints hold no pickled objects"
+                f"the model's {name} is a {type(value).__name__}: get_extra_state() must return a"
+                " tensor, since checkpoints hold no pickled objects"
             )
         if id(value) not in seen:
             seen.add(id(value))
@@ -32,20 +37,31 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_storable(model: nn.Module) -> None:
-    """Raise TaskError, by name and dtype, for what a checkpoint cannot hold: to be called before training, not after it."""
+    """Raise TaskError, by name and dtype, for what a checkpoint cannot hold: to be called before
+    training, not after it.
+    """
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, tensor in weights(model).items():
         what, instead = f"of dtype {tensor.dtype}", "use another dtype"
         if tensor.is_quantized or tensor.layout is not torch.strided:
-            what, instead = "quantized" if tensor.is_quantized else f"in layout {tensor.layout}", "make it dense"
+            what = "quantized" if tensor.is_quantized else f"in layout {tensor.layout}"
+            instead = "make it dense"
         elif storable(tensor.dtype):
             continue
-        kind, spare = ("parameter", "") if name in parameters else ("buffer", ", or register it with persistent=False")
-        raise TaskError(f"the model's {kind} {name} is {what}, which a checkpoint cannot hold: {instead}{spare}")
+        kind, spare = (
+            ("parameter", "")
+            if name in parameters
+            else ("buffer", ", or register it with persistent=False")
+        )
+        raise TaskError(
+            f"the model's {kind} {name} is {what}, which a checkpoint cannot hold: {instead}{spare}"
+        )
 
 
 def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """`tensors`, as `weights(model)` names them, also under the further names of tied weights: the very same tensors."""
+    """`tensors`, as `weights(model)` names them, also under the further names of tied weights:
+    the very same tensors.
+    """
     first: dict[int, str] = {}
     found = dict(tensors)
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
@@ -57,5 +73,15 @@ def sha256(tensors: Mapping[str, Tensor]) -> str:
     """64 hexadecimal digits over the tensors' raw bytes, in the order of their sorted names."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(
+            tensor.detach()
+            .cpu()
+            .resolve_conj()
+            .resolve_neg()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .data
+        )
     return digest.hexdigest()

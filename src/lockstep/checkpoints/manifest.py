@@ -1,7 +1,8 @@
-"""What makes a folder a checkpoint: a list of its files with their sizes and SHA-256, and the SHA-256 of that list.
+"""What makes a folder a checkpoint: a list of its files with their sizes and SHA-256, and the
+SHA-256 of that list.
 
-A bit that flips in any of them is seen, and so are a file that was cut short and one that is missing. `sha256sum -c manifest.sha256` in the
-folder checks the list without us.
+A bit that flips in any of them is seen, and so are a file that was cut short and one that is
+missing. `sha256sum -c manifest.sha256` in the folder checks the list without us.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from lockstep.checkpoints.folders import step_in
-from lockstep.errors import DamagedCheckpoint
+from lockstep.errors import DamagedCheckpoint, LockstepError
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
@@ -45,13 +49,23 @@ def measured(file: Path) -> Entry:
 
 def seal(folder: Path, step: int, entries: Sequence[Entry]) -> None:
     """Write the manifest and its seal, and force them to disk."""
-    text = json.dumps({"format": FORMAT, "step": step, "files": [asdict(entry) for entry in entries]}, indent=1) + "\n"
+    text = (
+        json.dumps(
+            {"format": FORMAT, "step": step, "files": [asdict(entry) for entry in entries]},
+            indent=1,
+        )
+        + "\n"
+    )
     write_forced(folder / MANIFEST, text.encode())
-    write_forced(folder / SEAL, f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n".encode())
+    write_forced(
+        folder / SEAL, f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n".encode()
+    )
 
 
 def check(folder: Path) -> list[Entry]:
-    """The entries of a checkpoint whose files are all there and unchanged. Raises DamagedCheckpoint, naming the file, for any other."""
+    """The entries of a checkpoint whose files are all there and unchanged. Raises
+    DamagedCheckpoint, naming the file, for any other.
+    """
     entries = listed(folder)
     for entry in entries:
         file = folder / entry.name
@@ -59,14 +73,23 @@ def check(folder: Path) -> list[Entry]:
             raise DamagedCheckpoint(f"{folder.name}: {entry.name} is missing", entry.name)
         size = file.stat().st_size
         if size != entry.bytes:
-            raise DamagedCheckpoint(f"{folder.name}: {entry.name} has {size} bytes and should have {entry.bytes}", entry.name)
+            raise DamagedCheckpoint(
+                f"{folder.name}: {entry.name} has {size} bytes and should have {entry.bytes}",
+                entry.name,
+            )
         if measured(file).sha256 != entry.sha256:
-            raise DamagedCheckpoint(f"{folder.name}: {entry.name} has been changed (its SHA-256 is not the one in {MANIFEST})", entry.name)
+            raise DamagedCheckpoint(
+                f"{folder.name}: {entry.name} has been changed (its SHA-256 is not the one in"
+                f" {MANIFEST})",
+                entry.name,
+            )
     return entries
 
 
 def listed(folder: Path) -> list[Entry]:
-    """The files of a checkpoint as its manifest lists them: nothing of it is believed before its seal was compared."""
+    """The files of a checkpoint as its manifest lists them: nothing of it is believed before its
+    seal was compared.
+    """
     sealed = _read(folder / SEAL).decode("ascii", "replace").split("  ")
     text = _read(folder / MANIFEST)
     if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
@@ -74,34 +97,89 @@ def listed(folder: Path) -> list[Entry]:
     try:
         found: Any = json.loads(text)
         if found["format"] != FORMAT:
-            raise DamagedCheckpoint(f"{folder.name}: its format is {found['format']!r}, and this version reads {FORMAT}", MANIFEST)
+            raise DamagedCheckpoint(
+                f"{folder.name}: its format is {found['format']!r}, and this version reads"
+                f" {FORMAT}",
+                MANIFEST,
+            )
         step = int(found["step"])
-        entries = [Entry(str(each["name"]), int(each["bytes"]), str(each["sha256"])) for each in found["files"]]
+        entries = [
+            Entry(str(each["name"]), int(each["bytes"]), str(each["sha256"]))
+            for each in found["files"]
+        ]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} is not one of ours ({error})", MANIFEST) from None
+        raise DamagedCheckpoint(
+            f"{folder.name}: {MANIFEST} is not one of ours ({error})", MANIFEST
+        ) from None
     if step_in(folder.name) not in (None, step):
-        raise DamagedCheckpoint(f"{folder.name}: it holds the checkpoint of step {step} (its {MANIFEST} says so)", MANIFEST)
+        raise DamagedCheckpoint(
+            f"{folder.name}: it holds the checkpoint of step {step} (its {MANIFEST} says so)",
+            MANIFEST,
+        )
     for entry in entries:
         if not _PLAIN.fullmatch(entry.name):
-            raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} names a file {entry.name!r} outside its folder", MANIFEST)
+            raise DamagedCheckpoint(
+                f"{folder.name}: {MANIFEST} names a file {entry.name!r} outside its folder",
+                MANIFEST,
+            )
     names = {entry.name for entry in entries}
-    if STATE not in names or not any(name == MODEL or name.startswith(MODEL_PART) for name in names):
-        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} lists no {STATE if STATE not in names else 'model'}", MANIFEST)
+    if STATE not in names or not any(
+        name == MODEL or name.startswith(MODEL_PART) for name in names
+    ):
+        raise DamagedCheckpoint(
+            f"{folder.name}: {MANIFEST} lists no {STATE if STATE not in names else 'model'}",
+            MANIFEST,
+        )
     return entries
+
+
+@contextmanager
+def believed(file: Path) -> Iterator[None]:
+    """Raise DamagedCheckpoint for whatever the contents of `file` do to code that expects what
+    we write.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except (
+        OSError,
+        SafetensorError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            # torch's, a RuntimeError: the file is not at fault
+            raise
+        said = f"{type(error).__name__}: {error}"
+        raise DamagedCheckpoint(
+            f"{file.parent.name}: {file.name} cannot be read ({said})", file.name
+        ) from error
 
 
 def _read(file: Path) -> bytes:
     try:
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)  # a pipe would be waited for, and for ever
+        # a pipe would be waited for, and for ever
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(handle, "rb") as stream:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
-                raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is not a regular file", file.name)
+                raise DamagedCheckpoint(
+                    f"{file.parent.name}: {file.name} is not a regular file", file.name
+                )
             if found.st_size > LARGEST:
-                raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is larger than any of ours", file.name)
+                raise DamagedCheckpoint(
+                    f"{file.parent.name}: {file.name} is larger than any of ours", file.name
+                )
             return stream.read()
     except OSError as error:
-        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} is missing ({error.strerror})", file.name) from None
+        raise DamagedCheckpoint(
+            f"{file.parent.name}: {file.name} is missing ({error.strerror})", file.name
+        ) from None
 
 
 def write_forced(file: Path, octets: bytes) -> None:

@@ -1,9 +1,11 @@
-"""Tensors as checkpoints know them: a name and an interval of elements, so that whoever owns which part may write it.
+"""Tensors as checkpoints know them: a name and an interval of elements, so that whoever owns which
+part may write it.
 
     exp_avg/conv.weight           a whole tensor, in its shape
     exp_avg/conv.weight[64:192]   elements 64 .. 191 of it, in the order in which they lie in memory
 
-Nothing else is known about layouts, and no number of ranks: a tensor is put together from its intervals, in whatever files they are.
+Nothing else is known about layouts, and no number of ranks: a tensor is put together from its
+intervals, in whatever files they are.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from lockstep.errors import DamagedCheckpoint, LockstepError
+from lockstep.checkpoints.manifest import believed
+from lockstep.errors import DamagedCheckpoint
 
 METHOD = "method/"
-"""Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for what only one rank has."""
+"""Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for
+what only one rank has.
+"""
 _SHAPES, _TIED, _COMPLEX = "shapes", "tied", "complex"  # in a file's header
-_AS_REAL = (torch.complex128, torch.complex32)  # which the format lacks: written as pairs of real numbers
+# which the format lacks: written as pairs of real numbers
+_AS_REAL = (torch.complex128, torch.complex32)
 _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
@@ -37,7 +43,9 @@ class Piece:
 
     name: str
     data: Tensor
-    """The whole tensor; or, of one that has `shape` and `strides`, elements [start, stop) in the order of memory, flat."""
+    """The whole tensor; or, of one that has `shape` and `strides`, elements [start, stop) in the
+    order of memory, flat.
+    """
     start: int = 0
     shape: tuple[int, ...] | None = None
     strides: tuple[int, ...] = ()
@@ -45,26 +53,44 @@ class Piece:
     @property
     def key(self) -> str:
         """In a file."""
-        return self.name if self.shape is None else f"{self.name}[{self.start}:{self.start + self.data.numel()}]"
+        return (
+            self.name
+            if self.shape is None
+            else f"{self.name}[{self.start}:{self.start + self.data.numel()}]"
+        )
 
 
 class Keeps(Protocol):
-    """A part of a training that has a state of its own, in tensors: what compression still owes, a meeting's momentum."""
+    """A part of a training that has a state of its own, in tensors: what compression still owes,
+    a meeting's momentum.
+    """
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        """By name, without ranks: what all ranks have alike, and what only this one has. Every rank calls it."""
+        """By name, without ranks: what all ranks have alike, and what only this one has. Every
+        rank calls it.
+        """
         ...
 
-    def take_back(self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from it. `by_rank` has a place for every rank that there was then, which may be more or fewer than there are now."""
+    def take_back(
+        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """Go on from it. `by_rank` has a place for every rank that there was then, which may be
+        more or fewer than there are now.
+        """
         ...
 
 
 def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[Piece], list[Piece]]:
     """What these keep: what all ranks have, and what only this one has."""
     kept = [part.kept() for part in parts]
-    everywhere = [Piece(f"{METHOD}{name}", tensor) for common, _ in kept for name, tensor in common.items()]
-    return everywhere, [Piece(f"{METHOD}rank-{rank}/{name}", tensor) for _, own in kept for name, tensor in own.items()]
+    everywhere = [
+        Piece(f"{METHOD}{name}", tensor) for common, _ in kept for name, tensor in common.items()
+    ]
+    return everywhere, [
+        Piece(f"{METHOD}rank-{rank}/{name}", tensor)
+        for _, own in kept
+        for name, tensor in own.items()
+    ]
 
 
 def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
@@ -80,21 +106,34 @@ def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[
     return common, [by_rank.get(rank, {}) for rank in range(max(by_rank, default=-1) + 1)]
 
 
-def write_pieces(file: Path, pieces: Sequence[Piece], tied: Mapping[str, str] | None = None) -> None:
-    """As a safetensors file; the shapes of tensors of which only intervals are there stand in its header.
+def write_pieces(
+    file: Path, pieces: Sequence[Piece], tied: Mapping[str, str] | None = None
+) -> None:
+    """As a safetensors file; the shapes of tensors of which only intervals are there stand in its
+    header.
 
-    `tied`: further names of tensors, each with the name that `pieces` has. They are written out too, so that the file loads strictly,
-    and noted in the header, so that `read_whole` leaves them out. So are the names of complex tensors that are written as real ones of
-    shape [..., 2], since the format lacks their dtype.
+    `tied`: further names of tensors, each with the name that `pieces` has. They are written out
+    too, so that the file loads strictly, and noted in the header, so that `read_whole` leaves them
+    out. So are the names of complex tensors that are written as real ones of shape [..., 2], since
+    the format lacks their dtype.
     """
-    shapes = {piece.name: [list(piece.shape), list(piece.strides)] for piece in pieces if piece.shape is not None}
+    shapes = {
+        piece.name: [list(piece.shape), list(piece.strides)]
+        for piece in pieces
+        if piece.shape is not None
+    }
     tensors = {piece.key: piece.data for piece in pieces}
     tensors |= {name: tensors[first].clone() for name, first in (tied or {}).items()}
-    as_real = {name: torch.view_as_real(tensor) for name, tensor in tensors.items() if tensor.dtype in _AS_REAL}
+    as_real = {
+        name: torch.view_as_real(tensor)
+        for name, tensor in tensors.items()
+        if tensor.dtype in _AS_REAL
+    }
     notes = {_SHAPES: shapes, _TIED: tied, _COMPLEX: list(as_real)}
     metadata = {name: json.dumps(value) for name, value in notes.items() if value}
     file.touch()
-    mode = file.stat().st_mode  # as the umask says; the library would make it readable for the owner alone
+    # as the umask says; the library would make it readable for the owner alone
+    mode = file.stat().st_mode
     save_file({**tensors, **as_real}, file, metadata=metadata or None)
     file.chmod(mode)
 
@@ -114,7 +153,9 @@ def _known(dtype: torch.dtype) -> bool:
 
 
 def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that is in these files, put together, one after the other. Raises DamagedCheckpoint where elements are missing."""
+    """Every tensor that is in these files, put together, one after the other. Raises
+    DamagedCheckpoint where elements are missing.
+    """
     places: dict[str, list[tuple[Path, str, int, int]]] = {}
     shapes: dict[str, tuple[list[int], list[int]]] = {}
     for file in files:
@@ -133,7 +174,9 @@ def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_file(file: Path, *, every_name: bool = False) -> dict[str, Tensor]:
-    """All tensors of a file of whole tensors, by their first or by every name. Raises DamagedCheckpoint where it cannot be read."""
+    """All tensors of a file of whole tensors, by their first or by every name. Raises
+    DamagedCheckpoint where it cannot be read.
+    """
     with _opened(file) as found:
         return {key: _get(found, key) for key in _keys(found, every=every_name)}
 
@@ -154,7 +197,11 @@ def _get(found: Any, key: str) -> Tensor:
     return torch.view_as_complex(tensor) if key in _note(found, _COMPLEX) else tensor
 
 
-def _whole(name: str, parts: Sequence[tuple[Path, str, int, int]], shape: tuple[list[int], list[int]] | None) -> Tensor:
+def _whole(
+    name: str,
+    parts: Sequence[tuple[Path, str, int, int]],
+    shape: tuple[list[int], list[int]] | None,
+) -> Tensor:
     if shape is None:
         return _tensor(parts[0][0], parts[0][1])
     sizes, strides = shape
@@ -162,11 +209,15 @@ def _whole(name: str, parts: Sequence[tuple[Path, str, int, int]], shape: tuple[
     for file, key, start, stop in sorted(parts, key=lambda part: part[2]):
         piece = _tensor(file, key)
         if start != at or piece.shape != (stop - start,):
-            raise DamagedCheckpoint(f"{file.parent.name}: {name} lacks elements from {at} on", file.name)
+            raise DamagedCheckpoint(
+                f"{file.parent.name}: {name} lacks elements from {at} on", file.name
+            )
         found.append(piece)
         at = stop
     if at != numel:
-        raise DamagedCheckpoint(f"{parts[0][0].parent.name}: {name} has {at} of {numel} elements", parts[0][0].name)
+        raise DamagedCheckpoint(
+            f"{parts[0][0].parent.name}: {name} has {at} of {numel} elements", parts[0][0].name
+        )
     return torch.cat(found).as_strided(sizes, strides).contiguous()
 
 
@@ -181,20 +232,10 @@ def _opened(file: Path) -> Iterator[safe_open]:
         yield found
 
 
-@contextmanager
-def believed(file: Path) -> Iterator[None]:
-    """Raise DamagedCheckpoint for whatever the contents of `file` do to code that expects what we write."""
-    try:
-        yield
-    except (LockstepError, torch.OutOfMemoryError):
-        raise
-    except (OSError, SafetensorError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise DamagedCheckpoint(f"{file.parent.name}: {file.name} cannot be read ({said})", file.name) from error
-
-
 def shared_out(pieces: Sequence[Piece], rank: int, size: int, heavy: int) -> list[Piece]:
-    """Of pieces that all ranks have, those that one rank writes: about equal bytes for all, `heavy` counted for rank 0 beforehand."""
+    """Of pieces that all ranks have, those that one rank writes: about equal bytes for all,
+    `heavy` counted for rank 0 beforehand.
+    """
     loads = [heavy, *[0] * (size - 1)]
     mine = []
     for piece in sorted(pieces, key=lambda each: (-each.data.nbytes, each.name)):

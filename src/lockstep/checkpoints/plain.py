@@ -1,6 +1,8 @@
-"""Python values as JSON and back, exactly: what optimizers, schedulers and loaders keep beside tensors, without pickle.
+"""Python values as JSON and back, exactly: what optimizers, schedulers and loaders keep beside
+tensors, without pickle.
 
-JSON has no tuples, sets, bytes or keys that are numbers; such a value becomes {"!": its kind, "of": what it is made of}.
+JSON has no tuples, sets, bytes or keys that are numbers; such a value becomes {"!": its kind, "of":
+what it is made of}.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _KIND, _OF = "!", "of"
 
 def encoded(value: Any, what: str) -> Any:
     """As JSON. `what` names it in the UsageError for a value that this cannot hold."""
-    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
+    if value is None or (
+        isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)
+    ):
         return value
     if isinstance(value, (np.generic, np.bool_)):
         return encoded(value.item(), what)
@@ -36,8 +40,16 @@ def encoded(value: Any, what: str) -> Any:
     if isinstance(value, Tensor) and value.numel() <= 1024:
         dtype = str(value.dtype).removeprefix("torch.")
         octets = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {_KIND: "tensor", "dtype": dtype, "shape": list(value.shape), _OF: base64.b64encode(octets).decode("ascii")}
-    raise UsageError(f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep without pickle")
+        return {
+            _KIND: "tensor",
+            "dtype": dtype,
+            "shape": list(value.shape),
+            _OF: base64.b64encode(octets).decode("ascii"),
+        }
+    raise UsageError(
+        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint"
+        " cannot keep without pickle"
+    )
 
 
 def _mapping(value: Mapping[Any, Any], what: str) -> Any:
@@ -45,7 +57,8 @@ def _mapping(value: Mapping[Any, Any], what: str) -> Any:
         return {key: encoded(each, f"{what}[{key!r}]") for key, each in value.items()}
     if type(value) not in (dict, Counter):
         raise UsageError(
-            f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep without pickle"
+            f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a"
+            " checkpoint cannot keep without pickle"
         )
     pairs = [[encoded(key, what), encoded(each, f"{what}[{key!r}]")] for key, each in value.items()]
     return {_KIND: type(value).__name__, _OF: pairs}
@@ -79,5 +92,7 @@ def _tensor(value: Mapping[str, Any], octets: bytes) -> Tensor:
     dtype = getattr(torch, str(value.get("dtype")), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a tensor's dtype {value.get('dtype')!r} is unknown")
-    flat = torch.frombuffer(bytearray(octets), dtype=dtype) if octets else torch.zeros(0, dtype=dtype)
+    flat = (
+        torch.frombuffer(bytearray(octets), dtype=dtype) if octets else torch.zeros(0, dtype=dtype)
+    )
     return flat.view([int(size) for size in value["shape"]])

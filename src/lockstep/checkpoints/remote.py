@@ -1,7 +1,9 @@
-"""Copies of checkpoints at a URL, for hosts that do not come back: any file system that fsspec knows.
+"""Copies of checkpoints at a URL, for hosts that do not come back: any file system that fsspec
+knows.
 
-A copy goes up after its checkpoint is whole on the disk here, its seal last: without the seal it is no checkpoint, wherever the upload
-broke off. Nothing that comes down is believed before its manifest's seal, its files' sizes and their SHA-256 were compared.
+A copy goes up after its checkpoint is whole on the disk here, its seal last: without the seal it is
+no checkpoint, wherever the upload broke off. Nothing that comes down is believed before its
+manifest's seal, its files' sizes and their SHA-256 were compared.
 """
 
 from __future__ import annotations
@@ -25,19 +27,25 @@ _LARGEST_MARK = 4096  # bytes of best.json
 
 
 class Remote:
-    """The folder of checkpoints at `url`. Raises UsageError where no file system can be made of it."""
+    """The folder of checkpoints at `url`. Raises UsageError where no file system can be made of
+    it.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         try:
             found, root = fsspec.core.url_to_fs(url)
-        except Exception as error:  # each file system has its own: a library that is missing, credentials, a misspelt protocol
+        except Exception as error:
+            # each file system has its own: a library that is missing, credentials, a misspelt
+            # protocol
             raise UsageError(f"checkpoints at {url}: {error}") from None
         self._fs: Any = found
         self._root = str(root).rstrip("/")
 
     def steps(self) -> list[int]:
-        """Of the copies that are sealed, ascending. Raises LockstepError where the place cannot be listed."""
+        """Of the copies that are sealed, ascending. Raises LockstepError where the place cannot
+        be listed.
+        """
         self._fs.invalidate_cache()
         try:
             names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
@@ -49,7 +57,9 @@ class Remote:
         return sorted(step for step in found if self._fs.exists(self._place(step, manifest.SEAL)))
 
     def upload(self, folder: Path) -> None:
-        """Copy a checkpoint that is whole. Raises LockstepError; what was there before is then as good as before."""
+        """Copy a checkpoint that is whole. Raises LockstepError; what was there before is then
+        as good as before.
+        """
         step = step_of(folder)
         last = [manifest.MANIFEST, manifest.SEAL]
         names = [path.name for path in folder.iterdir() if path.name not in last]
@@ -62,7 +72,8 @@ class Remote:
             raise self._failed(f"did not take {folder.name}", error) from error
 
     def mirror(self, written: Path, kept: Collection[Path], best: Path | None) -> None:
-        """Copy the checkpoint that was `written` just now and those of `kept` that are missing there, and remove the others.
+        """Copy the checkpoint that was `written` just now and those of `kept` that are missing
+        there, and remove the others.
 
         Raises LockstepError where one cannot be copied.
         """
@@ -90,7 +101,9 @@ class Remote:
             raise self._failed("cannot be tidied", error) from error
 
     def best(self) -> tuple[int, str, float] | None:
-        """The step that is marked as the best, by which metric and with what value; None if none is, or its mark cannot be read."""
+        """The step that is marked as the best, by which metric and with what value; None if none
+        is, or its mark cannot be read.
+        """
         try:
             place = f"{self._root}/{BEST}"
             if self._fs.size(place) > _LARGEST_MARK:
@@ -102,9 +115,11 @@ class Remote:
             return None
 
     def fetch(self, step: int, directory: Path) -> Checkpoint:
-        """Bring a copy into `directory`, whole or not at all; one of that step that is there is replaced.
+        """Bring a copy into `directory`, whole or not at all; one of that step that is there is
+        replaced.
 
-        Raises DamagedCheckpoint where it is not as it was written, LockstepError where it cannot be read.
+        Raises DamagedCheckpoint where it is not as it was written, LockstepError where it cannot be
+        read.
         """
         folder = unfinished(directory, step, f"{os.getpid()}.fetched")
         folder.mkdir(parents=True)
@@ -118,13 +133,18 @@ class Remote:
             found = files.read(folder)
             if found.step != step:
                 raise DamagedCheckpoint(
-                    f"{folder_of(directory, step).name}: it holds the checkpoint of step {found.step}", manifest.MANIFEST
+                    f"{folder_of(directory, step).name}: it holds the checkpoint of step"
+                    f" {found.step}",
+                    manifest.MANIFEST,
                 )
             return replace(found, folder=files.put_in_place(folder, folder_of(directory, step)))
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{self.url}: {error}", error.file) from None
         except OSError as error:
-            raise LockstepError(f"{folder_of(directory, step).name} of {self.url} could not be written here: {error}") from error
+            raise LockstepError(
+                f"{folder_of(directory, step).name} of {self.url} could not be written here:"
+                f" {error}"
+            ) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -150,14 +170,22 @@ class Remote:
         try:
             size = self._fs.size(self._place(step, name))
             if size is not None and size > most:
-                raise DamagedCheckpoint(f"{folder_of(folder, step).name}: {name} has {size} bytes and should have {most}", name)
+                raise DamagedCheckpoint(
+                    f"{folder_of(folder, step).name}: {name} has {size} bytes and should have"
+                    f" {most}",
+                    name,
+                )
             self._fs.get_file(self._place(step, name), str(folder / name))
         except DamagedCheckpoint:
             raise
         except FileNotFoundError:
-            raise DamagedCheckpoint(f"{folder_of(folder, step).name}: {name} is missing", name) from None
+            raise DamagedCheckpoint(
+                f"{folder_of(folder, step).name}: {name} is missing", name
+            ) from None
         except Exception as error:
-            raise self._failed(f"did not give {name} of {folder_of(folder, step).name}", error) from error
+            raise self._failed(
+                f"did not give {name} of {folder_of(folder, step).name}", error
+            ) from error
 
     def _remove(self, step: int) -> None:
         """The seal first: a half that is left is no checkpoint."""

@@ -1,10 +1,12 @@
-"""Writing a checkpoint while training goes on: a snapshot is taken at once, and a thread of every rank writes its part of it.
+"""Writing a checkpoint while training goes on: a snapshot is taken at once, and a thread of every
+rank writes its part of it.
 
     this step's end    copy what this rank writes                            the training waits for no more than this
     in the background  write files, force them to disk -> tell all ranks the files, or the error
                        rank 0: state, manifest, rename                       -> tell all ranks how it went
 
-The ranks talk over a group of their own. One save is under way at most; what went wrong with it is raised at the next call, on all ranks.
+The ranks talk over a group of their own. One save is under way at most; what went wrong with it is
+raised at the next call, on all ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +36,16 @@ from lockstep.errors import LockstepError
 
 
 class Saver:
-    """Saves into one directory. Every rank of `group` (None: there is one) makes it and calls it alike; the group is its own.
+    """Saves into one directory. Every rank of `group` (None: there is one) makes it and calls it
+    alike; the group is its own.
 
-    `guard` is called before something is made in the directory, and raises LockstepError where it must not be.
+    `guard` is called before something is made in the directory, and raises LockstepError where it
+    must not be.
     """
 
-    def __init__(self, directory: Path, group: Group | None, guard: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, directory: Path, group: Group | None, guard: Callable[[], None] = lambda: None
+    ) -> None:
         self._directory = directory
         self._guard = guard
         self._group = group
@@ -47,7 +53,8 @@ class Saver:
         if group is not None and group.memory is not None:
             group.memory.nap()
         self._thread = Background("lockstep checkpoints")
-        self._buffers: dict[str, Tensor] = {}  # of the last snapshot: new memory costs more than the copy
+        # of the last snapshot: new memory costs more than the copy
+        self._buffers: dict[str, Tensor] = {}
         self._under_way: Future[tuple[float, str | None]] | None = None
         self.seconds = 0.0
         """That the last save took in the background."""
@@ -62,23 +69,29 @@ class Saver:
         state: Mapping[str, Any],
         done: Callable[[Path], str | None] = lambda folder: None,
     ) -> None:
-        """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON) and have it written.
+        """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON) and
+        have it written.
 
         Of a model that no rank holds whole, every rank gives what it writes of it.
 
-        `done(folder)` is called on rank 0's thread when the checkpoint is there. What it returns, a complaint or None, all ranks then find in
-        `complaint`. Waits for a save that is under way.
+        `done(folder)` is called on rank 0's thread when the checkpoint is there. What it returns, a
+        complaint or None, all ranks then find in `complaint`. Waits for a save that is under way.
         """
         self.wait()
         part: Mapping[str, Tensor] | Sequence[Piece] | None = None
         if isinstance(model, Mapping):
-            first = {id(tensor): name for name, tensor in reversed(list(model.items()))}  # one copy of a tensor that has several names
+            # one copy of a tensor that has several names
+            first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
             copies = {name: self._copied(f"model/{name}", model[name]) for name in first.values()}
             part = {name: copies[first[id(tensor)]] for name, tensor in model.items()}
         elif model is not None:
-            part = [replace(each, data=self._copied(f"model/{each.key}", each.data)) for each in model]
+            part = [
+                replace(each, data=self._copied(f"model/{each.key}", each.data)) for each in model
+            ]
         parts = [replace(each, data=self._copied(each.key, each.data)) for each in pieces]
-        self._under_way = self._thread.submit(lambda: self._write(step, part, parts, dict(state), done))
+        self._under_way = self._thread.submit(
+            lambda: self._write(step, part, parts, dict(state), done)
+        )
 
     @property
     def busy(self) -> bool:
@@ -86,7 +99,9 @@ class Saver:
         return self._under_way is not None and not self._under_way.done()
 
     def wait(self) -> bool:
-        """Return when no save is under way: whether there was one. Raises LockstepError, on all ranks, where it failed."""
+        """Return when no save is under way: whether there was one. Raises LockstepError, on all
+        ranks, where it failed.
+        """
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             self.seconds, self.complaint = under_way.result()
@@ -102,7 +117,7 @@ class Saver:
             buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return buffer.copy_(tensor.detach())
 
-    # -- on the thread ---------------------------------------------------------------------------------------------------------------
+    # -- on the thread ----------------------------------------------------------------------------
 
     def _write(
         self,
@@ -133,11 +148,23 @@ class Saver:
                 shutil.rmtree(folder, ignore_errors=True)
             rank, text = min(failed.items())
             on = "" if self._group is None else f" on rank {rank}"
-            raise LockstepError(f"checkpoint {folders.folder_of(self._directory, step)} could not be written{on}: {text}")
+            raise LockstepError(
+                f"checkpoint {folders.folder_of(self._directory, step)} could not be written{on}:"
+                f" {text}"
+            )
         return perf_counter() - begin, told["complaint"]
 
-    def _part(self, folder: Path, model: Mapping[str, Tensor] | Sequence[Piece] | None, pieces: Sequence[Piece]) -> tuple[list[Entry], str]:
-        tensors = list(model.values()) if isinstance(model, Mapping) else [each.data for each in model or ()]
+    def _part(
+        self,
+        folder: Path,
+        model: Mapping[str, Tensor] | Sequence[Piece] | None,
+        pieces: Sequence[Piece],
+    ) -> tuple[list[Entry], str]:
+        tensors = (
+            list(model.values())
+            if isinstance(model, Mapping)
+            else [each.data for each in model or ()]
+        )
         needed = sum(tensor.nbytes for tensor in [*tensors, *(piece.data for piece in pieces)])
         total = sum(self._everybodys(needed))
         try:

@@ -1,1 +1,3 @@
-"""What could go wrong in silence, looked for: replicas that differ, parameters without gradients, ranks that were set up differently."""
+"""Checks for what goes wrong silently: replicas that differ, parameters without gradients, ranks
+that were set up differently.
+"""

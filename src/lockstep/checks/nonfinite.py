@@ -1,7 +1,9 @@
-"""Where a nan came from: gradients looked at as they land, before the sum over all ranks makes everybody's the same.
+"""Where a nan came from: gradients looked at as they land, before the sum over all ranks makes
+everybody's the same.
 
-Looking costs a pass over every gradient, so a Stepper looks only when asked to (`trace_nonfinite=True`) and in the window after one that
-was skipped for a gradient or loss that was not finite. Nothing is read on the host before there is something to tell.
+Looking costs a pass over every gradient, so a Stepper looks only when asked to
+(`trace_nonfinite=True`) and in the window after one that was skipped for a gradient or loss that
+was not finite. Nothing is read on the host before there is something to tell.
 """
 
 from __future__ import annotations
@@ -19,19 +21,22 @@ _NONE = -1
 
 
 class NonFiniteTrace:
-    """Watches the gradients of one reducer. `always`, or only in a window for which `watch` was called."""
+    """Watches the gradients of one reducer. `always`, or only in a window for which `watch` was
+    called.
+    """
 
     def __init__(self, reducer: Reducer, *, always: bool) -> None:
         self._reducer = reducer
         self._always = always
         self._due = always
         self._micro_batch = 0
-        self._landed: list[tuple[int, int, Tensor]] = []  # micro-batch, parameter, whether all of its gradient is finite
+        # micro-batch, parameter, whether all of its gradient is finite
+        self._landed: list[tuple[int, int, Tensor]] = []
 
     @property
     def watched(self) -> bool:
         """Whether this window's gradients are looked at."""
-        return self._reducer.on_landed is not None
+        return self._reducer.door.on_landed is not None
 
     def watch(self) -> None:
         """Look at the next window's gradients."""
@@ -40,7 +45,7 @@ class NonFiniteTrace:
     def begin(self) -> None:
         """A window begins."""
         self._landed.clear()
-        self._reducer.on_landed = self._look if self._due else None
+        self._reducer.door.on_landed = self._look if self._due else None
         self._due = self._always
 
     def open(self, micro_batch: int) -> None:
@@ -52,15 +57,27 @@ class NonFiniteTrace:
         self._landed.append((self._micro_batch, number, values.isfinite().all()))
 
     def tell(self, losses_by_rank: Sequence[float]) -> str:
-        """In sentences: whose loss is not finite and, where gradients were watched, each rank's first such gradient. A collective."""
+        """In sentences: whose loss is not finite and, where gradients were watched, each rank's
+        first such gradient. A collective.
+        """
         lost = [rank for rank, loss in enumerate(losses_by_rank) if not math.isfinite(loss)]
         whose = f"The loss of {listed(lost)} is not finite. " if lost else ""
         if not self.watched:
-            return whose + "The next window's gradients are looked at one by one, before they are summed"
+            return (
+                whose
+                + "The next window's gradients are looked at one by one, before they are summed"
+            )
         group, device = self._reducer.group, self._reducer.parameters[0].device
-        rows = group.all_gather(torch.tensor(self._first(), device=device), place="for the trace of a nan").view(group.size, 2).tolist()
+        rows = (
+            group.all_gather(
+                torch.tensor(self._first(), device=device), place="for the trace of a nan"
+            )
+            .view(group.size, 2)
+            .tolist()
+        )
         found = [
-            f"{self._reducer.names[number]!r} on rank {rank} (micro-batch {micro_batch} of its window)"
+            f"{self._reducer.names[number]!r} on rank {rank} (micro-batch {micro_batch} of its"
+            " window)"
             for rank, (micro_batch, number) in enumerate(rows)
             if number != _NONE
         ]

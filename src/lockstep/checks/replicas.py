@@ -1,7 +1,9 @@
-"""Replicas that must be equal: compared after a process's first two steps, at least every 100 steps, and where a result depends on it.
+"""Replicas that must be equal: compared after a process's first two steps, at least every 100
+steps, and where a result depends on it.
 
-Each rank digests all its replicated tensors into one number, and the numbers travel in one small all-gather. Only where they differ does
-every tensor get a number of its own, so that the error names the tensor and the ranks. All ranks raise the same error.
+Each rank digests all its replicated tensors into one number, and the numbers travel in one small
+all-gather. Only where they differ does every tensor get a number of its own, so that the error
+names the tensor and the ranks. All ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from lockstep.errors import ReplicaDivergence
 _PLACE = "for the replica check"
 _SHOWN = 4  # names of tensors in a message
 CAUSES = (
-    "Usual causes: weights changed by hand on one rank; an own no_sync() or modulo around the step; a parameter that the other ranks do "
-    "not train; a memory or processor error on one rank"
+    "Usual causes: weights changed by hand on one rank; an own no_sync() or modulo around the step;"
+    " a parameter that the other ranks do not train; a memory or processor error on one rank"
 )
 
 Named = Sequence[tuple[str, Tensor]]
 
 
 class ReplicaCheck:
-    """When replicas were compared last, and when to compare them again. Every rank makes it and calls it alike."""
+    """When replicas were compared last, and when to compare them again. Every rank makes it and
+    calls it alike.
+    """
 
     def __init__(self, every: int = 100) -> None:
         self._every = every
@@ -36,15 +40,21 @@ class ReplicaCheck:
         self.compared: int | None = None
         """The step after which the replicas were equal last; None: not compared in this process."""
         self.on_divergence: list[Callable[[int | None], str]] = []
-        """Called with `compared` on all ranks before the error is raised; what they return is added to its message."""
+        """Called with `compared` on all ranks before the error is raised; what they return is
+        added to its message.
+        """
 
     def due(self, step: int) -> bool:
-        """Whether to compare after `step`: after the first two of this process, and when the last comparison is `every` steps old."""
+        """Whether to compare after `step`: after the first two of this process, and when the
+        last comparison is `every` steps old.
+        """
         return self._times < 2 or step - (self.compared or 0) >= self._every
 
     @torch.no_grad()
     def compare(self, group: Group, named: Named, step: int, when: str) -> None:
-        """Compare `named` among the ranks of `group`, after `step` steps. Raises ReplicaDivergence on all of them, which says `when`."""
+        """Compare `named` among the ranks of `group`, after `step` steps. Raises
+        ReplicaDivergence on all of them, which says `when`.
+        """
         self._times += 1
         if group.size > 1 and named:
             mine = torch.tensor(digest(tensor for _, tensor in named), device=named[0][1].device)
@@ -59,7 +69,11 @@ class ReplicaCheck:
         table = group.all_gather(mine, place=_PLACE).view(group.size, -1)
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not differing:
-            return ReplicaDivergence(f"{when} the replicas differ, and changed while they were compared. {CAUSES}.", named[0][0], ())
+            return ReplicaDivergence(
+                f"{when} the replicas differ, and changed while they were compared. {CAUSES}.",
+                named[0][0],
+                (),
+            )
         name, tensor = named[differing[0]]
         digests = table[:, differing[0]].tolist()
         right, votes = Counter(digests).most_common(1)[0]
@@ -68,26 +82,41 @@ class ReplicaCheck:
         ranks = [rank for rank, each in enumerate(digests) if each != right]
         root = digests.index(right)
         elements, gap = _distance(group, tensor, root)
-        where = f"on {listed(ranks)} from the other {votes} ranks" if majority else f"between rank {root} and {listed(ranks)}"
+        where = (
+            f"on {listed(ranks)} from the other {votes} ranks"
+            if majority
+            else f"between rank {root} and {listed(ranks)}"
+        )
         others = [f"{named[number][0]!r}" for number in differing[1:_SHOWN]]
-        rest = f": also {', '.join(others)}" + (" ..." if len(differing) > _SHOWN else "") if others else ""
+        rest = (
+            f": also {', '.join(others)}" + (" ..." if len(differing) > _SHOWN else "")
+            if others
+            else ""
+        )
         told = "".join(f" {said}" for each in self.on_divergence if (said := each(self.compared)))
         return ReplicaDivergence(
-            f"{when} {name!r} differs {where} ({elements} of {tensor.numel()} elements, max |difference| "
-            f"{gap:.2g}). {len(differing)} of {len(named)} tensors differ{rest}. {CAUSES}.{told}",
+            f"{when} {name!r} differs {where} ({elements} of {tensor.numel()} elements, max"
+            f" |difference| {gap:.2g}). {len(differing)} of {len(named)} tensors differ{rest}."
+            f" {CAUSES}.{told}",
             name,
             ranks,
         )
 
 
 def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
-    """How many elements differ from those of rank `root`, and by how much at most, on the rank that is farthest. A collective."""
+    """How many elements differ from those of rank `root`, and by how much at most, on the rank
+    that is farthest. A collective.
+    """
     ours = octets_of(tensor)
     theirs = ours.clone()  # bytes: every dtype can be sent
     group.broadcast(theirs, root, place=_PLACE).wait()
     dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
     count = (theirs != ours).view(max(1, tensor.numel()), -1).any(1).sum()
-    gaps = (theirs.view(dtype).double() - ours.view(dtype).double()).abs().nan_to_num(torch.inf, torch.inf)
+    gaps = (
+        (theirs.view(dtype).double() - ours.view(dtype).double())
+        .abs()
+        .nan_to_num(torch.inf, torch.inf)
+    )
     found = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
     group.all_reduce(found, "max", place=_PLACE).wait()
     return int(found[0]), float(found[1])

@@ -1,6 +1,8 @@
-"""Were all ranks set up alike? Compared once, before anything is broadcast: one hash, and only where it differs the whole story.
+"""Were all ranks set up alike? Compared once, before anything is broadcast: one hash, and only
+where it differs the whole story.
 
-A model built differently on one rank, another learning rate, another data set: each of them trains without an error and wrong.
+A model built differently on one rank, another learning rate, another data set: each of them trains
+without an error and wrong.
 """
 
 from __future__ import annotations
@@ -23,15 +25,28 @@ Fields = Mapping[str, Any]
 
 
 def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """What must be equal of a model: versions, and every parameter's and buffer's name, in order, with shape, dtype, requires_grad."""
+    """What must be equal of a model: versions, and every parameter's and buffer's name, in
+    order, with shape, dtype, requires_grad.
+    """
     fields: dict[str, Any] = {"torch version": torch.__version__}
-    fields["parameter names"] = [name for name, _ in module.named_parameters() if name not in ignored]
+    fields["parameter names"] = [
+        name for name, _ in module.named_parameters() if name not in ignored
+    ]
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
-        fields[f"parameter {name!r}"] = [*_form(parameter), "trained" if parameter.requires_grad else "frozen"]
+        fields[f"parameter {name!r}"] = [
+            *_form(parameter),
+            "trained" if parameter.requires_grad else "frozen",
+        ]
     fields["buffer names"] = [name for name, _ in module.named_buffers() if name not in ignored]
-    fields.update({f"buffer {name!r}": _form(buffer) for name, buffer in module.named_buffers() if name not in ignored})
+    fields.update(
+        {
+            f"buffer {name!r}": _form(buffer)
+            for name, buffer in module.named_buffers()
+            if name not in ignored
+        }
+    )
     return fields
 
 
@@ -40,12 +55,16 @@ def optimizer_fields(optimizer: Optimizer) -> dict[str, Any]:
     fields: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            fields[f"optimizer group {number} {name}"] = len(value) if name == "params" else _plain(value)
+            fields[f"optimizer group {number} {name}"] = (
+                len(value) if name == "params" else _plain(value)
+            )
     return fields
 
 
 def compare_start(group: Group, fields: Fields) -> None:
-    """Compare `fields` among all ranks; every rank calls it. Raises ReplicaDivergence, on all ranks, naming the first field that differs."""
+    """Compare `fields` among all ranks; every rank calls it. Raises ReplicaDivergence, on all
+    ranks, naming the first field that differs.
+    """
     if group.size == 1:
         return
     text = json.dumps(fields).encode()
@@ -55,7 +74,9 @@ def compare_start(group: Group, fields: Fields) -> None:
         if torch.distributed.get_backend(group.process_group) == "nccl"
         else torch.device("cpu")
     )
-    hashes = group.all_gather(mine.to(device), place="for the comparison at the start").view(group.size, -1)
+    hashes = group.all_gather(mine.to(device), place="for the comparison at the start").view(
+        group.size, -1
+    )
     if bool((hashes == hashes[0]).all()):
         return
     raise _difference(everybodys(fields, group.host, "for the comparison at the start"))
@@ -71,17 +92,30 @@ def _difference(everyone: Sequence[Fields]) -> ReplicaDivergence:
         ours, theirs = values[0], values[ranks[0]]
         if isinstance(ours, list) and isinstance(theirs, list) and name.endswith(" names"):
             return ReplicaDivergence(f"{name} differ: {_names(ours, theirs, ranks)}", name, ranks)
-        return ReplicaDivergence(f"{name} differs: rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)} {_shown(theirs)}", name, ranks)
+        return ReplicaDivergence(
+            f"{name} differs: rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)}"
+            f" {_shown(theirs)}",
+            name,
+            ranks,
+        )
     raise AssertionError(f"hashes differ but no field does: {list(first)}")
 
 
 def _names(ours: list[str], theirs: list[str], ranks: Sequence[int]) -> str:
-    lacking, more = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
+    lacking = [name for name in ours if name not in theirs]
+    more = [name for name in theirs if name not in ours]
     if not lacking and not more:
-        place = next(number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-        return f"at position {place} rank 0 has {ours[place]!r}, {listed(ranks)} {_have(ranks)} {theirs[place]!r}; build the model alike on all ranks"
+        place = next(
+            number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b
+        )
+        return (
+            f"at position {place} rank 0 has {ours[place]!r}, {listed(ranks)} {_have(ranks)}"
+            f" {theirs[place]!r}; build the model alike on all ranks"
+        )
     parts = [f"only rank 0 has {', '.join(map(repr, lacking[:5]))}"] if lacking else []
-    parts += [f"only {listed(ranks)} {_have(ranks)} {', '.join(map(repr, more[:5]))}"] if more else []
+    parts += (
+        [f"only {listed(ranks)} {_have(ranks)} {', '.join(map(repr, more[:5]))}"] if more else []
+    )
     return "; ".join(parts)
 
 
@@ -106,4 +140,5 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    return getattr(value, "__qualname__", type(value).__qualname__)  # no repr: it may hold an address
+    # no repr: it may hold an address
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,8 +1,9 @@
 """Parameters without a gradient, by name, before the optimizer steps.
 
-Every rank counts its own missing gradients, and the count travels in the last bucket; so where nothing is missing nothing is sent.
-Where something is, the ranks compare: a parameter that some of them used was averaged with zeros, which is right and said once; one that
-none of them used is usually a mistake.
+Every rank counts its own missing gradients, and the count travels in the last bucket; so where
+nothing is missing nothing is sent. Where something is, the ranks compare: a parameter that some of
+them used was averaged with zeros, which is right and said once; one that none of them used is
+usually a mistake.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import warnings
 import torch
 
 from lockstep.collectives.tags import listed
+from lockstep.config.task import Unused
 from lockstep.errors import LockstepWarning, UnusedParameters
 from lockstep.gradients.reducer import Reducer
-from lockstep.task import Unused
 
 _NAMED = 5  # names before "and N more"
 
 
 class UnusedCheck:
-    """Looks at what a finished window was missing. `policy`: raise for parameters that no rank used, count them as zeros, or leave their `.grad` None."""
+    """Looks at what a finished window was missing. `policy`: raise for parameters that no rank
+    used, count them as zeros, or leave their `.grad` None.
+    """
 
     def __init__(self, reducer: Reducer, policy: Unused) -> None:
         self._reducer = reducer
@@ -32,23 +35,42 @@ class UnusedCheck:
         reducer = self._reducer
         if not reducer.someone_misses:
             return
-        mine = torch.tensor(reducer.landed_here(), dtype=torch.uint8, device=reducer.parameters[0].device)
-        used = reducer.group.all_gather(mine, place="for the list of unused parameters").view(reducer.group.size, -1).bool().cpu()
+        mine = torch.tensor(
+            reducer.landed_here, dtype=torch.uint8, device=reducer.parameters[0].device
+        )
+        used = (
+            reducer.group.all_gather(mine, place="for the list of unused parameters")
+            .view(reducer.group.size, -1)
+            .bool()
+            .cpu()
+        )
         if used.any():  # a rank without micro-batches is no evidence
             used = torch.where(used.any(1, keepdim=True), used, True)
-        nowhere = [name for name, anywhere in zip(reducer.names, used.any(0).tolist(), strict=True) if not anywhere]
+        nowhere = [
+            name
+            for name, anywhere in zip(reducer.names, used.any(0).tolist(), strict=True)
+            if not anywhere
+        ]
         self._say_partly(
-            [(name, column) for name, column in zip(reducer.names, used.t(), strict=True) if column.any() and not column.all()]
+            [
+                (name, column)
+                for name, column in zip(reducer.names, used.t(), strict=True)
+                if column.any() and not column.all()
+            ]
         )
         if nowhere and self._policy == "error":
             raise UnusedParameters(
-                f"{shortly(nowhere)} got no gradient on any rank in this window. Freeze what is not trained (requires_grad_(False)), or say "
-                "what is meant: unused='zeros' counts it as zeros, unused='skip' leaves .grad None (find_unused_parameters=True with the wrapper)",
+                f"{shortly(nowhere)} got no gradient on any rank in this window. Freeze what is not"
+                " trained (requires_grad_(False)), or say what is meant: unused='zeros' counts it"
+                " as zeros, unused='skip' leaves .grad None (find_unused_parameters=True with the"
+                " wrapper)",
                 nowhere,
             )
         if self._policy == "skip":
             skipped = set(nowhere)
-            for name, parameter, filled in zip(reducer.names, reducer.parameters, reducer.filled_here(), strict=True):
+            for name, parameter, filled in zip(
+                reducer.names, reducer.parameters, reducer.filled_here, strict=True
+            ):
                 if filled and name in skipped:  # what an earlier backward had left in .grad stays
                     parameter.grad = None
 
@@ -59,7 +81,8 @@ class UnusedCheck:
             without = (~new[0][1]).nonzero().flatten().tolist()
             names = shortly([name for name, _ in new])
             warnings.warn(
-                f"{names} got no gradient on {listed(without)}: averaged with zeros there. This is said once.",
+                f"{names} got no gradient on {listed(without)}: averaged with zeros there. This is"
+                " said once.",
                 LockstepWarning,
                 stacklevel=2,
             )

@@ -6,11 +6,18 @@ import sys
 
 
 def main() -> None:
-    """The entry point. What a training leaves with where a scheduler ends it holds from here on: the imports alone take seconds."""
-    if sys.argv[1:2] == ["train"]:
-        from lockstep.launcher.early import leave_when_asked
+    """The entry point. What a training leaves with where a scheduler ends it holds from here on:
+    the imports alone take seconds.
+    """
+    try:
+        from lockstep.launcher import early
 
-        leave_when_asked()
-    from lockstep.cli import app
+        early.open_closed_streams()
+        if sys.argv[1:2] == ["train"]:
+            early.leave_when_asked()
+        early.start_server(sys.argv[1:])
+        from lockstep.cli import app
 
-    app.main()
+        app.main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lockstep.cli import over_run
-from lockstep.cli.given import at_least_one, task_of
+from lockstep.cli.arguments import at_least_one, task_of
+from lockstep.cli.options import Only
+from lockstep.config.launching import RunChoice
 from lockstep.errors import ExitCode
 
 
 def audit(
     task: over_run.TaskName,
-    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks to think of; none is started.")] = 8,
+    choice: Annotated[RunChoice, Only("overrides")],
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Ranks to think of; none is started.")
+    ] = 8,
     epochs: Annotated[int, typer.Option(help="Epochs to walk for coverage.")] = 2,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON.")] = None,
+    json: over_run.JsonFile = None,
 ) -> None:
-    """Look at how TASK's training data would reach its ranks: coverage, duplicates, balance, padding, augmentation.
+    """Look at how TASK's training data would reach its ranks: coverage, duplicates, balance,
+    padding, augmentation.
 
     One process, no training. Exits with 1 where something is wrong.
     """
     at_least_one(workers=workers, epochs=epochs)
-    place, overrides = task_of(task, override)
-    from lockstep.data.audit.findings import audit as look  # imports torch
+    place, overrides = task_of(task, choice.overrides)
+    from lockstep.tools.audit.data_audit import audit as look  # imports torch
     from lockstep.training.resolve import resolve
 
     found = resolve(place, overrides)
@@ -42,7 +44,10 @@ def audit(
         order=found.order(found.train_data) if found.order is not None else None,
     )
     over_run.write_json(json, {"task": found.name, **report.as_json()})
-    print(f"{found.name}: {report.samples} samples, {epochs} epoch{'s' * (epochs != 1)}, {workers} worker{'s' * (workers != 1)}")
+    print(
+        f"{found.name}: {report.samples} samples, {epochs} epoch{'s' * (epochs != 1)}, {workers}"
+        f" worker{'s' * (workers != 1)}"
+    )
     print(report.table())
     if report.wrong:
         raise typer.Exit(ExitCode.FAILED)

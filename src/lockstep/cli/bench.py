@@ -6,33 +6,42 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lockstep.cli import bench_scaling
-from lockstep.cli.given import at_least_one, task_of
-from lockstep.cli.over_run import DeviceName, TaskName
+from lockstep.cli.arguments import at_least_one, task_of
+from lockstep.cli.options import GroupedCommand, Only, command_of, spread
+from lockstep.cli.over_run import JsonFile, TaskName
+from lockstep.config.launching import RunChoice
+from lockstep.config.settings import Config, Device, Settings
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.load import warn_if_busy
-from lockstep.measure.files import check_plot, check_writable, write_json
-
-if TYPE_CHECKING:
-    from lockstep.settings import Settings
+from lockstep.runtime.load import warn_if_busy
+from lockstep.tools.timing.files import check_plot, check_writable, write_json
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-app.command("scaling")(bench_scaling.scaling)
+app.command("scaling", cls=GroupedCommand)(spread(bench_scaling.scaling))
 
 
 @app.command("sampler")
 def sampler(
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the figures to this file, as JSON, too.")] = None,
+    json_file: JsonFile = None,
     largest_torch: Annotated[
-        int, typer.Option(metavar="N", help="Samples up to which torch's DistributedSampler is measured, at about 50 bytes of memory each.")
+        int,
+        typer.Option(
+            metavar="N",
+            help=(
+                "Samples up to which torch's DistributedSampler is measured, at about 50 bytes of"
+                " memory each."
+            ),
+        ),
     ] = 10**7,
 ) -> None:
-    """Start-up time, memory and time per index of a shuffled order beside torch's DistributedSampler, each in a fresh process."""
-    from lockstep.measure import sampler as measured
+    """Start-up time, memory and time per index of a shuffled order beside torch's
+    DistributedSampler, each in a fresh process.
+    """
+    from lockstep.tools.bench import sampler_cost as measured
 
     check_writable(json_file, "--json")
     found = list(measured.rows(largest_torch))
@@ -43,28 +52,51 @@ def sampler(
 @app.command("collectives")
 def collectives(
     workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks on this host.")] = 2,
-    sizes: Annotated[str, typer.Option(metavar="FROM..TO", help="Bytes, from line to line four times as many.")] = "4K..64M",
+    sizes: Annotated[
+        str, typer.Option(metavar="FROM..TO", help="Bytes, from line to line four times as many.")
+    ] = "4K..64M",
     collective: Annotated[
         str | None,
-        typer.Option(metavar="NAME[,NAME]", show_default=False, help="Such as broadcast, all_gather; default: all_reduce."),
+        typer.Option(
+            metavar="NAME[,NAME]",
+            show_default=False,
+            help="Such as broadcast, all_gather; default: all_reduce.",
+        ),
     ] = None,
     algorithms: Annotated[
         str | None,
-        typer.Option(metavar="NAME[,NAME]", show_default=False, help="Some of native, auto, central, ring, tree, ...; default: all."),
+        typer.Option(
+            metavar="NAME[,NAME]",
+            show_default=False,
+            help="Some of native, auto, central, ring, tree, ...; default: all.",
+        ),
     ] = None,
     runs: Annotated[
-        int | None, typer.Option(show_default=False, help="Timed runs of each; default: what fits in about a quarter of a second.")
+        int | None,
+        typer.Option(
+            show_default=False,
+            help="Timed runs of each; default: what fits in about a quarter of a second.",
+        ),
     ] = None,
     tune: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", show_default=False, help='Measure everything and write which algorithm "auto" shall choose.'),
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help='Measure everything and write which algorithm "auto" shall choose.',
+        ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file, too.")
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", show_default=False, help="Draw time against size, .png or .svg."
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw time against size, .png or .svg.")] = None,
 ) -> None:
-    """Time every algorithm beside the backend's own, in turns, each run checked. Columns as nccl-tests define them."""
+    """Time every algorithm beside the backend's own, in turns, each run checked. Columns as
+    nccl-tests define them.
+    """
     every = _sizes(sizes)
     at_least_one(workers=workers, runs=runs)
     if tune is not None:
@@ -74,7 +106,7 @@ def collectives(
     check_plot(plot)
     warn_if_busy()
     from lockstep.collectives.algorithms import algorithms_of
-    from lockstep.measure import collectives as measured  # imports torch
+    from lockstep.tools.bench import collectives as measured  # imports torch
 
     if tune is not None:
         tuning, found = measured.tune(workers, every, str(tune))
@@ -83,31 +115,47 @@ def collectives(
         found = []
         for kind in (collective or "all_reduce").split(","):
             every_name = ["native", *algorithms_of(kind)] if kind in measured.KINDS else []
-            names = every_name if algorithms is None or algorithms == "all" else algorithms.split(",")
+            names = (
+                every_name if algorithms is None or algorithms == "all" else algorithms.split(",")
+            )
             measured.check(kind, names)
             found += measured.measure(kind, workers, every, names, runs)  # type: ignore[arg-type]
     print(measured.table(found))
     if tune is not None:
-        print(f"\nwritten to {tune}: use it with LOCKSTEP_TUNING={tune}, or lockstep.init(tuning={str(tune)!r})")
+        print(
+            f"\nwritten to {tune}: use it with LOCKSTEP_TUNING={tune}, or"
+            f" lockstep.init(tuning={str(tune)!r})"
+        )
     write_json(json_file, {"rows": [row.as_json() for row in found]})
     if plot is not None:
         measured.plot(found, str(plot))
 
 
 def _refuse_with_tune(given: dict[str, object]) -> None:
-    """A tuning is made of all collectives and algorithms, at runs that fill a quarter of a second each."""
+    """A tuning is made of all collectives and algorithms, at runs that fill a quarter of a
+    second each.
+    """
     for option, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{option} {value}: --tune measures every collective and algorithm, as often as each is worth; leave {option} out"
+                f"{option} {value}: --tune measures every collective and algorithm, as often as"
+                f" each is worth; leave {option} out"
             )
 
 
-@app.command("train")
+@command_of(app, "train")
 def train(
     task: TaskName,
+    config: Annotated[Config, Only("device")],
+    choice: Annotated[RunChoice, Only("overrides")],
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 2.")
+        int | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            show_default=False,
+            help="Ranks on this host; default: the GPUs, else 2.",
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each variant; 3 more warm up.")] = 30,
     variants: Annotated[
@@ -115,60 +163,75 @@ def train(
         typer.Option(
             metavar="NAME[,NAME]",
             show_default=False,
-            help="Some of local, ddp:MB, accelerate:MB, fabric:MB, wrapper:native, "
-            "wrapper:shared, stepper:native, stepper:shared, stepper:sharded; each holds a model and an optimizer of its own. "
+            help="Some of local, ddp:MB, wrapper:native, "
+            "wrapper:shared, stepper:native, stepper:shared, stepper:sharded; each holds a model"
+            " and an optimizer of its own. "
             "Default: all but the wrappers, ddp at 5, 25 and 100 MB.",
         ),
     ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Measure peak memory too, of each variant in ranks of its own.")] = False,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory", help="Measure peak memory too, of each variant in ranks of its own."
+        ),
+    ] = False,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", show_default=False, help="Draw the step times, .png or .svg."),
     ] = None,
-    device: DeviceName = "auto",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file, too.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw the step times, .png or .svg.")] = None,
 ) -> None:
-    """Time one training step of TASK as `lockstep train` takes it beside torch's DDP, Accelerate's and Fabric's, in turns on the same ranks.
+    """Time one training step of TASK as `lockstep train` takes it beside torch's DDP, in turns on
+    the same ranks.
 
-    All take the same micro-batches; loading is not timed. Exits with 1 where weights were not the same in the end.
+    All take the same micro-batches; loading is not timed. Exits with 1 where weights were not the
+    same in the end.
     """
-    place, overrides = task_of(task, override)
+    place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
     check_plot(plot)
-    settings = _settings(place, workers, steps, overrides, device)
+    settings = _settings(place, workers, steps, overrides, config.device)
     warn_if_busy()
-    from lockstep.measure import report
-    from lockstep.measure import training_step as measured
+    from lockstep.tools.bench import step_table
+    from lockstep.tools.bench import training_step as measured
     from lockstep.training.resolve import resolve
 
     names = measured.VARIANTS if variants is None else variants.split(",")
     source = partial(resolve, settings.task, settings.overrides)
     try:
-        found = measured.measure(source, workers=settings.workers, variants=names, steps=steps, device=settings.device, memory=memory)
+        found = measured.measure(
+            source,
+            workers=settings.workers,
+            variants=names,
+            steps=steps,
+            device=settings.device,
+            memory=memory,
+        )
     except WorkerFailed as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED) from None
-    print(report.table(found))
+    print(step_table.text(found))
     write_json(json_file, found.as_json())
     if plot is not None:
-        report.plot([found], plot)
+        step_table.plot([found], plot)
     if found.wrong:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _settings(place: str, workers: int | None, steps: int, overrides: dict[str, str], device: str) -> Settings:
-    """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have something to say to each other."""
+def _settings(
+    place: str, workers: int | None, steps: int, overrides: dict[str, str], device: Device
+) -> Settings:
+    """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have
+    something to say to each other.
+    """
     from lockstep.cli.hardware import fitted
-    from lockstep.settings import Settings
 
     settings = Settings(
         task=place,
         overrides=overrides,
         workers=1 if workers is None else workers,
         steps=steps,
-        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
+        device=device,
     )
     found = fitted(settings, count_workers=workers is None)
     if workers is None and found.workers == 1 and not _has_gpu(device):
@@ -177,9 +240,9 @@ def _settings(place: str, workers: int | None, steps: int, overrides: dict[str, 
 
 
 def _has_gpu(device: str) -> bool:
-    from lockstep.launcher import agent  # imports torch
+    from lockstep.launcher.server import gpus
 
-    return device != "cpu" and agent.gpus() > 0
+    return device != "cpu" and gpus() > 0
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -199,5 +262,7 @@ def _sizes(text: str) -> list[int]:
 def _bytes(part: str, text: str) -> int:
     number, unit = (part[:-1], part[-1].upper()) if part and not part[-1].isdigit() else (part, "")
     if not number.isdigit() or unit not in _UNITS or int(number) == 0:
-        raise UsageError(f"--sizes {text}: {part!r} is no number of bytes; give FROM..TO, such as 4K..64M")
+        raise UsageError(
+            f"--sizes {text}: {part!r} is no number of bytes; give FROM..TO, such as 4K..64M"
+        )
     return int(number) * _UNITS[unit]

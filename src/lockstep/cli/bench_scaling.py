@@ -3,83 +3,109 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.given import at_least_one, task_of
-from lockstep.cli.over_run import DeviceName, LoaderWorkers, TaskName
+from lockstep.cli.arguments import task_of
+from lockstep.cli.options import Only
+from lockstep.cli.over_run import JsonFile, TaskName
+from lockstep.config import knob
+from lockstep.config.knob import Knob
+from lockstep.config.launching import RunChoice
+from lockstep.config.settings import Config
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.measure.files import check_plot, check_writable, write_json
+from lockstep.tools.timing.files import check_plot, check_writable, write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingOptions:
+    """What is measured. Raises UsageError for values that cannot work."""
+
+    workers: Annotated[
+        str | None,
+        Knob(
+            "run",
+            unit="N,N,...",
+            flags=("--workers", "-n"),
+            default="1, 2, 4, ... up to GPUs or cores",
+        ),
+    ] = None
+    """Numbers of ranks on this host, the first the base."""
+    strong: Annotated[bool, Knob("run")] = False
+    """Keep the task's global batch at every number of workers, which is the default."""
+    weak: Annotated[bool, Knob("run")] = False
+    """Keep the batch of a rank: the global batch grows with the workers."""
+    both: Annotated[bool, Knob("run")] = False
+    """Measure strong and weak scaling, in turns."""
+    steps: Annotated[int, Knob("measurement", least=1)] = 10
+    """Timed steps of a turn."""
+    rounds: Annotated[int, Knob("measurement", least=1)] = 5
+    """Turns of each number of workers."""
+    loading: Annotated[bool, Knob("measurement", flags=("--loading/--no-loading",))] = True
+    """Time the loading of batches too, as a training has it."""
+
+    def __post_init__(self) -> None:
+        knob.check(self)
+
+    @property
+    def mode(self) -> str:
+        given = [
+            name
+            for name, value in (("strong", self.strong), ("weak", self.weak), ("both", self.both))
+            if value
+        ]
+        if len(given) > 1:
+            raise UsageError(
+                f"--{' --'.join(given)}: give one of them; --both measures strong and weak scaling"
+            )
+        return given[0] if given else "strong"
 
 
 def scaling(
     task: TaskName,
-    workers: Annotated[
-        str | None,
+    config: Annotated[
+        Config, Only("threads", "loader_workers", "device", "reduce", "compress", "update", "exact")
+    ],
+    choice: Annotated[RunChoice, Only("overrides")],
+    turns: ScalingOptions,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None,
         typer.Option(
-            "--workers",
-            "-n",
-            metavar="N,N,...",
-            show_default=False,
-            help="Numbers of ranks on this host, the first the base; default: 1, 2, 4, ... up to its GPUs, else its cores.",
+            metavar="FILE", show_default=False, help="Draw speedup and efficiency, .png or .svg."
         ),
     ] = None,
-    strong: Annotated[bool, typer.Option("--strong", help="The task's global batch at every number of workers (the default).")] = False,
-    weak: Annotated[bool, typer.Option("--weak", help="The batch of a rank stays: the global batch grows with the workers.")] = False,
-    both: Annotated[bool, typer.Option("--both", help="Both, in turns.")] = False,
-    steps: Annotated[int, typer.Option(help="Timed steps of a turn.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Turns of each number of workers.")] = 5,
-    threads: Annotated[
-        int | None, typer.Option(show_default=False, help="Intra-op threads of each rank; default: the cores shared among the ranks.")
-    ] = None,
-    loading: Annotated[bool, typer.Option("--loading/--no-loading", help="Time the loading of batches too, as a training has it.")] = True,
-    loader_workers: LoaderWorkers = 0,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
-    ] = None,
-    device: DeviceName = "auto",
-    reduce: Annotated[str, typer.Option(metavar="HOW", help="How gradients are summed, as in `lockstep train`.")] = "auto",
-    compress: Annotated[
-        str | None, typer.Option(metavar="HOW", show_default=False, help="bf16, int8, ..., as in `lockstep train`.")
-    ] = None,
-    update: Annotated[str, typer.Option(metavar="replicated|sharded", help="Who applies them.")] = "replicated",
-    exact: Annotated[bool, typer.Option("--exact", help="Sum in an order that gives the same bits at any number of workers.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file, too.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw speedup and efficiency, .png or .svg.")
-    ] = None,
 ) -> None:
-    """How much faster more workers train TASK: samples a second, speedup and efficiency, the numbers of workers in turns.
+    """How much faster more workers train TASK: samples a second, speedup and efficiency, the
+    numbers of workers in turns.
 
-    Efficiency is the speedup over how many times the base's workers there are. Beside it stands what was predicted, from one rank's work
-    measured alone and the link between two ranks.
+    Efficiency is the speedup over how many times the base's workers there are. Beside it stands
+    what was predicted, from one rank's work measured alone and the link between two ranks.
     """
-    mode, counts = _mode(strong, weak, both), _counts(workers)
-    at_least_one(steps=steps, rounds=rounds, threads=threads)
-    place, overrides = task_of(task, override)
+    mode, counts = turns.mode, _counts(turns.workers)
+    place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
     check_plot(plot)
-    from lockstep.measure.scaling.benchmark import benchmark_scaling
+    from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
 
     try:
         found = benchmark_scaling(
             place,
-            counts or _powers_of_two(device),
+            counts or _powers_of_two(config.device),
             mode=mode,
-            steps=steps,
-            rounds=rounds,
-            device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
-            threads=threads,
-            loading=loading,
-            loader_workers=loader_workers,
-            reduce=reduce,  # type: ignore[arg-type]
-            compress=compress,
-            update=update,
-            exact=exact,
+            steps=turns.steps,
+            rounds=turns.rounds,
+            device=config.device,
+            threads=config.threads,
+            loading=turns.loading,
+            loader_workers=config.loader_workers,
+            reduce=config.reduce,
+            compress=config.compress,
+            update=config.update,
+            exact=config.exact,
             overrides=overrides,
         )
     except WorkerFailed as error:
@@ -89,13 +115,6 @@ def scaling(
     write_json(json_file, found.as_json())
     if plot is not None:
         found.plot(plot)
-
-
-def _mode(strong: bool, weak: bool, both: bool) -> str:
-    given = [name for name, value in (("strong", strong), ("weak", weak), ("both", both)) if value]
-    if len(given) > 1:
-        raise UsageError(f"--{' --'.join(given)}: give one of them; --both measures strong and weak scaling")
-    return given[0] if given else "strong"
 
 
 def _counts(text: str | None) -> list[int] | None:
@@ -108,15 +127,16 @@ def _counts(text: str | None) -> list[int] | None:
         found = []
     if not found or min(found) < 1:
         raise UsageError(
-            f"--workers {text or repr(text)}: give numbers of workers, each at least 1, with commas between them, such as 1,2,4"
+            f"--workers {text or repr(text)}: give numbers of workers, each at least 1, with commas"
+            " between them, such as 1,2,4"
         )
     return found
 
 
 def _powers_of_two(device: str) -> list[int]:
     """1, 2, 4, ... up to the GPUs, else the cores; at least two numbers on a CPU."""
-    from lockstep.cores import cores
-    from lockstep.launcher import agent  # imports torch
+    from lockstep.launcher.server import gpus as gpus_here
+    from lockstep.runtime.cores import cores
 
-    gpus = 0 if device == "cpu" else agent.gpus()
+    gpus = 0 if device == "cpu" else gpus_here()
     return [2**power for power in range((gpus or max(2, cores())).bit_length())]

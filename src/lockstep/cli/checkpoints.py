@@ -1,4 +1,6 @@
-"""`lockstep checkpoints`: what lies in a run directory, whether it is whole, how two of them differ, and the model alone."""
+"""`lockstep checkpoints`: what lies in a run directory, whether it is whole, how two of them
+differ, and the model alone.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,32 @@ _TORCH = (".pt", ".pth")
 app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 
 Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run directory, or a folder of checkpoints; latest: the newest run under runs/.")
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, or a folder of checkpoints; latest: the newest run under runs/.",
+    ),
 ]
 Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", show_default=False, help="The checkpoint of that step; default: the newest.")
+    int | None,
+    typer.Option(
+        "--step",
+        metavar="N",
+        show_default=False,
+        help="The checkpoint of that step; default: the newest.",
+    ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON."),
+]
 
 
 @app.command("ls")
 def ls(run: Run, json_file: JsonFile = None) -> None:
-    """Each checkpoint: its step, size, age, metrics, and which is the best. Nothing is checked; `verify` does."""
+    """Each checkpoint: its step, size, age, metrics, and which is the best. Nothing is checked;
+    `verify` does.
+    """
     from lockstep.checkpoints.folders import best_name
     from lockstep.cli.over_run import write_json
 
@@ -39,13 +56,18 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     for row in rows:
         metrics = ", ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items())
         marks = "  best" if row["best"] else ""
-        print(f"{row['name']:<{width}}  {row['bytes'] / 2**20:9.2f} MiB  {row['written']}  {metrics}{marks}".rstrip())
+        print(
+            f"{row['name']:<{width}}  {row['bytes'] / 2**20:9.2f} MiB  {row['written']} "
+            f" {metrics}{marks}".rstrip()
+        )
     write_json(json_file, rows)
 
 
 @app.command("verify")
 def verify(run: Run) -> None:
-    """Compare every byte of every checkpoint with its manifest. Exit code 1 where one is damaged."""
+    """Compare every byte of every checkpoint with its manifest. Exit code 1 where one is
+    damaged.
+    """
     from lockstep.checkpoints import files
 
     damaged = 0
@@ -56,18 +78,28 @@ def verify(run: Run) -> None:
             damaged += 1
             print(f"damaged: {error}")
         else:
-            size = f"{len(found.entries)} files, {sum(entry.bytes for entry in found.entries) / 2**20:.2f} MiB"
-            compared = "not compared" if found.compared is None else f"compared at step {found.compared}"
+            size = (
+                f"{len(found.entries)} files,"
+                f" {sum(entry.bytes for entry in found.entries) / 2**20:.2f} MiB"
+            )
+            compared = (
+                "not compared" if found.compared is None else f"compared at step {found.compared}"
+            )
             print(f"whole: {folder.name} ({size}), replicas {compared}")
     raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
 
 
 @app.command("diff")
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's folder, or a run directory: its newest.")],
+    first: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="A checkpoint's folder, or a run directory: its newest."),
+    ],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
 ) -> None:
-    """Compare two checkpoints' models, tensor by tensor, to the bit. Exit code 1 where they differ."""
+    """Compare two checkpoints' models, tensor by tensor, to the bit. Exit code 1 where they
+    differ.
+    """
     folders = [_checkpoint(path) for path in (first, second)]
     import torch
 
@@ -87,8 +119,15 @@ def diff(
             differing.append(name)
             wide = torch.complex128 if x.is_complex() else torch.float64
             gap = (x.to(wide) - y.to(wide)).abs()
-            print(f"{name}: {int((x != y).sum())} of {x.numel()} elements differ, by {gap.max():.3g} at most")
-    same = f"{len(ours)} tensors are equal to the bit" if not differing else f"{len(differing)} of {len(ours | theirs)} tensors differ"
+            print(
+                f"{name}: {int((x != y).sum())} of {x.numel()} elements differ, by {gap.max():.3g}"
+                " at most"
+            )
+    same = (
+        f"{len(ours)} tensors are equal to the bit"
+        if not differing
+        else f"{len(differing)} of {len(ours | theirs)} tensors differ"
+    )
     print(f"step {a.step} and step {b.step}: {same}")
     raise typer.Exit(ExitCode.FAILED if differing else ExitCode.OK)
 
@@ -97,15 +136,25 @@ def diff(
 def export(
     run: Run,
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="Where the model goes: a .safetensors file, or .pt or .pth for torch.load.")
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where the model goes: a .safetensors file, or .pt or .pth for torch.load.",
+        ),
     ],
     step: Step = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="The checkpoint with the best metric.")
+    ] = False,
 ) -> None:
-    """Copy a whole checkpoint's model to a file of its own, with plain names: safetensors, or a dict of tensors that torch.load reads."""
+    """Copy a whole checkpoint's model to a file of its own, with plain names: safetensors, or a
+    dict of tensors that torch.load reads.
+    """
     if out.suffix not in (".safetensors", *_TORCH):
         raise UsageError(
-            f"--out {out}: give a name that ends in .safetensors, or in {' or '.join(_TORCH)} for a file that torch.load reads"
+            f"--out {out}: give a name that ends in .safetensors, or in {' or '.join(_TORCH)} for a"
+            " file that torch.load reads"
         )
     if best and step is not None:
         raise UsageError(f"--best and --step {step} exclude each other: give one")
@@ -121,7 +170,14 @@ def export(
     found = files.read(folder)
     try:
         if out.suffix in _TORCH:
-            torch.save(dict(found.model()) if found.in_parts else read_file(folder / MODEL, every_name=True), out)
+            torch.save(
+                (
+                    dict(found.model())
+                    if found.in_parts
+                    else read_file(folder / MODEL, every_name=True)
+                ),
+                out,
+            )
         elif found.in_parts:
             write_pieces(out, [Piece(name, tensor) for name, tensor in found.model()])
         else:
@@ -138,7 +194,10 @@ def _directory(run: Path) -> Path:
     run = latest.run_of(run)
     inner = run / "checkpoints"
     if not run.is_dir():
-        raise UsageError(f"{run} does not exist (looked from {Path.cwd()}): give the run directory that `lockstep train` made")
+        raise UsageError(
+            f"{run} does not exist (looked from {Path.cwd()}): give the run directory that"
+            " `lockstep train` made"
+        )
     return inner if inner.is_dir() else run
 
 
@@ -161,13 +220,19 @@ def _checkpoint(path: Path, *, step: int | None = None, best: bool = False) -> P
     if best:
         named = best_name(directory)
         if named is None:
-            raise UsageError(f"--best: {directory} has no best checkpoint, since its task names no metric with best=; leave --best out")
+            raise UsageError(
+                f"--best: {directory} has no best checkpoint, since its task names no metric with"
+                " best=; leave --best out"
+            )
         return directory / named
     if step is None:
         return every[-1]
     folder = folder_of(directory, step)
     if folder not in every:
-        raise UsageError(f"--step {step}: {directory} has checkpoints of {', '.join(each.name for each in every)}")
+        raise UsageError(
+            f"--step {step}: {directory} has checkpoints of"
+            f" {', '.join(each.name for each in every)}"
+        )
     return folder
 
 
@@ -179,4 +244,10 @@ def _row(folder: Path, *, best: bool) -> dict[str, Any]:
         metrics = {}
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-    return {"name": folder.name, "bytes": size, "written": written, "metrics": metrics, "best": best}
+    return {
+        "name": folder.name,
+        "bytes": size,
+        "written": written,
+        "metrics": metrics,
+        "best": best,
+    }

@@ -1,61 +1,97 @@
-"""`lockstep doctor`: is this host, or are these hosts, fit to train?"""
+"""`lockstep doctor`: is this host fit to train, or are these nodes?"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.given import at_least_one
-from lockstep.errors import ExitCode, UsageError
+from lockstep.cli import nodes as many
+from lockstep.cli.arguments import at_least_one
+from lockstep.cli.over_run import JsonFile
+from lockstep.config.launching import Cluster
+from lockstep.errors import ExitCode
 
-_WORKERS, _PORT, _WAIT = 2, 29550, 10.0
+if TYPE_CHECKING:
+    from lockstep.launcher.supervise import Outcome
+
+COMMAND = many.Command
+_WORKERS = 2
 
 
 def doctor(
-    hosts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="HOSTS", show_default=False, help="Names or addresses; run the same command on each. Default: this host alone."
+    cluster: Cluster,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            show_default=False,
+            help=(
+                f"Ranks to start over all nodes. Default: {_WORKERS} on one host, else one a node."
+            ),
         ),
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-n", show_default=False, help=f"Ranks to start on this host alone; default: {_WORKERS}.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(show_default=False, help=f"Of the first of HOSTS, where they meet; default: {_PORT}.")] = None,
-    wait: Annotated[
-        float | None, typer.Option(metavar="SECONDS", show_default=False, help=f"For the other HOSTS to begin; default: {_WAIT:g}.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write what was found to this file, too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Check what training needs: versions, GPUs, cores, memory, limits, names, ports, right sums, and the speed of every link.
+    """Check what training needs: versions, GPUs, cores, memory, limits, interfaces, right sums, and
+    the speed of every link.
 
-    With HOSTS, run it on all of them within ten seconds: they find each other, and a slow or closed way between two is named.
-    Ends with "fit to train" and exit code 0, or with what to fix and exit code 1. Warnings do not count.
+    On one host, on the nodes of a Ray cluster (--ray), on a fixed set of nodes (--nodes), or as the
+    ranks that srun or torchrun has started. Ends with "fit to train" and exit code 0, or with what
+    to fix and exit code 1. Warnings do not count.
     """
-    _refuse({"--port": port, "--wait": wait} if not hosts else {"--workers": workers}, hosts)
     at_least_one(workers=workers)
-    from lockstep.measure.files import check_writable, write_json
+    from lockstep.launcher.foreign import rank_here, work_as
+    from lockstep.launcher.rank import Target
+    from lockstep.launcher.supervise import supervise
+    from lockstep.tools.timing.files import check_writable, write_json
 
     check_writable(json_file, "--json")
-    from lockstep.doctor import hosts as several
-    from lockstep.doctor import one_host, report
+    target = Target(
+        module="lockstep.tools.doctor.nodes",
+        args=[] if json_file is None else [str(json_file.absolute())],
+    )
+    if cluster.ray is not None:
+        many.refuse_beside_ray(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint)
+        _leave(
+            many.run_on_ray(
+                cluster.ray,
+                target,
+                workers,
+                console="first",
+                each=1 if workers is None else None,
+                reports=False,
+            )
+        )
+    here = None if cluster.nodes is not None else rank_here(workers)
+    if here is not None:
+        from lockstep.tools.doctor.nodes import main
 
-    if hosts:
-        found = several.examine(hosts, _PORT if port is None else port, _WAIT if wait is None else wait)
-    else:
-        found = one_host.examine(_WORKERS if workers is None else workers)
-    print(report.text(found))
-    write_json(json_file, report.as_json(found))
+        work_as(here, lambda: sys.exit(not main(json_file)))
+        return
+    fixed, workers = many.fixed_set(
+        cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers
+    )
+    if fixed is not None:
+        with many.placed(fixed) as (share, network):
+            _leave(
+                supervise(target, environment=network, share=share, console="first", reports=False)
+            )
+    from lockstep.tools.doctor import one_host
+
+    found = one_host.examine(_WORKERS if workers is None else workers)
+    print(found.text())
+    write_json(json_file, found.as_json())
     if not found.fit:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _refuse(given: dict[str, object], hosts: list[str] | None) -> None:
-    for option, value in given.items():
-        if value is not None:
-            why = "is for several hosts: name them" if not hosts else "is for one host: with HOSTS each starts one process"
-            raise UsageError(f"{option} {value} {why}, or leave {option} out")
+def _leave(outcome: Outcome) -> None:
+    """With the ranks' exit code. What is not fit was printed by the first rank."""
+    from lockstep.launcher import failures
+
+    if outcome.failure is not None and outcome.failure.kind != "exit":
+        print(failures.render(outcome.failure), file=sys.stderr)
+    raise typer.Exit(outcome.exit_code)

@@ -15,7 +15,8 @@ def run_of(run: Path) -> Path: ...
 @overload
 def run_of(run: Path | None) -> Path | None: ...
 def run_of(run: Path | None) -> Path | None:
-    """The directory that is meant: for `latest`, unless there is one of that name, the run under runs/ that was begun or resumed last.
+    """The directory that is meant: for `latest`, unless there is one of that name, the run under
+    runs/ that was begun or resumed last.
 
     Raises UsageError where there is none.
     """
@@ -24,13 +25,19 @@ def run_of(run: Path | None) -> Path | None:
     found = [file for file in _RUNS.glob("*/settings.json") if file.is_file()]
     if not found:
         raise UsageError(
-            f"latest: there is no run under {_RUNS} (looked from {Path.cwd()}): give the run directory that `lockstep train` printed"
+            f"latest: there is no run under {_RUNS} (looked from {Path.cwd()}): give the run"
+            " directory that `lockstep train` printed"
         )
     return max(found, key=lambda file: file.stat().st_mtime_ns).parent
 
 
 def refused(run: Path | None) -> Path | None:
-    """The directory as it is, for a training that may begin there. Raises UsageError for `latest`."""
+    """The directory as it is, for a training that may begin there. Raises UsageError for
+    `latest`.
+    """
     if run == _NAME:
-        raise UsageError("--run latest names a run that is there: give --resume too, or a directory of another name")
+        raise UsageError(
+            "--run latest names a run that is there: give --resume too, or a directory of another"
+            " name"
+        )
     return run

@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.over_run import JsonFile
 from lockstep.errors import ExitCode, UsageError
+from lockstep.runtime import extras
+from lockstep.tools.timing.files import write_json
+
+if TYPE_CHECKING:
+    from lockstep.tools.lint import LintFinding
 
 
 def lint(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Python files.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the findings to this file, as JSON, too.")] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Repair what has a safe repair, in the files.")
+    ] = False,
+    json_file: JsonFile = None,
 ) -> None:
-    """Look for mistakes that make replicas drift apart or ranks wait for ever. Exit code 1 if there is one, 2 for an unreadable file."""
-    from lockstep.lint import Finding, check_file
-
-    findings: list[Finding] = []
-    unreadable: list[UsageError] = []
+    """Look for mistakes that make replicas drift apart or ranks wait for ever. Exit code 1 if
+    there is one, 2 for an unreadable file.
+    """
+    if find_spec("libcst") is None:
+        raise UsageError(f"lint needs LibCST, which is not installed: {extras.install('lint')}")
+    findings: list[LintFinding] = []
+    unreadable: list[str] = []
     for file in files:
         try:
-            findings += check_file(file)
+            findings += _checked(file, fix=fix)
         except UsageError as error:
-            unreadable.append(error)
+            unreadable.append(str(error))
     for finding in findings:
         print(finding)
-    if json_file is not None:
-        _write(json_file, {"findings": [asdict(finding) for finding in findings], "unreadable": [str(each) for each in unreadable]})
+    write_json(
+        json_file, {"findings": [asdict(finding) for finding in findings], "unreadable": unreadable}
+    )
     for refused in unreadable:
         print(f"error: {refused}", file=sys.stderr)
     if unreadable:
@@ -40,8 +52,19 @@ def lint(
     print(f"no mistakes found in {len(files)} file{'s' * (len(files) != 1)}")
 
 
-def _write(file: Path, content: object) -> None:
+def _checked(file: Path, fix: bool) -> list[LintFinding]:
+    """What the rules find in a file; with `fix`, what they find after the safe fixes are written
+    into it.
+    """
+    from lockstep.tools.lint import check_file
+
+    found = check_file(file)
+    if not fix or found.fixed is None:
+        return found.findings
     try:
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        file.write_bytes(found.fixed)
     except OSError as error:
-        raise UsageError(f"--json {file} cannot be written: {error.strerror or error}") from error
+        raise UsageError(f"cannot write {file}: {error.strerror or error}") from error
+    left = check_file(file).findings
+    print(f"{file}: {len(found.findings) - len(left)} fixed")
+    return left

@@ -1,8 +1,11 @@
-"""What `lockstep evaluate` and `lockstep predict` share: find the run's checkpoint, start the ranks, read what they found."""
+"""What `lockstep evaluate` and `lockstep predict` share: find the run's checkpoint, start the
+ranks, read what they found.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -10,20 +13,36 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli import latest
-from lockstep.cli.given import task_of
+from lockstep.cli import nodes as many
+from lockstep.cli.arguments import task_of
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task.")]
-Run = Annotated[Path, typer.Option(metavar="DIR", help="The run directory of `lockstep train`; latest: the newest under runs/.")]
-Workers = Annotated[int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 1.")]
-Best = Annotated[bool, typer.Option("--best", help="The checkpoint with the best metric, not the newest.")]
-Override = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(), over those of the run; may be repeated."),
+TaskName = Annotated[
+    str,
+    typer.Argument(
+        metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task."
+    ),
 ]
-DeviceName = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="auto: GPUs where there are any.")]
-LoaderWorkers = Annotated[int, typer.Option(help="Processes of each rank that load data; 0: the rank itself.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON.")]
+Run = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR", help="The run directory of `lockstep train`; latest: the newest under runs/."
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 1."
+    ),
+]
+Best = Annotated[
+    bool, typer.Option("--best", help="The checkpoint with the best metric, not the newest.")
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON."),
+]
 
 
 def answer(
@@ -32,17 +51,21 @@ def answer(
     run: Path,
     workers: int | None,
     best: bool,
-    override: list[str] | None,
-    device: str,
-    loader_workers: int,
+    override: Mapping[str, str],
+    config: Config,
     out: Path | None,
+    ray: str | None = None,
 ) -> dict[str, Any]:
-    """What rank 0 has to say; the command ends here with the ranks' own exit code where they failed."""
+    """What rank 0 has to say; the command ends here with the ranks' own exit code where they
+    failed.
+
+    `ray`: the address of a cluster, whose nodes all see the run directory.
+    """
     from lockstep.cli.hardware import fitted
-    from lockstep.inference.apply import Job
-    from lockstep.launcher.supervise import Target, supervise
-    from lockstep.settings import Settings
+    from lockstep.launcher.rank import Target
+    from lockstep.launcher.supervise import supervise
     from lockstep.training.declared import located
+    from lockstep.training.inference.apply import InferenceJob
 
     place, overrides = task_of(task, override)
     run = latest.run_of(run)
@@ -53,14 +76,20 @@ def answer(
         task=place,
         overrides=overrides,
         workers=1 if workers is None else workers,
-        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
-        loader_workers=loader_workers,
+        device=config.device,
+        loader_workers=config.loader_workers,
     )
     folder = _checkpoint(run, best=best)
-    settings = fitted(settings, count_workers=workers is None)
-    with TemporaryDirectory(prefix="lockstep-") as scratch:
+    if ray is None:
+        settings = fitted(settings, count_workers=workers is None)
+    else:
+        many.ranks_on_ray(workers)
+    with TemporaryDirectory(
+        prefix="lockstep-" if ray is None else ".answer-",
+        dir=None if ray is None else run.absolute(),
+    ) as scratch:
         file = Path(scratch) / "answer.json"
-        job = Job(
+        job = InferenceJob(
             what=what,  # type: ignore[arg-type]  # the two commands' names
             task=place,
             overrides=settings.overrides,
@@ -69,13 +98,24 @@ def answer(
             out=None if out is None else str(out.absolute()),
             device=settings.device,
             precision=trained.precision,
-            loader_workers=loader_workers,
+            loader_workers=config.loader_workers,
         )
-        outcome = supervise(Target(module="lockstep.inference.apply", args=[job.as_text()]), settings.workers, console="first")
+        target = Target(
+            module="lockstep.training.inference.apply", args=[job.as_text()], task=place
+        )
+        if ray is None:
+            outcome = supervise(target, settings.workers, console="first")
+        else:
+            outcome = many.run_on_ray(
+                ray, target, settings.workers, console="first", gpus=many.gpus_for(config.device)
+            )
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         if not file.exists():
-            raise UsageError(f"task {task!r} ended its process before it was over: let task() return, and do not call sys.exit()")
+            raise UsageError(
+                f"task {task!r} ended its process before it was over: let task() return, and do not"
+                " call sys.exit()"
+            )
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {**found, "checkpoint": str(folder)}
 
@@ -89,7 +129,9 @@ def first_words(found: dict[str, Any], best: bool) -> str:
 
 
 def write_json(file: Path | None, found: Any) -> None:
-    """As --json asks, nan and infinities as text. Raises UsageError where the file cannot be written."""
+    """As --json asks, nan and infinities as text. Raises UsageError where the file cannot be
+    written.
+    """
     if file is None:
         return
     from lockstep.training.metrics import finite
@@ -97,14 +139,17 @@ def write_json(file: Path | None, found: Any) -> None:
     try:
         file.write_text(json.dumps(finite(found), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--json {file} cannot be written ({error.strerror}): choose another file") from None
+        raise UsageError(
+            f"--json {file} cannot be written ({error.strerror}): choose another file"
+        ) from None
 
 
 def _trained(run: Path) -> Any:
-    from lockstep.settings import Settings
-
     if not run.is_dir():
-        raise UsageError(f"--run {run} does not exist (looked from {Path.cwd()}): give the run directory that `lockstep train` made")
+        raise UsageError(
+            f"--run {run} does not exist (looked from {Path.cwd()}): give the run directory that"
+            " `lockstep train` made"
+        )
     return Settings.read(run)
 
 
@@ -113,7 +158,12 @@ def _checkpoint(run: Path, *, best: bool) -> Path:
 
     folder = files.best(run / "checkpoints") if best else folders.newest(run / "checkpoints")
     if folder is None and best:
-        raise UsageError(f"--best: run {run} has no best checkpoint, since its task names no metric with best=; leave --best out")
+        raise UsageError(
+            f"--best: run {run} has no best checkpoint, since its task names no metric with best=;"
+            " leave --best out"
+        )
     if folder is None:
-        raise UsageError(f"run {run} has no checkpoint yet: wait until its training has written one")
+        raise UsageError(
+            f"run {run} has no checkpoint yet: wait until its training has written one"
+        )
     return folder

@@ -1,68 +1,117 @@
-"""`lockstep plan TASK --methods`: the ways to make one training of the ranks' work, from formulas."""
+"""`lockstep plan TASK --methods`: the ways to make one training of the ranks' work, from
+formulas.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 
-from lockstep.cli.given import task_of
-from lockstep.cli.plan_options import Asked
+from lockstep.cli.arguments import task_of
+from lockstep.cli.plan_options import PlanChoice
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.measure.files import check_writable, write_json
+from lockstep.tools.timing.files import check_writable, write_json
+
+if TYPE_CHECKING:
+    from lockstep.collectives.network import Link
+    from lockstep.config.task import Task
+    from lockstep.tools.plan.work import RankWork
+
+_PROFILED = 1.0  # seconds
 
 
-def run(asked: Asked) -> None:
+def run(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
     """Bytes and time of a step for every method, on ranks each with a link of its own."""
     if len(numbers := asked.counts("4")) > 1:
         raise UsageError(f"--workers {asked.workers} with --methods: give one number of ranks")
     workers = numbers[0]
-    if asked.step_ms is not None and not 0 < asked.step_ms < math.inf:
-        raise UsageError(f"--step-ms {asked.step_ms:g}: give the milliseconds that a rank computes in a step, above 0")
-    from lockstep.plan.links.networks import network as network_of
+    from lockstep.tools.plan.fabrics import link_named
 
-    link = network_of(asked.network)
+    link = link_named(asked.network)
     check_writable(asked.json_file, "--json")
-    assert asked.task is not None
-    place, overrides = task_of(asked.task, asked.override)
-    from lockstep.plan.methods import measured as were_measured
-    from lockstep.plan.methods.cost import Computation
-    from lockstep.plan.methods.table import as_json, rows, table
-    from lockstep.plan.methods.task import seconds_of, work_of
+    place, overrides = task_of(named, override)
+    from lockstep.tools.plan.methods import (
+        as_json,
+        describe,
+        method_rows,
+        read_measured,
+        work_of_module,
+    )
+    from lockstep.tools.plan.of_task import slots_of
+    from lockstep.training.build import model_of
     from lockstep.training.resolve import resolve, short_name
 
     name = short_name(place)
-    beside = {} if asked.measured is None else were_measured.read(asked.measured, task=name, workers=workers, link=link)
+    beside = (
+        {}
+        if asked.measured is None
+        else read_measured(asked.measured, task=name, workers=workers, link=link)
+    )
     source = partial(resolve, place, overrides)
-    work = work_of(source(), workers)
+    task = source()
+    micro_batches = -(-slots_of(task) // workers)
     try:
-        seconds = asked.step_ms / 1e3 if asked.step_ms is not None else seconds_of(source, work.micro_batches, workers)
+        seconds = (
+            asked.step_ms / 1e3
+            if asked.step_ms is not None
+            else _seconds(source, micro_batches, workers)
+        )
     except WorkerFailed as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED) from None
-    computation = Computation.of(seconds, work.micro_batches)
-    found = rows(work.gradients, workers, link, computation, beside)
-    rate = "no limit" if math.isinf(link.bandwidth) else f"{link.bandwidth * 8 / 1e6:g} Mbit/s of payload"
-    print(
-        f"{name}: {work.gradients.bytes / 1e6:.2f} MB of gradients in {len(work.gradients.shapes)} tensors; "
-        f"{workers} rank{'s' * (workers != 1)}, {rate}, {1e6 * link.latency:g} us a message"
-    )
-    how = "given" if asked.step_ms is not None else "measured here, in one process"
-    print(
-        f"a rank computes {1e3 * seconds:.1f} ms in a step of {work.micro_batches} micro-batch{'es' * (work.micro_batches != 1)} ({how}); "
-        f"gradients travel behind {1e3 * computation.behind:.1f} ms of it"
-    )
-    print(table(found))
+    work = work_of_module(model_of(task), seconds=seconds, micro_batches=micro_batches)
+    found = method_rows(work, workers, link, beside)
+    _say(name, work, workers, link, seconds, given=asked.step_ms is not None)
+    print(describe(found))
     write_json(
         asked.json_file,
         {
             "task": name,
             "workers": workers,
-            "network": {"latency": link.latency, "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else "inf"},
-            "gradient_bytes": work.gradients.bytes,
-            "computation": {"step": computation.step, "behind": computation.behind},
+            "network": {
+                "latency": link.latency,
+                "bandwidth": link.bandwidth if math.isfinite(link.bandwidth) else "inf",
+            },
+            "gradient_bytes": work.bytes,
+            "computation": {"step": seconds, "behind": work.backward},
             "rows": as_json(found),
         },
     )
+
+
+def _say(
+    name: str, work: RankWork, workers: int, link: Link, seconds: float, *, given: bool
+) -> None:
+    """What the rows are about."""
+    rate = (
+        "no limit"
+        if math.isinf(link.bandwidth)
+        else f"{link.bandwidth * 8 / 1e6:g} Mbit/s of payload"
+    )
+    print(
+        f"{name}: {work.bytes / 1e6:.2f} MB of gradients in"
+        f" {sum(len(bucket.tensors) for bucket in work.buckets)} tensors; {workers}"
+        f" rank{'s' * (workers != 1)}, {rate}, {1e6 * link.latency:g} us a message"
+    )
+    how = "given" if given else "measured here, in one process"
+    print(
+        f"a rank computes {1e3 * seconds:.1f} ms in a step of {work.micro_batches}"
+        f" micro-batch{'es' * (work.micro_batches != 1)} ({how}); gradients travel behind"
+        f" {1e3 * work.backward:.1f} ms of it"
+    )
+
+
+def _seconds(source: Callable[[], Task], micro_batches: int, workers: int) -> float:
+    """A step of so many micro-batches with the optimizer's, in one process, with the threads
+    that each of so many ranks would have on this host.
+    """
+    from lockstep.runtime.cores import cores
+    from lockstep.tools.timing.profiler import profile
+
+    side = profile(source, [1], _PROFILED, "cpu", threads=max(1, cores() // workers)).sides[0]
+    return micro_batches * (side.forward + side.backward) + side.optimizer

@@ -2,98 +2,125 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from lockstep.cli.options import option_name
+from lockstep.config import knob
+from lockstep.config.knob import Knob
+from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.method import Method
-    from lockstep.plan.simulation.failures import Failures
+    from lockstep.tools.plan.goodput import Failures
 
 Kind = Literal["task", "methods", "model"]
 
 MOST = 2**20  # ranks
+METHOD = tuple(name for name in knob.knobs(Parallelism) if name != "exact")
+"""What a plan takes of lockstep.config.parallelism."""
 
 _EVERY = {"workers", "network", "json_file"}
-_WAYS = {"reduce", "compress", "update", "staleness", "sync_every", "outer", "mesh"}
 _TAKES: dict[Kind, set[str]] = {
-    "methods": _EVERY | {"task", "methods", "step_ms", "measured", "override"},
-    "model": _EVERY | _WAYS | {"model", "device", "batch", "nodes_of"},
-    "task": _EVERY
-    | _WAYS
-    | {"task", "nodes_of", "ranks_per_host", "weak", "mtbf", "checkpoint_cost", "restart", "storage", "loader_workers", "seconds"}
-    | {"profile", "save_profile", "noise_scale", "override", "plot"},
+    "methods": _EVERY | {"task", "methods", "step_ms", "measured", "overrides"},
+    "model": _EVERY | {*METHOD, "model", "device", "batch", "nodes_of"},
+    "task": (
+        _EVERY
+        | {
+            *METHOD,
+            "task",
+            "nodes_of",
+            "ranks_per_host",
+            "weak",
+            "mtbf",
+            "checkpoint_cost",
+            "restart",
+            "storage",
+            "loader_workers",
+            "seconds",
+        }
+        | {"profile", "save_profile", "noise_scale", "overrides", "plot"}
+    ),
 }
 _FAILURES = {"checkpoint_cost", "restart"}
 _TOLD: dict[Kind, str] = {"methods": "--methods", "model": "--model", "task": "the plan of a task"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """The options, as they were given."""
+class PlanChoice:
+    """What a plan is about, beside the task and the method. Raises UsageError for values that
+    cannot work.
+    """
 
-    task: str | None
-    workers: str | None
-    network: str
-    nodes_of: int
-    ranks_per_host: str | None
-    weak: bool
-    reduce: str
-    compress: str | None
-    update: str
-    staleness: str | None
-    sync_every: int | None
-    outer: str | None
-    mesh: str | None
-    mtbf: float | None
-    checkpoint_cost: float
-    restart: float
-    storage: float | None
-    loader_workers: int
-    seconds: float
-    profile: Path | None
-    save_profile: Path | None
-    noise_scale: bool
-    methods: bool
-    step_ms: float | None
-    measured: Path | None
-    model: str | None
-    device: str | None
-    batch: int | None
-    override: list[str] | None
-    json_file: Path | None
-    plot: Path | None
+    workers: Annotated[
+        str | None, Knob("run", unit="N|N,N|N..N", flags=("--workers", "-n"), common=True)
+    ] = None
+    """Ranks: 512, or 1,2,4, or powers of two as 1..4096."""
+    network: Annotated[str, Knob("cluster", unit="NAME|US,RATE|FILE", common=True)] = "1Gbit"
+    """Network between nodes: 100Mbit, 25GbE, NVLink+IB, free, 500,50Mbit, a file of bench
+    collectives, or here.
+    """
+    nodes_of: Annotated[int, Knob("cluster", unit="N", common=True)] = 1
+    """Ranks of a node, which share its network."""
+    ranks_per_host: Annotated[str | None, Knob("cluster", unit="N|all", default="--nodes-of")] = (
+        None
+    )
+    """Ranks that share the cores of a host like this one."""
+    weak: Annotated[
+        bool, Knob("training", flags=("--weak/--strong",), default="strong", common=True)
+    ] = False
+    """Keep each rank's share, or the task's global batch."""
+    storage: Annotated[float | None, Knob("training", unit="SAMPLES/S", above=0)] = None
+    """Samples a second that the storage gives all ranks together."""
+    mtbf: Annotated[float | None, Knob("faults", unit="HOURS")] = None
+    """Hours between two failures of one rank; predicts goodput."""
+    checkpoint_cost: Annotated[float, Knob("faults", unit="SECONDS")] = 10.0
+    """Seconds that a checkpoint delays training, with --mtbf."""
+    restart: Annotated[float, Knob("faults", unit="SECONDS")] = 60.0
+    """Seconds from a failure until training continues, with --mtbf."""
+    seconds: Annotated[float, Knob("measurement", unit="SECONDS", above=0)] = 30.0
+    """Seconds to profile each rank, excluding warm-up."""
+    profile: Annotated[Path | None, Knob("measurement", unit="FILE", common=True)] = None
+    """Measure nothing; load a file that --save-profile wrote."""
+    save_profile: Annotated[Path | None, Knob("measurement", unit="FILE", common=True)] = None
+    """Write what was measured."""
+    noise_scale: Annotated[bool, Knob("measurement")] = False
+    """Measure beyond which global batch more workers stop helping."""
+    methods: Annotated[bool, Knob("run", common=True)] = False
+    """Compare the training methods by formulas."""
+    step_ms: Annotated[float | None, Knob("measurement", unit="MS", above=0)] = None
+    """Milliseconds that a rank computes in a step, with --methods."""
+    measured: Annotated[Path | None, Knob("measurement", unit="FILE")] = None
+    """Show what benchmarks/slow_link.py --json measured, with --methods."""
+    model: Annotated[str | None, Knob("run", unit="NAME", common=True)] = None
+    """Plan a known model in place of a task: resnet50, vgg16, gpt3-175b, ...; with --device."""
+    device: Annotated[str | None, Knob("run", unit="NAME", common=True)] = None
+    """Device, with --model: p100, v100, rtx4090, a100-80g, h100, h200."""
+    batch: Annotated[int | None, Knob("run", unit="N", common=True)] = None
+    """Samples of a device in a step, with --model."""
+    json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",))] = None
+    """Also write the figures as JSON."""
+    plot: Annotated[Path | None, Knob("run", unit="FILE")] = None
+    """Draw samples/s over workers, .png or .svg."""
+
+    def __post_init__(self) -> None:
+        knob.check(self)
 
     def counts(self, usual: str) -> list[int]:
         """The numbers of ranks, each once, growing."""
         return counts_of(usual if self.workers is None else self.workers)
 
-    def method(self) -> Method:
-        """Raises UsageError, as `lockstep train` does."""
-        from lockstep.mesh.layout import Mesh
-        from lockstep.method import Method
-
-        return Method(
-            reduce=self.reduce,
-            compress=self.compress,
-            update=self.update,
-            staleness=self.staleness,
-            sync_every=self.sync_every,
-            outer=self.outer,
-            mesh=None if self.mesh is None else Mesh.read(self.mesh),
-        )
-
     def failures(self) -> Failures | None:
-        from lockstep.plan.simulation.failures import Failures
+        from lockstep.tools.plan.goodput import Failures
 
         if self.mtbf is None:
             return None
-        return Failures(mtbf=3600 * self.mtbf, checkpoint=self.checkpoint_cost, restart=self.restart)
+        return Failures(
+            mtbf=3600 * self.mtbf, checkpoint=self.checkpoint_cost, restart=self.restart
+        )
 
     def per_host(self) -> int | None:
         """Ranks that share the cores of a host; None: all."""
@@ -103,41 +130,54 @@ class Asked:
         if text is None:
             return self.nodes_of
         if not text.isdecimal() or int(text) < 1:
-            raise UsageError(f"--ranks-per-host {text}: give the ranks that share one host's cores, at least 1, or all")
+            raise UsageError(
+                f"--ranks-per-host {text}: give the ranks that share one host's cores, at least 1,"
+                " or all"
+            )
         return int(text)
 
 
-def check_together(asked: Asked, given: Sequence[str]) -> Kind:
+def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) -> Kind:
     """Which kind of plan it is. Raises UsageError for an option that this kind does not look at."""
     kind: Kind = "methods" if asked.methods else "model" if asked.model is not None else "task"
-    if asked.task is None and kind != "model":
-        raise UsageError("lockstep plan needs a TASK (digits, text, or a Python file), or --model and --device of the table")
-    for name in given:
+    if task is None and kind != "model":
+        raise UsageError(
+            "lockstep plan needs a TASK (digits, text, or a Python file), or --model and --device"
+            " of the table"
+        )
+    for name in sorted(given):
         if name not in _TAKES[kind]:
-            raise UsageError(f"{_option(name)} does not go with {_TOLD[kind]}: leave one of them out")
+            raise UsageError(
+                f"{'TASK' if name == 'task' else option_name(name)} does not go with {_TOLD[kind]}:"
+                " leave one of them out"
+            )
         if name in _FAILURES and asked.mtbf is None:
-            raise UsageError(f"{_option(name)} is about failures: give --mtbf HOURS too")
+            raise UsageError(f"{option_name(name)} is about failures: give --mtbf HOURS too")
     if asked.profile is not None:
         for name in ("seconds", "save_profile"):
             if name in given:
                 raise UsageError(
-                    f"{_option(name)} with --profile {asked.profile}: nothing is measured where a profile is given; leave one out"
+                    f"{option_name(name)} with --profile {asked.profile}: nothing is measured where"
+                    " a profile is given; leave one out"
                 )
-    if not 0 < asked.seconds < math.inf:
-        raise UsageError(f"--seconds {asked.seconds:g}: give a time above 0")
-    if asked.storage is not None and not 0 < asked.storage < math.inf:
-        raise UsageError(f"--storage {asked.storage:g}: give the samples a second that all ranks together are given, above 0")
     return kind
 
 
 def counts_of(text: str) -> list[int]:
-    """`512`, `1,2,4`, or `1..4096`: from the first on, doubled up to the last. Raises UsageError."""
-    wrong = UsageError(f"--workers {text}: give a number of ranks such as 512, several such as 1,2,4, or powers of two such as 1..4096")
+    """`512`, `1,2,4`, or `1..4096`: from the first on, doubled up to the last. Raises
+    UsageError.
+    """
+    wrong = UsageError(
+        f"--workers {text}: give a number of ranks such as 512, several such as 1,2,4, or powers of"
+        " two such as 1..4096"
+    )
     if found := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         low, high = int(found[1]), int(found[2])
         if not 1 <= low <= high:
             raise wrong
-        numbers = [low << power for power in range((high // low).bit_length()) if low << power <= high]
+        numbers = [
+            low << power for power in range((high // low).bit_length()) if low << power <= high
+        ]
     elif all(part.isdecimal() for part in text.split(",")):
         numbers = sorted({int(part) for part in text.split(",")})
     else:
@@ -147,7 +187,3 @@ def counts_of(text: str) -> list[int]:
     if numbers[-1] > MOST:
         raise UsageError(f"--workers {text}: a plan goes up to {MOST} ranks")
     return numbers
-
-
-def _option(name: str) -> str:
-    return {"override": "--set", "json_file": "--json", "task": "TASK"}.get(name, f"--{name.replace('_', '-')}")

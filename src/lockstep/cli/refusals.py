@@ -1,4 +1,6 @@
-"""What is wrong with a command line, in one style: `error: --workers two: give a whole number`, whoever found it."""
+"""What is wrong with a command line, in one style: `error: --workers two: give a whole number`,
+whoever found it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-REFUSED: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+REFUSED: Any = next(
+    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+)
 """What the parser of the command line raises. Its module depends on typer's version."""
 
 _PAIR = re.compile(r"""\b([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]+)""")
@@ -21,23 +25,41 @@ _TYPES = {int: "a whole number", float: "a number"}
 
 
 def of_parser(error: Any, line: Sequence[str]) -> str:
-    """A sentence for what the parser refuses. `line`: the command line without the program's name."""
+    """A sentence for what the parser refuses. `line`: the command line without the program's
+    name.
+    """
     context, kind = getattr(error, "ctx", None), type(error).__name__
     path = _command(context)
     if kind == "NoSuchOption":
-        options = [] if context is None else [name for each in context.command.params for name in (*each.opts, *each.secondary_opts)]
-        return f"{error.option_name} is no option of `{path}`{_meant(error.option_name, options)}: `{path} -h` lists them"
+        options = (
+            []
+            if context is None
+            else [
+                name
+                for each in context.command.params
+                for name in (*each.opts, *each.secondary_opts)
+            ]
+        )
+        return (
+            f"{error.option_name} is no option of `{path}`{_meant(error.option_name, options)}:"
+            f" `{path} -h` lists them"
+        )
     if kind == "MissingParameter" and error.param is not None:
         return f"{_shown(error.param)} is missing: `{path} -h` says what it takes"
     if kind == "BadParameter" and error.param is not None:
         value = _typed(error.param.opts, line)
-        return f"{_shown(error.param)}{f' {value}' if value is not None else ''}: {_takes(context, error)}"
+        return (
+            f"{_shown(error.param)}{f' {value}' if value is not None else ''}:"
+            f" {_takes(context, error)}"
+        )
     text = error.format_message().rstrip(".")
     return f"{text[:1].lower()}{text[1:]}; see `{path} -h`"
 
 
 def as_typed(message: str, line: Sequence[str]) -> str:
-    """`precision='bf8'`, as the Python API calls it, becomes `--precision bf8` where the command line gave it so."""
+    """`precision='bf8'`, as the Python API calls it, becomes `--precision bf8` where the command
+    line gave it so.
+    """
     given = _given(line)
     pairs = {found[1]: found[2].strip("'\"") for found in _PAIR.finditer(message)}
     if not any(name in given and _same(value, given[name]) for name, value in pairs.items()):
@@ -47,7 +69,10 @@ def as_typed(message: str, line: Sequence[str]) -> str:
         name, value = found[1], pairs[found[1]]
         if value == "True":
             return _option(name)
-        return f"{_option(name)} {given[name] if name in given and _same(value, given[name]) else value}"
+        return (
+            f"{_option(name)}"
+            f" {given[name] if name in given and _same(value, given[name]) else value}"
+        )
 
     known = pairs.keys() | given.keys()
     message = _PAIR.sub(pair, message)
@@ -92,14 +117,18 @@ def _meant(name: str, options: Sequence[str]) -> str:
 
 def _takes(context: Any, error: Any) -> str:
     """What the option's declaration allows, in words; the parser's own where we have none."""
-    hint = get_type_hints(inspect.unwrap(context.command.callback), include_extras=True).get(error.param.name)
+    hint = get_type_hints(inspect.unwrap(context.command.callback), include_extras=True).get(
+        error.param.name
+    )
     extras: tuple[Any, ...] = ()
     if get_origin(hint) is Annotated:
         hint, *rest = get_args(hint)
         extras = tuple(rest)
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     words = next((_TYPES[each] for each in kinds if each in _TYPES), None)
-    choices = next((each for each in kinds if isinstance(each, type) and issubclass(each, Enum)), None)
+    choices = next(
+        (each for each in kinds if isinstance(each, type) and issubclass(each, Enum)), None
+    )
     if choices is not None:
         return f"choose one of {', '.join(str(each.value) for each in choices)}"
     if words is None:

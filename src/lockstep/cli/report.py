@@ -9,32 +9,44 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import latest
+from lockstep.cli.over_run import JsonFile
 from lockstep.errors import UsageError
 
-NO_ANATOMY = "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its time went is not known."
+NO_ANATOMY = (
+    "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its"
+    " time went is not known."
+)
 NO_STEP = "No step was recorded: there is nothing to judge yet."
 
 
 def report(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN", help="The run directory of `lockstep train`, also while it trains; latest: the newest under runs/."),
+        typer.Argument(
+            metavar="RUN",
+            help=(
+                "The run directory of `lockstep train`, also while it trains; latest: the newest"
+                " under runs/."
+            ),
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", show_default=False, help="The page; default: RUN/report.html.")
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", show_default=False, help="The page; default: RUN/report.html."
+        ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write verdict and figures to this file, too.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Say where the time of RUN went, and write it up as one HTML page that needs nothing else; RUN/timeline.json is for Perfetto."""
-    from lockstep.anatomy import timeline
+    """Say where the time of RUN went, and write it up as one HTML page that needs nothing else;
+    RUN/timeline.json is for Perfetto.
+    """
     from lockstep.cli.over_run import write_json
-    from lockstep.measure.files import check_writable
-    from lockstep.measure.page.page import FILE, page
-    from lockstep.measure.page.recorded import read
-    from lockstep.measure.page.rows import as_json
-    from lockstep.measure.verdict.verdict import verdict
+    from lockstep.tools.report.page.page import FILE, as_json, page
+    from lockstep.tools.report.page.recorded import read
+    from lockstep.tools.report.verdict.verdict import verdict
+    from lockstep.tools.timing.files import check_writable
+    from lockstep.training.timeline import perfetto
 
     run = latest.run_of(run)
     recorded = read(run)
@@ -42,17 +54,29 @@ def report(
     check_writable(file, "--out")
     check_writable(json_file, "--json")
     found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
-    sentences = [NO_ANATOMY] if recorded.anatomy is None else [NO_STEP] if found is None else found.sentences()
+    sentences = (
+        [NO_ANATOMY]
+        if recorded.anatomy is None
+        else [NO_STEP]
+        if found is None
+        else found.sentences()
+    )
     print("\n".join(sentences))
     write_json(json_file, as_json(recorded, found))
     text = page(recorded, sentences)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--out {file} cannot be written ({error.strerror}): choose another file") from None
+        raise UsageError(
+            f"--out {file} cannot be written ({error.strerror}): choose another file"
+        ) from None
     print(f"page: {file}")
     if recorded.anatomy is not None:
         try:
-            print(f"timeline: {timeline.write(run, recorded.anatomy)}")
+            print(f"timeline: {perfetto.write(run, recorded.anatomy)}")
         except OSError as error:
-            print(f"warning: {run / timeline.FILE} cannot be written ({error.strerror}) and is left out", file=sys.stderr)
+            print(
+                f"warning: {run / perfetto.FILE} cannot be written ({error.strerror}) and is"
+                " left out",
+                file=sys.stderr,
+            )

@@ -4,113 +4,187 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import hosts
-from lockstep.cli.given import at_least_one
+from lockstep.cli import nodes as many
+from lockstep.cli.arguments import at_least_one
+from lockstep.config.launching import Cluster, Launch
 from lockstep.errors import UsageError
 
-# Everything from the script's name on belongs to the script, also what looks like an option of ours.
+if TYPE_CHECKING:
+    from lockstep.launcher.fixed import Nodes
+    from lockstep.launcher.rank import Target
+    from lockstep.launcher.watch import Stalls
+    from lockstep.runtime.environment import Placement
+
+# Everything from the script's name on belongs to the script, also what looks like an option of
+# ours.
 CONTEXT = {"allow_interspersed_args": False}
+COMMAND = many.Command
 
 
 def run(
+    launch: Launch,
+    cluster: Cluster,
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]", show_default=False, help="A Python file and its arguments.")
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGS]", show_default=False, help="A Python file and its arguments."
+        ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", show_default=False, help="Ranks over all hosts; default: the GPUs, else 1.")
+        int | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            show_default=False,
+            help="Ranks over all hosts; default: the GPUs, else 1.",
+        ),
     ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", show_default=False, help="The longest that one collective may take; default: 30 minutes."),
-    ] = None,
-    on_stall: Annotated[
-        str, typer.Option(metavar="wait|abort", help="When no rank gets on: say who is waited for; abort: and end the run.")
-    ] = "abort",
-    stall_after: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long nothing must change for that; longer where the run needs it.")
-    ] = 30,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")] = False,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module's name, as for python -m.")
+    ] = False,
     log: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Write rank-N.log there; default: a temporary place, kept if a rank fails."),
-    ] = None,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Have NCCL and torch write to the logs what they do, and add a line for every collective.")
-    ] = False,
-    nodes: hosts.Nodes = None,
-    meet: hosts.Meet = None,
-    node_rank: hosts.NodeRank = None,
-    token: hosts.TokenFile = None,
-    workers_per_node: hosts.WorkersPerNode = None,
-    join_timeout: hosts.JoinTimeout = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(min=0, show_default=False, help="With --nodes: how often all begin anew after a kill; default: 3 with N:M, else 0."),
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Write rank-N.log there; default: a temporary place, kept if a rank fails.",
+        ),
     ] = None,
 ) -> None:
-    """Run SCRIPT (or -m MODULE) on several ranks of this host, with --nodes of several, or as one rank where srun or mpirun has started several.
+    """Run SCRIPT (or -m MODULE) on several ranks: of this host, of a Ray cluster, or of a fixed set
+    of nodes.
 
-    Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds the other ranks.
-    Lines that several ranks print are shown once, as [0-3] text. When a rank fails the others are stopped, and its traceback is the
-    last thing printed. The exit code is that rank's own.
+    Where srun or mpirun has started this command several times, each of them is one rank.
+
+    Each rank runs it as plain Python would; lockstep.init() or torch's init_process_group() finds
+    the other ranks. Lines that several ranks print are shown once, as [0-3] text. When a rank fails
+    the others are stopped, and its traceback is the last thing printed. The exit code is that
+    rank's own.
     """
     if not command:
-        raise UsageError("nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m package.train)")
+        raise UsageError(
+            "nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m"
+            " package.train)"
+        )
     at_least_one(workers=workers)
-    if debug and log is None:
-        raise UsageError("--debug writes to the logs, which are removed when all goes well: say where they shall stay, with --log DIR")
-    from lockstep.launcher import worker
-    from lockstep.launcher.foreign import rank_here, refuse_watching, work_as
-    from lockstep.launcher.hosts.plan import Plan
-    from lockstep.launcher.job_step import exported
-    from lockstep.launcher.log_place import directory_for_logs
-    from lockstep.launcher.supervise import Target, supervise
+    if launch.debug and log is None:
+        raise UsageError(
+            "--debug writes to the logs, which are removed when all goes well: say where they shall"
+            " stay, with --log DIR"
+        )
+    if launch.on_stall == "restart":
+        raise UsageError(
+            "on_stall='restart' needs checkpoints to go on from: it is for lockstep train; choose"
+            " wait or abort"
+        )
+    from lockstep.launcher.foreign import rank_here
+    from lockstep.launcher.logs import directory_for_logs
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
 
-    if on_stall == "restart":
-        raise UsageError("on_stall='restart' needs checkpoints to go on from: it is for lockstep train; choose wait or abort")
-    stalls = Stalls(then=on_stall, after=stall_after)  # type: ignore[arg-type]  # text: refused there if unknown
-    environment = timeout_for_ranks(timeout)
-    plan = Plan.read(
-        nodes,
-        meet=meet,
-        node_rank=node_rank,
-        token=token,
-        workers=workers,
-        workers_per_node=workers_per_node,
-        join_timeout=join_timeout,
-        restarts=max_restarts,
-    )
-    if plan is not None:
-        raise typer.Exit(
-            hosts.run_script(
-                plan, command, module=module, logs=directory_for_logs(log), environment=environment, debug=debug, stalls=stalls
-            )
-        )
-    if max_restarts is not None:
+    stalls = Stalls(then=launch.on_stall, after=launch.stall_after)
+    environment = timeout_for_ranks(launch.timeout)
+    if launch.max_restarts is not None and cluster.ray is None:
         raise UsageError(
-            f"--max-restarts {max_restarts} without --nodes: a script on this host alone is not begun anew; use lockstep train"
+            f"--max-restarts {launch.max_restarts}: a script is restarted on a Ray cluster only"
+            " (--ray); use lockstep train"
         )
-    name, args = command[0], command[1:]
-    if module and PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        raise UsageError(f"-m {name}: there is no module {name.partition('.')[0]!r} in {os.getcwd()}, and none is installed")
-    target = Target(module=name, args=args) if module else Target(script=name, args=args)
-    here = rank_here(workers)
-    if here is not None:
-        refuse_watching(here, debug or stalls != Stalls())
-        logs = directory_for_logs(log)
-        os.environ.update({**exported(here, os.environ), **environment})
-        work_as(here, lambda: worker.main([*(["--logs", str(logs)] if logs is not None else []), *target.arguments()]))
-        return
-    if workers is not None and workers > 1 and sys.stderr.isatty():  # what is imported now takes seconds
-        print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
-    outcome = supervise(
-        target, workers, logs=directory_for_logs(log), console="joined", environment=environment, debug=debug, stalls=stalls
+    target = _target(command[0], command[1:], module=module)
+    script = _Script(
+        target=target,
+        logs=directory_for_logs(log),
+        environment=environment,
+        stalls=stalls,
+        launch=launch,
     )
-    raise typer.Exit(outcome.exit_code)
+    if cluster.ray is not None:
+        many.refuse_beside_ray(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint)
+        raise typer.Exit(script.on_ray(cluster.ray, many.ranks_on_ray(workers)))
+    if cluster.nodes is None and (here := rank_here(workers)) is not None:
+        script.as_rank(here)
+        return
+    fixed, workers = many.fixed_set(
+        cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers
+    )
+    raise typer.Exit(script.on_nodes(fixed, workers))
+
+
+def _target(name: str, args: list[str], *, module: bool) -> Target:
+    from lockstep.launcher.rank import Target
+
+    if not module:
+        return Target(script=name, args=args)
+    if PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        raise UsageError(
+            f"-m {name}: there is no module {name.partition('.')[0]!r} in {os.getcwd()}, and none"
+            " is installed"
+        )
+    return Target(module=name, args=args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Script:
+    """What ranks run, and how. Each of the ways to start them gives an exit code."""
+
+    target: Target
+    logs: Path | None
+    environment: Mapping[str, str]
+    stalls: Stalls
+    launch: Launch
+
+    def on_ray(self, address: str, workers: int) -> int:
+        """On the nodes of a Ray cluster."""
+        return many.run_on_ray(
+            address,
+            self.target,
+            workers,
+            logs=self.logs,
+            environment=self.environment,
+            debug=self.launch.debug,
+            cold=self.launch.cold,
+            stalls=self.stalls,
+            restarts=self.launch.max_restarts or 0,
+        ).exit_code
+
+    def as_rank(self, here: Placement) -> None:
+        """As the rank that srun or mpirun has started."""
+        from lockstep.launcher.foreign import refuse_watching, work_as
+        from lockstep.launcher.logs import redirect
+        from lockstep.launcher.watch import Stalls
+        from lockstep.runtime.job_step import exported
+
+        refuse_watching(here, self.launch.debug or self.launch.cold or self.stalls != Stalls())
+        os.environ.update({**exported(here, os.environ), **self.environment})
+
+        def program() -> None:
+            redirect(here.rank, "all", self.logs)
+            self.target.run()
+
+        work_as(here, program)
+
+    def on_nodes(self, fixed: Nodes | None, workers: int | None) -> int:
+        """On this host, as one of a fixed set or alone."""
+        from lockstep.launcher.supervise import supervise
+
+        if workers is not None and workers > 1 and sys.stderr.isatty():
+            # what is imported now takes seconds
+            print(f"starting {workers} ranks ...", file=sys.stderr, flush=True)
+        with many.placed(fixed, self.launch.timeout) as (share, network):
+            return supervise(
+                self.target,
+                workers if share is None else share.ranks.count,
+                logs=self.logs,
+                console="joined",
+                environment={**network, **self.environment},
+                debug=self.launch.debug,
+                cold=self.launch.cold,
+                stalls=self.stalls,
+                share=share,
+            ).exit_code

@@ -4,60 +4,58 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lockstep.cli.batch_script import Job, SlurmOptions, batch_script, limit
 from lockstep.errors import ExitCode, UsageError
 
 
 def slurm(
+    options: SlurmOptions,
     target: Annotated[
-        str, typer.Argument(metavar="TASK|SCRIPT", help="As for lockstep train; a file without task() is a script, as for lockstep run.")
+        str,
+        typer.Argument(
+            metavar="TASK|SCRIPT",
+            help="As for lockstep train; a file without task() is a script, as for lockstep run.",
+        ),
     ],
     args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- ARGS]", show_default=False, help="After --: options of lockstep train, or arguments of the script."),
+        typer.Argument(
+            metavar="[-- ARGS]",
+            show_default=False,
+            help="After --: options of lockstep train, or arguments of the script.",
+        ),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
-    workers_per_node: Annotated[int, typer.Option(help="Ranks on each of them.")] = 1,
-    time: Annotated[
-        str, typer.Option(metavar="LIMIT", help="Minutes (90), hours:minutes:seconds (1:30:00) or days-hours (2-12). 1:00 is one minute.")
-    ] = "1:00:00",
-    partition: Annotated[str | None, typer.Option(show_default=False, help="Default: the cluster's.")] = None,
-    account: Annotated[str | None, typer.Option(show_default=False, help="Default: yours.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(show_default=False, help="Usually as many as --workers-per-node.")] = None,
-    cpus_per_task: Annotated[int | None, typer.Option(show_default=False, help="Cores of each rank.")] = None,
-    log: Annotated[Path, typer.Option(metavar="DIR", help="Where slurm-JOBID.log is written; it is made.")] = Path("logs"),
-    job_name: Annotated[str | None, typer.Option(show_default=False, help="Default: the task's or the script's name.")] = None,
-    setup: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LINE", show_default=False, help="Shell before the ranks start, such as module load cuda; may be repeated."),
+    log: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where slurm-JOBID.log is written; it is made.")
+    ] = Path("logs"),
+    job_name: Annotated[
+        str | None,
+        typer.Option(show_default=False, help="Default: the task's or the script's name."),
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit/--print", help="Hand it to sbatch, or print it.")] = False,
+    submit: Annotated[
+        bool, typer.Option("--submit/--print", help="Hand it to sbatch, or print it.")
+    ] = False,
 ) -> None:
-    """Write a batch script that runs TASK or SCRIPT with one SLURM task a rank, and submit it or print it.
+    """Write a batch script that runs TASK or SCRIPT with one SLURM task a rank, and submit it or
+    print it.
 
-    Shortly before its time limit, and when it must make room, the job saves, goes back into the queue, and goes on where it was. Its run
-    directory carries the job's id: runs/NAME-JOBID. The ranks use the Python that runs this command.
+    Shortly before its time limit, and when it must make room, the job saves, goes back into the
+    queue, and goes on where it was. Its run directory carries the job's id: runs/NAME-JOBID. The
+    ranks use the Python that runs this command.
     """
-    from lockstep.launcher.batch_script import Job, batch_script, limit
-
     name, command, run = _command(target, args or [])
     job = Job(
+        **asdict(options),
         job_name=name if job_name is None else job_name,
         command=command,
-        nodes=nodes,
-        workers_per_node=workers_per_node,
-        time=time,
         log=str(log.absolute()),
         run=run,
-        partition=partition,
-        account=account,
-        gpus_per_node=gpus_per_node,
-        cpus_per_task=cpus_per_task,
-        setup=setup or [],
     )
     text = batch_script(job)
     _make(log)
@@ -65,12 +63,17 @@ def slurm(
         print(text, end="")
         return
     number = _sbatch(text)
-    line = f"submitted job {number}: {nodes * workers_per_node} ranks for {limit(time)} at most; log {job.log}/slurm-{number}.log"
+    line = (
+        f"submitted job {number}: {job.nodes * job.workers_per_node} ranks for {limit(job.time)} at"
+        f" most; log {job.log}/slurm-{number}.log"
+    )
     print(line + ("" if run is None else f", run directory {run}-{number}"))
 
 
 def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
-    """The job's name, what each task runs, and the beginning of its run directory's name where it shall have one."""
+    """The job's name, what each task runs, and the beginning of its run directory's name where
+    it shall have one.
+    """
     from lockstep.training.declared import declares_task, located
     from lockstep.training.resolve import BUNDLED, short_name
 
@@ -86,25 +89,31 @@ def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
 
 
 def _run_of(args: list[str]) -> Path | None:
-    """The --run among the options of `lockstep train`. Mistakes are refused here: a job may wait for days before it finds one."""
+    """The --run among the options of `lockstep train`. Mistakes are refused here: a job may wait
+    for days before it finds one.
+    """
+    from lockstep.cli.options import spread
     from lockstep.cli.train import train
 
     app = typer.Typer(add_completion=False)
-    app.command()(train)
+    app.command()(spread(train))
     if "--help" in args:
-        raise UsageError("after --: --help trains nothing; leave it out, and see lockstep train --help")
+        raise UsageError(
+            "after --: --help trains nothing; leave it out, and see lockstep train --help"
+        )
     try:
         context = typer.main.get_command(app).make_context("train", ["TASK", *args])
     except Exception as error:
-        message = getattr(error, "format_message", None)  # of a mistake in the options; the class has been in two packages
+        # of a mistake in the options; the class has been in two packages
+        message = getattr(error, "format_message", None)
         if message is None:
             raise
         raise UsageError(f"after --, for lockstep train: {message()}") from None
     for option in ("workers", "max_restarts"):
         if context.params[option] is not None:
             raise UsageError(
-                f"after --: --{option.replace('_', '-')} {context.params[option]} is not the ranks' affair here; give --nodes and "
-                "--workers-per-node, and the queue restarts the job"
+                f"after --: --{option.replace('_', '-')} {context.params[option]} is not the ranks'"
+                " affair here; give --nodes and --workers-per-node, and the queue restarts the job"
             )
     run: Path | None = context.params["run"]
     return run
@@ -115,16 +124,20 @@ def _make(log: Path) -> None:
         log.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--log {log} cannot be made ({error.strerror}): SLURM would drop the output without a word; choose another folder"
+            f"--log {log} cannot be made ({error.strerror}): SLURM would drop the output without a"
+            " word; choose another folder"
         ) from None
 
 
 def _sbatch(text: str) -> str:
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         raise UsageError(
-            "--submit: there is no sbatch here; use --print > job.sh, and submit that where SLURM's commands are installed"
+            "--submit: there is no sbatch here; use --print > job.sh, and submit that where SLURM's"
+            " commands are installed"
         ) from None
     if done.returncode:
         print(f"error: sbatch has refused the job: {done.stderr.strip()}", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""`lockstep tune`: which settings run a task fastest on this machine, as a table, as a file, and as the command to use."""
+"""`lockstep tune`: which settings run a task fastest on this machine, as a table, as a file, and
+as the command to use.
+"""
 
 from __future__ import annotations
 
@@ -15,95 +17,122 @@ import typer
 
 import lockstep
 from lockstep.cli import over_run
-from lockstep.cli.given import task_of
+from lockstep.cli.arguments import task_of
+from lockstep.cli.options import Only
+from lockstep.config.knob import knobs
+from lockstep.config.launching import RunChoice
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
-from lockstep.load import warn_if_busy
+from lockstep.runtime.load import warn_if_busy
 
 if TYPE_CHECKING:
-    from lockstep.settings import Settings
-    from lockstep.tuning.micro_batch import Size
-    from lockstep.tuning.search import Found
+    from lockstep.tools.tune.micro_batch import Size
+    from lockstep.tools.tune.search import Found
 
 _FOR_SEARCH = 0.7  # of the time; the rest is for the advice on micro_batch
 
 
 def tune(
     task: over_run.TaskName,
+    config: Annotated[Config, Only("device")],
+    choice: Annotated[RunChoice, Only("overrides")],
     workers: over_run.Workers = None,
-    seconds: Annotated[float, typer.Option(help="Time for measuring, beside the start of the ranks.")] = 60,
-    device: over_run.DeviceName = "auto",
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
-    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Time for measuring, beside the start of the ranks.")
+    ] = 60,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Write the winner, for `lockstep train --settings FILE`.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Write the winner, for `lockstep train --settings FILE`.",
+        ),
     ] = None,
 ) -> None:
-    """Find the fastest reduce, update, threads, loader workers and bucket size for TASK on this machine, and advise on micro_batch.
+    """Find the fastest reduce, update, threads, loader workers and bucket size for TASK on this
+    machine, and advise on micro_batch.
 
-    One at a time, each in turns with the best so far on the same ranks; in the end the winner against the default, which it must beat.
-    Nothing is applied: the last line is the command to use.
+    One at a time, each in turns with the best so far on the same ranks; in the end the winner
+    against the default, which it must beat. Nothing is applied: the last line is the command to
+    use.
     """
     from lockstep.cli.hardware import fitted
-    from lockstep.measure.files import check_writable
-    from lockstep.settings import Settings
+    from lockstep.tools.timing.files import check_writable
 
     if not 0 < seconds < float("inf"):
         raise UsageError(f"seconds={seconds:g}: give the time for measuring, above 0")
     if out is not None:
         check_writable(out, "--out")
-    place, overrides = task_of(task, override)
+    place, overrides = task_of(task, choice.overrides)
     settings = Settings(
         task=place,
         overrides=overrides,
         workers=1 if workers is None else workers,
-        device=device,  # type: ignore[arg-type]  # text from the command line: Settings refuses what it does not know
+        device=config.device,
     )
     settings = fitted(settings, count_workers=workers is None)
     warn_if_busy()
-    from lockstep.tuning.search import Found
-    from lockstep.tuning.table import table
+    from lockstep.tools.tune.search import Found
+    from lockstep.tools.tune.table import table
 
     answer = _search(task, settings, _FOR_SEARCH * seconds)
     found, here = Found.from_json(answer["found"]), answer["here"]
     settings = replace(settings, device=here["device"])
-    sizes = _sizes(replace(settings, **found.changes), answer, max(0.0, seconds - answer["seconds"]))
-    print(f"{answer['name']}: {settings.workers} worker{'s' * (settings.workers != 1)} on {_machine(here)}, torch {here['torch']}\n")
+    sizes = _sizes(
+        replace(settings, **found.changes), answer, max(0.0, seconds - answer["seconds"])
+    )
+    print(
+        f"{answer['name']}: {settings.workers} worker{'s' * (settings.workers != 1)} on"
+        f" {_machine(here)}, torch {here['torch']}\n"
+    )
     print(f"{table(found)}\n\n{_advice(sizes, answer)}\n")
     if out is not None:
         _write(out, answer, settings, seconds, found)
-    print(_command(task, settings, device, found, out))
+    print(_command(task, settings, config.device, found, out))
 
 
 def _search(task: str, settings: Settings, seconds: float) -> dict[str, Any]:
-    """What rank 0 has to say; the command ends here with the ranks' own exit code where they failed."""
-    from lockstep.launcher.supervise import Target, supervise
+    """What rank 0 has to say; the command ends here with the ranks' own exit code where they
+    failed.
+    """
+    from lockstep.launcher.rank import Target
+    from lockstep.launcher.supervise import supervise
 
     with TemporaryDirectory(prefix="lockstep-") as scratch:
         settings.write(Path(scratch))
-        target = Target(module="lockstep.tuning.worker", args=[scratch, str(seconds)])
+        target = Target(
+            module="lockstep.tools.tune.tune_rank", args=[scratch, str(seconds)], task=settings.task
+        )
         outcome = supervise(target, settings.workers, console="first")
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         file = Path(scratch) / "answer.json"
         if not file.exists():
-            raise UsageError(f"task {task!r} ended its process before it was over: let task() return, and do not call sys.exit()")
+            raise UsageError(
+                f"task {task!r} ended its process before it was over: let task() return, and do not"
+                " call sys.exit()"
+            )
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
 
 
 def _sizes(settings: Settings, answer: Mapping[str, Any], seconds: float) -> list[Size]:
-    from lockstep.tuning.micro_batch import advise
+    from lockstep.tools.tune.micro_batch import advise
 
     found = []
     for size in advise(settings, answer["global_batch"], answer["micro_batch"], seconds):
-        print(f"micro_batch={size.micro_batch}: {size.note or f'{size.samples_per_s:,.0f} samples/s'}", file=sys.stderr, flush=True)
+        print(
+            f"micro_batch={size.micro_batch}:"
+            f" {size.note or f'{size.samples_per_s:,.0f} samples/s'}",
+            file=sys.stderr,
+            flush=True,
+        )
         found.append(size)
     return found
 
 
 def _advice(sizes: list[Size], answer: Mapping[str, Any]) -> str:
-    from lockstep.tuning.table import advice
+    from lockstep.tools.tune.table import advice
 
     return advice(sizes, answer["micro_batch"], answer["global_batch"])
 
@@ -111,14 +140,19 @@ def _advice(sizes: list[Size], answer: Mapping[str, Any]) -> str:
 def _machine(here: Mapping[str, Any]) -> str:
     cores = f"{here['cores']} core{'s' * (here['cores'] != 1)}"
     kind = "the CPU" if here["device"] == "cpu" else "GPUs"
-    return f"{kind} ({here['cpu']}, {cores}, {here['threads']} intra-op thread{'s' * (here['threads'] != 1)} a rank)"
+    return (
+        f"{kind} ({here['cpu']}, {cores}, {here['threads']} intra-op"
+        f" thread{'s' * (here['threads'] != 1)} a rank)"
+    )
 
 
-def _write(out: Path, answer: Mapping[str, Any], settings: Settings, seconds: float, found: Found) -> None:
+def _write(
+    out: Path, answer: Mapping[str, Any], settings: Settings, seconds: float, found: Found
+) -> None:
     from lockstep.training.resolve import short_name
-    from lockstep.training.tuned import Measured, Tuned
+    from lockstep.training.tuned import Tuned, TunedOn
 
-    measured = Measured(
+    measured = TunedOn(
         task=short_name(settings.task),
         overrides=dict(settings.overrides),
         workers=settings.workers,
@@ -132,8 +166,7 @@ def _write(out: Path, answer: Mapping[str, Any], settings: Settings, seconds: fl
 
 def _command(task: str, settings: Settings, device: str, found: Found, out: Path | None) -> str:
     """What to type to train with the winner."""
-    from lockstep.tuning.knobs import OPTIONS
-    from lockstep.tuning.table import spelled
+    from lockstep.tools.tune.table import spelled
 
     words = ["lockstep", "train", task, "--workers", str(settings.workers)]
     words += ["--device", device] if device != "auto" else []
@@ -142,5 +175,5 @@ def _command(task: str, settings: Settings, device: str, found: Found, out: Path
     if out is not None:
         return shlex.join([*words, "--settings", str(out)])
     for name, value in found.changes.items():
-        words += [OPTIONS[name], spelled(value)]
+        words += [knobs(Config)[name].flags[0], spelled(value)]
     return shlex.join(words)

@@ -1,74 +1,89 @@
-"""`lockstep verify`: the same bits at any number of workers, or the first difference and why; and two finished runs, compared."""
+"""`lockstep verify`: the same bits at any number of workers, or the first difference and why;
+and two finished runs, compared.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import latest, over_run
-from lockstep.cli.given import task_of
+from lockstep.cli import nodes as many
+from lockstep.cli.arguments import task_of
+from lockstep.cli.options import GivenNames, Only, option_name
+from lockstep.config.launching import Cluster, RunChoice
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 
 if TYPE_CHECKING:
-    from lockstep.settings import Settings
-    from lockstep.verify.verdict import Verdict
+    from lockstep.tools.verify.judge import Verified
 
+COMMAND = many.Command
 _COUNTS = "1,2,3"
 _STEPS = 5
 
 
 def verify(
     what: Annotated[
-        list[str], typer.Argument(metavar="TASK | RUN_A RUN_B", help="A task, as for `lockstep train`; or two run directories of it.")
+        list[str],
+        typer.Argument(
+            metavar="TASK | RUN_A RUN_B",
+            help="A task, as for `lockstep train`; or two run directories of it.",
+        ),
     ],
+    config: Annotated[Config, Only("steps", "exact", "device", "reduce", "update")],
+    choice: Annotated[RunChoice, Only("overrides")],
+    cluster: Annotated[Cluster, Only("ray")],
+    given: GivenNames,
     workers: Annotated[
-        str | None, typer.Option("--workers", "-n", metavar="N,N...", show_default=False, help=f"Numbers of ranks; default: {_COUNTS}.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(show_default=False, help=f"Optimizer steps of each training; default: {_STEPS}.")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Train with --exact, and have every bit count; else values within rounding.")
-    ] = False,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="A parameter of task(); may be repeated.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="auto|cpu|cuda", show_default=False, help="Default: GPUs where there are any.")
-    ] = None,
-    reduce: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|native|central|ring|tree|halving_doubling|shared_memory|hierarchical",
+            "--workers",
+            "-n",
+            metavar="N,N...",
             show_default=False,
-            help="How gradients are summed.",
+            help=f"Numbers of ranks; default: {_COUNTS}.",
         ),
-    ] = None,
-    update: Annotated[
-        str | None, typer.Option(metavar="replicated|sharded", show_default=False, help="Who applies them; default: replicated.")
     ] = None,
     json: over_run.JsonFile = None,
 ) -> None:
-    """Train TASK at several numbers of workers and tell whether they agree, step by step; or compare two finished runs.
+    """Train TASK at several numbers of workers and tell whether they agree, step by step; or
+    compare two finished runs.
 
-    Where trainings differ: the first step, micro-batch and parameter, and the likely cause. Writes no run directory, and does not
-    evaluate. RUN_A RUN_B: metrics and weights, bit for bit. Exits with 1 where something differs.
+    Where trainings differ: the first step, micro-batch and parameter, and the likely cause. Writes
+    no run directory, and does not evaluate. RUN_A RUN_B: metrics and weights, bit for bit. Exits
+    with 1 where something differs.
     """
     if len(what) == 2:
-        given = {"--workers": workers, "--steps": steps, "--exact": exact or None, "--set": override or None}
-        _refuse_with_runs({**given, "--device": device, "--reduce": reduce, "--update": update})
+        _refuse_with_runs(given - {"what", "json"})
         _runs(latest.run_of(Path(what[0])), latest.run_of(Path(what[1])), json)
         return
     if len(what) != 1:
         raise UsageError(f"{len(what)} arguments were given: give one task, or two run directories")
-    settings, counts = _settings(what[0], workers, steps, exact, override, device, reduce, update)
+    settings, counts = _settings(
+        what[0], workers, config, choice.overrides, fits_here=cluster.ray is None
+    )
+    start = (
+        {}
+        if cluster.ray is None
+        else {
+            "start": many.calling_on_ray(cluster.ray, settings.task, many.gpus_for(settings.device))
+        }
+    )
+    from lockstep.tools.verify.judge import verify as look
     from lockstep.training.resolve import resolve
-    from lockstep.verify.verdict import verify as look
 
-    name = resolve(settings.task, settings.overrides).name or "task"  # its mistakes are sentences here, before any rank starts
+    # its mistakes are sentences here, before any rank starts
+    name = resolve(settings.task, settings.overrides).name or "task"
     try:
-        verdict = look(settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True))
+        verdict = look(
+            settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True), **start
+        )
     except WorkerFailed as error:
         print(error, file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED) from None
@@ -82,31 +97,25 @@ def verify(
 def _settings(
     task: str,
     workers: str | None,
-    steps: int | None,
-    exact: bool,
-    override: list[str] | None,
-    device: str | None,
-    reduce: str | None,
-    update: str | None,
+    config: Config,
+    override: Mapping[str, str],
+    *,
+    fits_here: bool,
 ) -> tuple[Settings, list[int]]:
-    """For the largest of the counts, and all of them."""
+    """For the largest of the counts, and all of them. `fits_here`: their ranks are this host's."""
     from lockstep.cli.hardware import fitted
-    from lockstep.settings import Settings
 
     if Path(task).is_dir():
-        raise UsageError(f"{task} is a folder: give two run directories to compare them, or a task to train it")
+        raise UsageError(
+            f"{task} is a folder: give two run directories to compare them, or a task to train it"
+        )
     counts = _counts(_COUNTS if workers is None else workers)
     place, overrides = task_of(task, override)
-    asked: Any = {"device": device, "reduce": reduce, "update": update}
-    settings = Settings(
-        task=place,
-        overrides=overrides,
-        workers=max(counts),
-        steps=_STEPS if steps is None else steps,
-        exact=exact,
-        **{name: value for name, value in asked.items() if value is not None},
+    steps = _STEPS if config.steps is None else config.steps
+    settings = Settings.of(
+        replace(config, steps=steps), task=place, overrides=overrides, workers=max(counts)
     )
-    return fitted(settings, count_workers=False), counts
+    return fitted(settings, count_workers=False) if fits_here else settings, counts
 
 
 def _counts(text: str) -> list[int]:
@@ -115,24 +124,34 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         counts = []
     if len(counts) < 2 or min(counts) < 1:
-        raise UsageError(f'--workers {text}: give at least two whole numbers of at least 1, such as "1,2,4" ("2,2" trains twice alike)')
+        raise UsageError(
+            f'--workers {text}: give at least two whole numbers of at least 1, such as "1,2,4"'
+            ' ("2,2" trains twice alike)'
+        )
     return counts
 
 
-def _refuse_with_runs(given: dict[str, object]) -> None:
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise UsageError(f"{', '.join(named)}: two runs are compared as they are, nothing is trained; leave it out, or give one task")
+def _refuse_with_runs(given: Collection[str]) -> None:
+    if given:
+        raise UsageError(
+            f"{', '.join(sorted(map(option_name, given)))}: two runs are compared as they are,"
+            " nothing is trained; leave it out, or give one task"
+        )
 
 
 def _runs(one: Path, other: Path, json: Path | None) -> None:
     for run in (one, other):
         if not run.is_dir():
-            raise UsageError(f"run {run} does not exist (looked from {Path.cwd()}): give a run directory that `lockstep train` made")
-    from lockstep.verify.runs import differences, summary  # imports torch
+            raise UsageError(
+                f"run {run} does not exist (looked from {Path.cwd()}): give a run directory that"
+                " `lockstep train` made"
+            )
+    from lockstep.tools.verify.finished_runs import differences, summary  # imports torch
 
     found = differences(one, other)
-    over_run.write_json(json, {"runs": [str(one), str(other)], "same": not found, "differences": found})
+    over_run.write_json(
+        json, {"runs": [str(one), str(other)], "same": not found, "differences": found}
+    )
     if not found:
         print(f"verify: {one} and {other} are equal, bit for bit: {summary(one)}")
         return
@@ -142,26 +161,44 @@ def _runs(one: Path, other: Path, json: Path | None) -> None:
     raise typer.Exit(ExitCode.FAILED)
 
 
-def _table(verdict: Verdict) -> str:
+def _table(verdict: Verified) -> str:
     rows = [("workers", "steps", "loss at the end", "weights sha256", "")]
     for number, row in enumerate(verdict.rows):
-        said = "" if number == 0 else ("same" if row.same else "differs") if verdict.exact else ("agrees" if row.same else "differs")
+        said = (
+            ""
+            if number == 0
+            else (
+                ("same" if row.same else "differs")
+                if verdict.exact
+                else ("agrees" if row.same else "differs")
+            )
+        )
         rows.append((str(row.workers), str(row.steps), f"{row.loss:.9g}", row.sha256[:16], said))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
-def _last_line(name: str, verdict: Verdict, counts: list[int], steps: int) -> str:
+def _last_line(name: str, verdict: Verified, counts: list[int], steps: int) -> str:
     if verdict.difference is not None:
-        return f"verify: {name} differs. First difference: {verdict.where}\nlikely cause: {verdict.why}"
+        return (
+            f"verify: {name} differs. First difference: {verdict.where}\nlikely cause:"
+            f" {verdict.why}"
+        )
     what = "gives the same bits" if verdict.exact else "gives the same values within rounding"
-    among = f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} workers ({steps} step{'s' * (steps != 1)})"
+    among = (
+        f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} workers ({steps}"
+        f" step{'s' * (steps != 1)})"
+    )
     if not verdict.amplified:
         return f"verify: {name} {what} on {among}"
     found = verdict.amplified[0]
     one, other = found.workers
     return (
-        f"rounding, amplified: from step {found.step} on, {found.name or 'the loss'} differs by more than rounding usually does between {one} and "
-        f"{other} workers. Trained with exact, they give the same bits, so the order of addition is the only cause\n"
-        f"verify: {name} {what} on {among}"
+        f"rounding, amplified: from step {found.step} on, {found.name or 'the loss'} differs by"
+        f" more than rounding usually does between {one} and {other} workers. Trained with exact,"
+        f" they give the same bits, so the order of addition is the only cause\nverify: {name}"
+        f" {what} on {among}"
     )

@@ -1,6 +1,8 @@
-"""Moving tensors between ranks; knows no models. The functions are for users: see api.py for what they have in common.
+"""Moving tensors between ranks; knows no models. The functions are for users: see api.py for what
+they have in common.
 
-They are resolved on first use: schedules, their pictures and network models stand beside them, and need no torch.
+They are resolved on first use: schedules, their pictures and network models stand beside them, and
+need no torch.
 """
 
 from __future__ import annotations
@@ -9,15 +11,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lockstep.collectives.api import all_gather, all_reduce, all_to_all, broadcast, gather, reduce, reduce_scatter, scatter
+    from lockstep.collectives.api import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+    )
     from lockstep.collectives.group import Group, Work
 
-__all__ = ["Group", "Work", "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = [
+    "Group",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
-        raise AttributeError(f"module 'lockstep.collectives' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'lockstep.collectives' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     home = "group" if name in ("Group", "Work") else "api"
     found = getattr(import_module(f"lockstep.collectives.{home}"), name)
     globals()[name] = found

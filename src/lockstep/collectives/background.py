@@ -15,7 +15,9 @@ _Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class Background:
-    """The thread starts with the first thing to do. Not an executor of the standard library: those are waited for at exit, also where they hang."""
+    """The thread starts with the first thing to do. Not an executor of the standard library:
+    Python waits for those at exit, even if they hang.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -32,7 +34,8 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread after what is submitted. It is waited for for a moment: one that is idle has ended then, one that hangs goes with the process.
+        """End the thread after what is submitted, and wait for it for a moment. An idle thread has
+        ended by then; one that hangs ends with the process.
 
         A thread that is still at it when the interpreter ends may take the whole process with it.
         """

@@ -1,4 +1,6 @@
-"""Collectives through shared memory, made to mean the same as the backend's: pieces of different lengths, any dtype, any strides."""
+"""Collectives through shared memory, made to mean the same as the backend's: pieces of different
+lengths, any dtype, any strides.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ KINDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 def memory_of(group: Group) -> Memory:
     """Raises UsageError where the group has none."""
     if group.memory is None:
-        raise UsageError("algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one of them: use auto")
+        raise UsageError(
+            "algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more"
+            " than one of them: use auto"
+        )
     return group.memory
 
 
@@ -36,11 +41,16 @@ def all_gather(group: Group, tensor: Tensor) -> Handle[list[Tensor]]:
     room = room_for(forms)
     everyone = [torch.empty(room, dtype=torch.uint8) for _ in forms]
     work = memory_of(group).all_gather(everyone, padded(tensor, room))
-    return Handle([work], lambda: [from_bytes(octets, form) for octets, form in zip(everyone, forms, strict=True)])
+    return Handle(
+        [work],
+        lambda: [from_bytes(octets, form) for octets, form in zip(everyone, forms, strict=True)],
+    )
 
 
 def reduce_scatter(group: Group, tensor: Tensor, op: Op) -> Handle[Tensor]:
-    """This rank's part of the sum over all ranks: rows cut as `torch.tensor_split` cuts them, the first parts one longer."""
+    """This rank's part of the sum over all ranks: rows cut as `torch.tensor_split` cuts them,
+    the first parts one longer.
+    """
     check_op(op, tensor)
     if tensor.dim() == 0:
         raise UsageError("reduce_scatter cuts rows, and a 0-d tensor has none: use all_reduce")
@@ -51,4 +61,7 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op) -> Handle[Tensor]:
             parts[rank] = torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
     mine = torch.empty_like(parts[group.rank], memory_format=torch.contiguous_format)
     work = memory_of(group).reduce_scatter(mine, parts, op)
-    return Handle([work], lambda: mine[: tensor.shape[0] // group.size + (group.rank < tensor.shape[0] % group.size)])
+    return Handle(
+        [work],
+        lambda: mine[: tensor.shape[0] // group.size + (group.rank < tensor.shape[0] % group.size)],
+    )

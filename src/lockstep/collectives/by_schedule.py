@@ -1,8 +1,10 @@
 """The collectives by a schedule, on one rank.
 
-Each function takes a collective's number on the caller's thread, so that ranks compare what they are about to do in the order of the
-program, and returns what does it: at once or, for an asynchronous call, in the group's background, in the order in which they were issued.
-`label` names the algorithm to the other ranks where the caller chose it (" by ring"), and is empty where it follows from the size.
+Each function takes a collective's number on the caller's thread, so that ranks compare what they
+are about to do in the order of the program, and returns what does it: at once or, for an
+asynchronous call, in the group's background, in the order in which they were issued. `label` names
+the algorithm to the other ranks where the caller chose it (" by ring"), and is empty where it
+follows from the size.
 """
 
 from __future__ import annotations
@@ -26,12 +28,20 @@ Run = Callable[[], T]
 
 
 def all_reduce(
-    group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, ranks_per_node: int | None = None, place: str | None = None
+    group: Group,
+    tensor: Tensor,
+    op: Op,
+    algorithm: str,
+    label: str,
+    ranks_per_node: int | None = None,
+    place: str | None = None,
 ) -> Run[Tensor]:
     return _reduced(group, "all_reduce", tensor, op, algorithm, label, 0, ranks_per_node, place)
 
 
-def reduce(group: Group, tensor: Tensor, root: int, op: Op, algorithm: str, label: str) -> Run[Tensor]:
+def reduce(
+    group: Group, tensor: Tensor, root: int, op: Op, algorithm: str, label: str
+) -> Run[Tensor]:
     group.check_root(root)
     return _reduced(group, "reduce", tensor, op, algorithm, label, root, None)
 
@@ -49,13 +59,19 @@ def _reduced(
 ) -> Run[Tensor]:
     check_op(op, tensor)
     schedule, steps = plan(kind, algorithm, group.size, group.rank, root, ranks_per_node)
-    number = group.announce(kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''}{label}", place, sends=0)
+    number = group.announce(
+        kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''}{label}", place, sends=0
+    )
 
     def run() -> Tensor:
         wanted = kind == "all_reduce" or group.rank == root
         working = working_dtype(tensor)
         in_place = wanted and working == tensor.dtype and tensor.is_contiguous()
-        flat = tensor.detach().view(-1) if in_place else tensor.detach().reshape(-1).to(working, copy=True)
+        flat = (
+            tensor.detach().view(-1)
+            if in_place
+            else tensor.detach().reshape(-1).to(working, copy=True)
+        )
         group.wait_for_all(number)
         if flat.numel():
             execute(group, number, steps, lanes_of(flat, schedule), op)
@@ -101,7 +117,11 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str, label: 
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(flat, edges)], op)
         mine = flat[edges[group.rank] : edges[group.rank + 1]].clone()
-        return (mine.div_(group.size) if op == "mean" else mine).to(tensor.dtype).view(parts[group.rank].shape)
+        return (
+            (mine.div_(group.size) if op == "mean" else mine)
+            .to(tensor.dtype)
+            .view(parts[group.rank].shape)
+        )
 
     return run
 
@@ -117,12 +137,17 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
         octets[edges[group.rank] : edges[group.rank + 1]] = as_bytes(tensor)
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(octets, edges)])
-        return [from_bytes(piece, form) for piece, form in zip(_apart(octets, sizes), forms, strict=True)]
+        return [
+            from_bytes(piece, form)
+            for piece, form in zip(_apart(octets, sizes), forms, strict=True)
+        ]
 
     return run
 
 
-def gather(group: Group, tensor: Tensor, root: int, algorithm: str, label: str) -> Run[list[Tensor] | None]:
+def gather(
+    group: Group, tensor: Tensor, root: int, algorithm: str, label: str
+) -> Run[list[Tensor] | None]:
     group.check_root(root)
     _, steps = plan("gather", algorithm, group.size, group.rank, root, None)
     forms, number = _gathered_forms(group, "gather", tensor, f"to {root}{label}")
@@ -132,19 +157,32 @@ def gather(group: Group, tensor: Tensor, root: int, algorithm: str, label: str) 
         cells = LooseCells({group.rank: mine}, [form.bytes for form in forms], mine)
         group.wait_for_all(number)
         execute(group, number, steps, [cells])
-        return [from_bytes(cells.held[rank].clone(), form) for rank, form in enumerate(forms)] if group.rank == root else None
+        return (
+            [from_bytes(cells.held[rank].clone(), form) for rank, form in enumerate(forms)]
+            if group.rank == root
+            else None
+        )
 
     return run
 
 
-def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int, device: torch.device, algorithm: str, label: str) -> Run[Tensor]:
+def scatter(
+    group: Group,
+    tensors: Sequence[Tensor] | None,
+    root: int,
+    device: torch.device,
+    algorithm: str,
+    label: str,
+) -> Run[Tensor]:
     _, steps = plan("scatter", algorithm, group.size, group.rank, root, None)
     forms = scattered_forms(group, tensors, root)
     like = torch.empty(0, dtype=torch.uint8, device=device)
     number = group.announce("scatter", like, f"from {root}{label}", None, sends=0)
 
     def run() -> Tensor:
-        held = {} if tensors is None else {rank: as_bytes(each) for rank, each in enumerate(tensors)}
+        held = (
+            {} if tensors is None else {rank: as_bytes(each) for rank, each in enumerate(tensors)}
+        )
         cells = LooseCells(held, [form.bytes for form in forms], like)
         group.wait_for_all(number)
         execute(group, number, steps, [cells])
@@ -153,7 +191,9 @@ def scatter(group: Group, tensors: Sequence[Tensor] | None, root: int, device: t
     return run
 
 
-def all_to_all(group: Group, tensors: Sequence[Tensor], algorithm: str, label: str) -> Run[list[Tensor]]:
+def all_to_all(
+    group: Group, tensors: Sequence[Tensor], algorithm: str, label: str
+) -> Run[list[Tensor]]:
     _, steps = plan("all_to_all", algorithm, group.size, group.rank, 0, None)
     arriving = arriving_forms(group, tensors)
     like = as_bytes(tensors[0])[:0]
@@ -170,12 +210,17 @@ def all_to_all(group: Group, tensors: Sequence[Tensor], algorithm: str, label: s
         cells = LooseCells(held, sizes, like)
         group.wait_for_all(number)
         execute(group, number, steps, [cells])
-        return [from_bytes(cells.held[src * size + rank].clone(), form) for src, form in enumerate(arriving)]
+        return [
+            from_bytes(cells.held[src * size + rank].clone(), form)
+            for src, form in enumerate(arriving)
+        ]
 
     return run
 
 
-def _gathered_forms(group: Group, kind: Kind, tensor: Tensor, detail: str) -> tuple[Sequence[Form], int]:
+def _gathered_forms(
+    group: Group, kind: Kind, tensor: Tensor, detail: str
+) -> tuple[Sequence[Form], int]:
     (forms,) = zip(*exchange(group, [Form.of(tensor)], kind), strict=True)
     check_alike(kind, forms, group)
     number = group.announce(kind, as_bytes(tensor)[:0], detail, None, sends=0)
@@ -183,6 +228,8 @@ def _gathered_forms(group: Group, kind: Kind, tensor: Tensor, detail: str) -> tu
 
 
 def _apart(octets: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The pieces: views where all are alike, else copies, because behind one of another length a piece may lie askew for its dtype."""
+    """The pieces: views where all are alike, else copies, because behind one of another length a
+    piece may lie askew for its dtype.
+    """
     pieces = list(octets.split(list(sizes)))
     return pieces if len(set(sizes)) == 1 else [piece.clone() for piece in pieces]

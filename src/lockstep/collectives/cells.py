@@ -1,7 +1,8 @@
 """Where the cells of a schedule lie in memory, for those who run one.
 
-A tensor that is cut (all-reduce, broadcast ...) is one flat piece of memory, so that neighbouring cells travel as one message. Pieces that
-are tensors of their own (scatter, gather, all-to-all) lie where they are, and are packed to travel together.
+A tensor that is cut (all-reduce, broadcast ...) is one flat piece of memory, so that neighbouring
+cells travel as one message. Pieces that are tensors of their own (scatter, gather, all-to-all) lie
+where they are, and are packed to travel together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Cells(Protocol):
 
 
 class FlatCells:
-    """Cell c is the elements `edges[c] .. edges[c + 1]` of a flat tensor; what changes, changes there."""
+    """Cell c is the elements `edges[c] .. edges[c + 1]` of a flat tensor; what changes, changes
+    there.
+    """
 
     def __init__(self, flat: Tensor, edges: Sequence[int]) -> None:
         self._flat = flat
@@ -68,7 +71,9 @@ class FlatCells:
 
 
 class LooseCells:
-    """Cell c is the flat tensor `held[c]` of `sizes[c]` elements; a rank has memory only for those that pass through it."""
+    """Cell c is the flat tensor `held[c]` of `sizes[c]` elements; a rank has memory only for
+    those that pass through it.
+    """
 
     def __init__(self, held: dict[int, Tensor], sizes: Sequence[int], like: Tensor) -> None:
         self.held = held
@@ -76,13 +81,21 @@ class LooseCells:
         self._like = like
 
     def outgoing(self, cells: Sequence[int]) -> list[Tensor]:
-        return [self.held[cells[0]] if len(cells) == 1 else torch.cat([self.held[cell] for cell in cells])]
+        return [
+            (
+                self.held[cells[0]]
+                if len(cells) == 1
+                else torch.cat([self.held[cell] for cell in cells])
+            )
+        ]
 
     def incoming(self, cells: Sequence[int]) -> list[Tensor]:
         return [self._like.new_empty(sum(self._sizes[cell] for cell in cells))]
 
     def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
-        self.held.update(zip(cells, arrived[0].split([self._sizes[cell] for cell in cells]), strict=True))
+        self.held.update(
+            zip(cells, arrived[0].split([self._sizes[cell] for cell in cells]), strict=True)
+        )
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
         raise AssertionError("pieces that are tensors of their own are moved, never reduced")

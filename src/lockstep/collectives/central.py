@@ -1,7 +1,8 @@
 """All-reduce through rank 0, one tensor at a time: the readable reference beside the fast one.
 
-Every rank sends its tensor to rank 0, which adds them in the order of ranks and sends the result back. That is all an all-reduce
-has to do; it is slow because rank 0 receives and sends (W - 1) times the data, one rank after the other, while the rest wait.
+Every rank sends its tensor to rank 0, which adds them in the order of ranks and sends the result
+back. That is all an all-reduce has to do; it is slow because rank 0 receives and sends (W - 1)
+times the data, one rank after the other, while the rest wait.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def central_all_reduce(group: Group, tensor: Tensor, op: Op = "sum", place: str | None = None) -> None:
-    """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks. Returns when it is done.
+def central_all_reduce(
+    group: Group, tensor: Tensor, op: Op = "sum", place: str | None = None
+) -> None:
+    """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks. Returns
+    when it is done.
 
-    Rank 0 sends and receives (W - 1) messages of the whole tensor, every other rank one each way. The order of addition is
-    ((t0 + t1) + t2) + ..., whatever the timing.
+    Rank 0 sends and receives (W - 1) messages of the whole tensor, every other rank one each way.
+    The order of addition is ((t0 + t1) + t2) + ..., whatever the timing.
     """
     check_op(op, tensor)
-    group.announce("all_reduce", tensor, f"{op} through rank 0", place, sends=0)  # each message is counted as it is sent
+    # each message is counted as it is sent
+    group.announce("all_reduce", tensor, f"{op} through rank 0", place, sends=0)
     group.wait_for_all(group.number)
     if group.size == 1 or tensor.numel() == 0:
         return

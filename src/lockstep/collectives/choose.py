@@ -1,7 +1,8 @@
 """Which algorithm "auto" means: a pure function of what is asked, equal on all ranks.
 
-The thresholds are constants, or those that `lockstep bench collectives --tune FILE` measured on this cluster: rank 0 reads the file when the
-world opens, and broadcasts what it says, so no two ranks can choose differently.
+The thresholds are constants, or those that `lockstep bench collectives --tune FILE` measured on
+this cluster: rank 0 reads the file when the world opens, and broadcasts what it says, so no two
+ranks can choose differently.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _FOREVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """By collective, who is chosen up to how many bytes: pairs (bytes, algorithm) with growing bytes, the last without end.
+    """By collective, who is chosen up to how many bytes: pairs (bytes, algorithm) with growing
+    bytes, the last without end.
 
-    `world` is the number of ranks that it was measured with; None for the constants, which go with any.
+    `world` is the number of ranks that it was measured with; None for the constants, which go with
+    any.
     """
 
     table: Mapping[str, Sequence[tuple[float, str]]] = field(default_factory=dict)
@@ -49,20 +52,27 @@ class Tuning:
         return "native"
 
     def as_json(self) -> dict[str, Any]:
-        table = {kind: [[None if most == _FOREVER else most, name] for most, name in pairs] for kind, pairs in self.table.items()}
+        table = {
+            kind: [[None if most == _FOREVER else most, name] for most, name in pairs]
+            for kind, pairs in self.table.items()
+        }
         return {"format": FORMAT, "world": self.world, "table": table}
 
     @classmethod
     def from_json(cls, found: Any, source: str) -> Tuning:
         """Raises UsageError for what is no tuning, or names an algorithm that there is not."""
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise UsageError(f"{source} is no tuning of collectives: make one with `lockstep bench collectives --tune FILE`")
+            raise UsageError(
+                f"{source} is no tuning of collectives: make one with `lockstep bench collectives"
+                " --tune FILE`"
+            )
         table: dict[str, list[tuple[float, str]]] = {}
         for kind, pairs in found["table"].items():
             for most, name in pairs:
                 if name != "native" and name not in algorithms_of(kind):
                     raise UsageError(
-                        f"{source}: algorithm {name!r} is unknown for {kind}: choose one of native, {', '.join(algorithms_of(kind))}"
+                        f"{source}: algorithm {name!r} is unknown for {kind}: choose one of native,"
+                        f" {', '.join(algorithms_of(kind))}"
                     )
                 table.setdefault(kind, []).append((_FOREVER if most is None else float(most), name))
         return cls(table, found["world"], source)
@@ -75,18 +85,22 @@ class Tuning:
             raise UsageError(f"the tuning {file} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
-                f"the tuning {file} is damaged ({error}): make it anew with `lockstep bench collectives --tune {file}`"
+                f"the tuning {file} is damaged ({error}): make it anew with `lockstep bench"
+                f" collectives --tune {file}`"
             ) from error
 
 
-# Over gloo, a message between two processes costs less than its collective does; large tensors are the backend's own.
+# Over gloo, a message between two processes costs less than its collective does; large tensors are
+# the backend's own.
 BUILT_IN = Tuning({"all_reduce": [(64 * 2**10, "recursive_doubling"), (_FOREVER, "native")]})
 
 
 def share_tuning(store: dist.Store, file: Path | str | None, rank: int, size: int) -> Tuning:
-    """Rank 0's thresholds (from `file`, else from the file that LOCKSTEP_TUNING names, else built in), the same on all ranks.
+    """Rank 0's thresholds (from `file`, else from the file that LOCKSTEP_TUNING names, else built
+    in), the same on all ranks.
 
-    Every rank calls it. Rank 0 says which file it was. Raises UsageError, on all ranks, for a file that cannot be used.
+    Every rank calls it. Rank 0 says which file it was. Raises UsageError, on all ranks, for a file
+    that cannot be used.
     """
     if rank:
         said = json.loads(store.get(_KEY).decode())

@@ -1,7 +1,8 @@
 """Collectives compared among ranks that share no memory: their hashes travel before each of them.
 
-The page of a host (tags.py) costs nothing; this costs one small message a collective and makes every collective wait for the slowest
-rank. So it is asked for, to find a mistake: `lockstep.init(tags="all")`.
+The page of a host (tags.py) costs nothing; this costs one small message a collective and makes
+every collective wait for the slowest rank. So it is asked for, to find a mistake:
+`lockstep.init(tags="all")`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ _LET_THE_OTHERS_SAY = timedelta(seconds=1)  # that they are waiting as well
 
 
 class ExchangedTags:
-    """This rank's comparison of one group's collectives, over a gloo group of the same ranks that nothing else uses."""
+    """This rank's comparison of one group's collectives, over a gloo group of the same ranks
+    that nothing else uses.
+    """
 
-    def __init__(self, store: dist.Store, name: str, process_group: dist.ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        name: str,
+        process_group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        timeout: timedelta,
+    ) -> None:
         self._store = dist.PrefixStore(f"tags/{name}", store)
         self._group = process_group
         self._rank = dist.get_rank(process_group)
@@ -34,9 +44,11 @@ class ExchangedTags:
         """Nothing is held that the process group does not hold."""
 
     def post(self, number: int, text: str) -> None:
-        """Say that this rank is about to do `text` as its collective `number`, and compare with all ranks.
+        """Say that this rank is about to do `text` as its collective `number`, and compare with all
+        ranks.
 
-        Raises CollectiveMismatch on all ranks, PeerFailed where one has gone, CollectiveTimeout naming those that did not come.
+        Raises CollectiveMismatch on all ranks, PeerFailed where one has gone, CollectiveTimeout
+        naming those that did not come.
         """
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
         mine = torch.tensor([number, int.from_bytes(digest, "big")])
@@ -65,7 +77,9 @@ class ExchangedTags:
 
     def _mismatch(self, number: int, text: str) -> CollectiveMismatch:
         self._store.set(f"said/{number}/{self._rank}", text)
-        texts = [self._store.get(f"said/{number}/{rank}").decode() for rank in range(len(self._ranks))]
+        texts = [
+            self._store.get(f"said/{number}/{rank}").decode() for rank in range(len(self._ranks))
+        ]
         return different(number, texts, self._ranks)
 
     def _alone(self, number: int, text: str) -> CollectiveTimeout | PeerFailed:
@@ -77,7 +91,14 @@ class ExchangedTags:
         message = f"#{number}: {text}: {listed(missing) if missing else 'a rank'} did not come"
         if time.monotonic() < deadline or not missing:
             return PeerFailed(f"{message}: its connection was closed")
-        return CollectiveTimeout(f"{message} within the timeout of {self._timeout.total_seconds():g} s, or has ended", missing)
+        return CollectiveTimeout(
+            f"{message} within the timeout of {self._timeout.total_seconds():g} s, or has ended",
+            missing,
+        )
 
     def _not_waiting(self, number: int) -> list[int]:
-        return [world for rank, world in enumerate(self._ranks) if not self._store.check([f"waiting/{number}/{rank}"])]
+        return [
+            world
+            for rank, world in enumerate(self._ranks)
+            if not self._store.check([f"waiting/{number}/{rank}"])
+        ]

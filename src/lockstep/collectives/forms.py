@@ -1,4 +1,5 @@
-"""Shapes and dtypes that ranks tell each other before tensors of different lengths travel, and tensors as plain bytes.
+"""Shapes and dtypes that ranks tell each other before tensors of different lengths travel, and
+tensors as plain bytes.
 
 What only moves data can move any dtype: backends that know few of them are given bytes.
 """
@@ -67,9 +68,15 @@ class Form:
         """As a row of numbers, of one length for all."""
         if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
             raise UsageError(
-                f"a tensor {self} cannot be described to other ranks: it may have {_MOST_DIMS} dims and one of torch's number types"
+                f"a tensor {self} cannot be described to other ranks: it may have {_MOST_DIMS} dims"
+                " and one of torch's number types"
             )
-        return [_DTYPES.index(self.dtype), len(self.shape), *self.shape, *[0] * (_MOST_DIMS - len(self.shape))]
+        return [
+            _DTYPES.index(self.dtype),
+            len(self.shape),
+            *self.shape,
+            *[0] * (_MOST_DIMS - len(self.shape)),
+        ]
 
     @classmethod
     def decode(cls, row: Sequence[int]) -> Form:
@@ -81,8 +88,14 @@ ROW = 2 + _MOST_DIMS
 
 
 def exchange(group: Group, mine: Sequence[Form], kind: str) -> list[list[Form]]:
-    """Every rank's forms, by rank; all ranks give equally many. A small collective on the host, which other ranks see as `kind`."""
-    text = f"{kind} {mine[0].any_length()}" if len(mine) == 1 else f"{kind} of {short_dtype(mine[0].dtype)}"
+    """Every rank's forms, by rank; all ranks give equally many. A small collective on the host,
+    which other ranks see as `kind`.
+    """
+    text = (
+        f"{kind} {mine[0].any_length()}"
+        if len(mine) == 1
+        else f"{kind} of {short_dtype(mine[0].dtype)}"
+    )
     table = torch.tensor([form.encode() for form in mine], dtype=torch.int64).view(len(mine), ROW)
     rows = group.host.all_gather(table, text=text).view(group.size, len(mine), ROW).tolist()
     return [[Form.decode(row) for row in theirs] for theirs in rows]
@@ -92,9 +105,14 @@ def check_alike(kind: str, forms: Sequence[Form], group: Group) -> None:
     """Raise CollectiveMismatch, on all ranks, where more than the length of dim 0 differs."""
     first = forms[0]
     for rank, form in enumerate(forms):
-        if form.dtype != first.dtype or form.shape[1:] != first.shape[1:] or len(form.shape) != len(first.shape):
+        if (
+            form.dtype != first.dtype
+            or form.shape[1:] != first.shape[1:]
+            or len(form.shape) != len(first.shape)
+        ):
             raise CollectiveMismatch(
-                f"#{group.number}: {kind}: rank {group.ranks[0]} has {first}, rank {group.ranks[rank]} {form}. Only dim 0 may differ.",
+                f"#{group.number}: {kind}: rank {group.ranks[0]} has {first}, rank"
+                f" {group.ranks[rank]} {form}. Only dim 0 may differ.",
                 group.number,
             )
 
@@ -110,7 +128,9 @@ def from_bytes(octets: Tensor, form: Form) -> Tensor:
 
 
 def room_for(forms: Sequence[Form]) -> int:
-    """Bytes that hold any of the tensors: exactly theirs where they are alike, else rounded up so that none lies askew behind another."""
+    """Bytes that hold any of the tensors: exactly theirs where they are alike, else rounded up
+    so that none lies askew behind another.
+    """
     sizes = {form.bytes for form in forms}
     largest = max(sizes)
     return largest if len(sizes) == 1 else -(-largest // _ALIGNMENT) * _ALIGNMENT

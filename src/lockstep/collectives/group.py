@@ -1,9 +1,10 @@
 """The one door through which collectives leave this library.
 
-A `Group` stands for some ranks and their torch process group. It numbers the collectives it issues (all members issue the
-same ones in the same order, so equal numbers are the same operation), says on the host's page what each of them is before it is
-issued, so that different ones never meet, and counts the bytes that this rank sends. At size 1 every collective is the identity:
-the same code runs, communication degenerates to nothing.
+A `Group` stands for some ranks and their torch process group. It numbers the collectives it issues
+(all members issue the same ones in the same order, so equal numbers are the same operation), says
+on the host's page what each of them is before it is issued, so that different ones never meet, and
+counts the bytes that this rank sends. At size 1 every collective is the identity: the same code
+runs, communication degenerates to nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import status
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
 from lockstep.collectives.record import Record
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.tags import call_site, describe
 from lockstep.errors import UsageError
+from lockstep.runtime import status
 
 T = TypeVar("T")
 Op = Literal["sum", "mean", "max", "min", "prod"]
@@ -48,8 +49,8 @@ OF_TORCH: dict[Any, Op] = {
 
 
 DESTROYED = (
-    "the program has called torch.distributed.destroy_process_group(); call it after the last step, "
-    "or leave it to Lockstep: `with lockstep.init():` ends the group"
+    "the program has called torch.distributed.destroy_process_group(); call it after the last step,"
+    " or leave it to Lockstep: `with lockstep.init():` ends the group"
 )
 
 
@@ -60,13 +61,17 @@ class Work(Protocol):
 
 
 def asks(work: Work) -> Callable[[], bool] | None:
-    """How to ask a work, without waiting, whether it is done; None where it only begins when it is waited for."""
+    """How to ask a work, without waiting, whether it is done; None where it only begins when
+    somebody waits for it.
+    """
     found: Callable[[], bool] | None = getattr(work, "done", None)
     return found
 
 
 class Comparison(Protocol):
-    """Says what this rank is about to do, and hears what the others are (tags.py, exchanged_tags.py)."""
+    """Says what this rank is about to do, and hears what the others are (tags.py,
+    exchanged_tags.py).
+    """
 
     def post(self, number: int, text: str) -> None: ...
     def compare(self, number: int) -> bool: ...
@@ -81,9 +86,19 @@ class Memory(Protocol):
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work: ...
     def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Work: ...
-    def all_gather(self, everybodys: Sequence[Tensor], tensor: Tensor, place: str | None = None, text: str | None = None) -> Work: ...
-    def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None) -> Work: ...
-    def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None) -> list[list[Tensor]]: ...
+    def all_gather(
+        self,
+        everybodys: Sequence[Tensor],
+        tensor: Tensor,
+        place: str | None = None,
+        text: str | None = None,
+    ) -> Work: ...
+    def reduce_scatter(
+        self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None
+    ) -> Work: ...
+    def allocate(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
+    ) -> list[list[Tensor]]: ...
     def sum_in_place(
         self,
         parts: Sequence[Tensor],
@@ -96,19 +111,27 @@ class Memory(Protocol):
     ) -> Sum: ...
     def finish(self, work: Sum) -> None: ...
     def nap(self) -> None: ...
-    def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None: ...
+    def gather_slices(
+        self, tensors: Sequence[Sequence[Tensor]], place: str | None = None
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """A group's ranks, host by host: what goes between two hosts need not go there once for every rank."""
+    """A group's ranks, host by host: what goes between two hosts need not go there once for
+    every rank.
+    """
 
     local: Group
     """The ranks of this host, which share memory."""
     across: Group
-    """The ranks with this one's place on every host, one of each; this one alone where it does not talk to other hosts."""
+    """The ranks with this one's place on every host, one of each; this one alone where it does
+    not talk to other hosts.
+    """
     owners: int
-    """The first so many ranks of each host talk to the other hosts: all of them, or one where the hosts have different numbers."""
+    """The first so many ranks of each host talk to the other hosts: all of them, or one where
+    the hosts have different numbers.
+    """
 
 
 class Done:
@@ -119,9 +142,13 @@ class Done:
 
 
 class NativeWork:
-    """A c10d collective: who else must come to it, and what is left to do with its result (copy it back, divide it)."""
+    """A c10d collective: who else must come to it, and what is left to do with its result (copy
+    it back, divide it).
+    """
 
-    def __init__(self, group: Group, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, group: Group, work: dist.Work, finish: Callable[[], None] | None = None
+    ) -> None:
         self._group, self._number = group, group.number
         self._work: dist.Work | None = work
         self._finish = finish
@@ -131,7 +158,9 @@ class NativeWork:
         return self._work is None or self._work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the result is there (on a GPU: when the current stream will wait for it). A second call does nothing."""
+        """Return when the result is there (on a GPU: when the current stream will wait for it).
+        A second call does nothing.
+        """
         work = self._work
         if work is None:
             return
@@ -144,16 +173,24 @@ class NativeWork:
 
 
 class Group:
-    """Some ranks and the collectives among them. Made by a `World`, which forgets it when it closes.
+    """Some ranks and the collectives among them. Made by a `World`, which forgets it when it
+    closes.
 
-    `ranks` are the members' ranks in the world, `rank` is this process's place among them, `number` that of the last collective issued,
-    `bytes_sent` what this rank has sent so far: a ring's share for native collectives (what they really put on the wire is the backend's
-    affair), counted message by message for hand-written ones.
+    `ranks` are the members' ranks in the world, `rank` is this process's place among them, `number`
+    that of the last collective issued, `bytes_sent` what this rank has sent so far: a ring's share
+    for native collectives (what they really put on the wire is the backend's affair), counted
+    message by message for hand-written ones.
     """
 
     _of_process_group: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Group]] = WeakKeyDictionary()
 
-    def __init__(self, process_group: dist.ProcessGroup, *, ranks: tuple[int, ...] | None = None, rank: int | None = None) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        rank: int | None = None,
+    ) -> None:
         """`ranks` and `rank` are torch's, unless it does not know the process group yet."""
         self.process_group = process_group
         self.ranks = tuple(dist.get_process_group_ranks(process_group)) if ranks is None else ranks
@@ -162,7 +199,9 @@ class Group:
         self.number = 0
         self.bytes_sent = 0
         self.within: dist.ProcessGroup | None = None
-        """torch's default process group, of which this group is a part and with which it ends; None where nobody looks."""
+        """torch's default process group, of which this group is a part and with which it ends;
+        None where nobody looks.
+        """
         self.watched = False
         """All ranks of the world: what its collectives are stands on each rank's status page."""
         self.tags: Comparison | None = None
@@ -172,14 +211,20 @@ class Group:
         self.memory: Memory | None = None
         """Where all ranks share the memory of one host: all-reduce through it."""
         self.find_hosts: Callable[[], Hosts | None] = lambda: None
-        """The hosts of the ranks, where there are several and one has several ranks, all on CPUs. Collective."""
+        """The hosts of the ranks, where there are several and one has several ranks, all on
+        CPUs. Collective.
+        """
         self.ranks_per_node = self.size
         """Of consecutive ranks that share a host; the last host may have fewer."""
         self.waits = True
-        """Whether the host waits for all ranks before a collective's result; on a GPU it queues the work and runs ahead."""
+        """Whether the host waits for all ranks before a collective's result; on a GPU it queues
+        the work and runs ahead.
+        """
         self.timeout = timedelta(minutes=30)
         self.host: Group = self
-        """The same ranks with CPU tensors: what the host must know of the others without waiting for a GPU."""
+        """The same ranks with CPU tensors: what the host must know of the others without waiting
+        for a GPU.
+        """
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
@@ -205,14 +250,22 @@ class Group:
         self._of_process_group.pop(self.process_group, None)
 
     def alone(self) -> Group:
-        """This rank alone: everything that it does is the identity, and no other rank hears of it."""
+        """This rank alone: everything that it does is the identity, and no other rank hears of
+        it.
+        """
         return Group(self.process_group, ranks=(self.ranks[self.rank],), rank=0)
 
     @classmethod
     def default(cls) -> Group:
-        """The Group of torch's default process group, whoever has opened it: what its collectives are stands on the status page."""
+        """The Group of torch's default process group, whoever has opened it: what its
+        collectives are stands on the status page.
+        """
         if not dist.is_initialized():
-            why = DESTROYED if len(cls._of_process_group) else "call lockstep.init() first (it needs no arguments, also for one process)"
+            why = (
+                DESTROYED
+                if len(cls._of_process_group)
+                else "call lockstep.init() first (it needs no arguments, also for one process)"
+            )
             raise UsageError(f"no process group is open: {why}")
         world = dist.group.WORLD
         assert world is not None
@@ -226,11 +279,14 @@ class Group:
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
         """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks.
 
-        Any dtype that the backend reduces, any strides, also empty and 0-d. A mean divides the sum once; means of integers are refused.
-        `place` says in errors where this was called; by default the caller's file and line.
+        Any dtype that the backend reduces, any strides, also empty and 0-d. A mean divides the sum
+        once; means of integers are refused. `place` says in errors where this was called; by
+        default the caller's file and line.
         """
         check_op(op, tensor)
-        self.announce("all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size)
+        self.announce(
+            "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size
+        )
         if self.size == 1 or tensor.numel() == 0:
             return Done()
         flat = tensor.detach().to(working_dtype(tensor)).contiguous()
@@ -246,18 +302,30 @@ class Group:
         return NativeWork(self, work, finish)
 
     def all_reduce_small(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
-        """all_reduce for what the library itself has to tell: through shared memory where the ranks have it, which takes a tenth of the time."""
+        """all_reduce for what the library itself has to tell: through shared memory where the
+        ranks have it, which takes a tenth of the time.
+        """
         if self.memory is not None:
             return self.memory.all_reduce(tensor, op, place)
         return self.all_reduce(tensor, op, place)
 
-    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None) -> Work:
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
+    ) -> Work:
         """Replace `tensor` on every rank by that of rank `root` (a place in this group)."""
         self.check_root(root)
-        self.announce("broadcast", tensor, f"from {root}", place, _bytes(tensor) if self.rank == root and self.size > 1 else 0, text)
+        self.announce(
+            "broadcast",
+            tensor,
+            f"from {root}",
+            place,
+            _bytes(tensor) if self.rank == root and self.size > 1 else 0,
+            text,
+        )
         if self.size == 1 or tensor.numel() == 0:
             return Done()
-        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # a backend need not know the dtype of what it moves
+        # a backend need not know the dtype of what it moves
+        octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         work = dist.broadcast(octets, src=self.ranks[root], group=self.process_group, async_op=True)
 
         def copy_back() -> None:
@@ -267,8 +335,11 @@ class Group:
 
         return NativeWork(self, work, copy_back)
 
-    def all_gather(self, tensor: Tensor, place: str | None = None, text: str | None = None) -> Tensor:
-        """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size * n, ...], 0-d gives [size].
+    def all_gather(
+        self, tensor: Tensor, place: str | None = None, text: str | None = None
+    ) -> Tensor:
+        """Every rank's tensor, joined along dim 0 in the order of ranks: shape [n, ...] gives [size
+        * n, ...], 0-d gives [size].
 
         The shapes must be equal on all ranks. Through shared memory where the ranks have it.
         """
@@ -288,15 +359,28 @@ class Group:
         return joined
 
     def exchange(
-        self, arriving: Tensor, from_each: Sequence[int], leaving: Tensor, to_each: Sequence[int], place: str | None = None
+        self,
+        arriving: Tensor,
+        from_each: Sequence[int],
+        leaving: Tensor,
+        to_each: Sequence[int],
+        place: str | None = None,
     ) -> Work:
-        """Start to send rank r `to_each[r]` elements of `leaving`, one after the other, and to take `from_each[r]` from it into `arriving`.
+        """Start to send rank r `to_each[r]` elements of `leaving`, one after the other, and to take
+        `from_each[r]` from it into `arriving`.
 
         Both are flat and contiguous.
         """
         width = leaving.element_size()
         sends = sum(to_each) - to_each[self.rank]
-        self.announce("all_to_all", leaving, "", place, sends * width, f"all_to_all of slices, {str(leaving.dtype).removeprefix('torch.')}")
+        self.announce(
+            "all_to_all",
+            leaving,
+            "",
+            place,
+            sends * width,
+            f"all_to_all of slices, {str(leaving.dtype).removeprefix('torch.')}",
+        )
         octets = arriving.view(torch.uint8), leaving.view(torch.uint8)
         splits = [width * count for count in from_each], [width * count for count in to_each]
         work = dist.all_to_all_single(*octets, *splits, group=self.process_group, async_op=True)
@@ -316,14 +400,27 @@ class Group:
         dist.recv(tensor, src=self.ranks[source], group=self.process_group)
         status.waits(False)
 
-    def announce(self, kind: str, tensor: Tensor, detail: str, place: str | None, sends: int, text: str | None = None) -> int:
-        """Give the next collective its number, return it and, where ranks compare, tell them what it is. Raises CollectiveMismatch.
+    def announce(
+        self,
+        kind: str,
+        tensor: Tensor,
+        detail: str,
+        place: str | None,
+        sends: int,
+        text: str | None = None,
+    ) -> int:
+        """Give the next collective its number, return it and, where ranks compare, tell them what
+        it is. Raises CollectiveMismatch.
 
         `text` says it in place of `kind`, `tensor` and `detail`.
         """
         self.bytes_sent += sends
         if self.tags is not None or self._record is not None or (self.watched and status.noted()):
-            text = describe(kind, tensor, detail, place) if text is None else f"{text} {place or call_site()}"
+            text = (
+                describe(kind, tensor, detail, place)
+                if text is None
+                else f"{text} {place or call_site()}"
+            )
         self.say(text or "")
         if self._record is not None:
             self._record.begin(self.number, text or kind, tensor.numel())
@@ -337,7 +434,9 @@ class Group:
             self._record.end(number)
 
     def say(self, text: str) -> None:
-        """Take the next number for something that all ranks do together, in words. Raises CollectiveMismatch."""
+        """Take the next number for something that all ranks do together, in words. Raises
+        CollectiveMismatch.
+        """
         self.number += 1
         if self.within is not None and dist.group.WORLD is not self.within:
             what = f"collective #{self.number}{f', {text},' if text else ''}"
@@ -349,21 +448,28 @@ class Group:
             self.tags.compare(self.number)
 
     def look(self, awaited: Sequence[int] = ()) -> None:
-        """Raise what the page has to say of the others while this rank waits for them elsewhere than in a collective of the backend.
+        """Raise what the page has to say of the others while this rank waits for them elsewhere
+        than in a collective of the backend.
 
-        `awaited` are those (places in this group) that have come to it, and are waited for in its middle.
+        `awaited` are the places in this group of ranks that have begun it, and for which this rank
+        waits in its middle.
         """
         if self.tags is not None:
             self.tags.look(self.number, awaited)
 
     def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
-        """Wait until all ranks have come to collective `number`, naming those who have died or do not come."""
+        """Wait until all ranks have come to collective `number`, naming those who have died or
+        do not come.
+        """
         if self.tags is not None and self.waits:
             self.tags.wait(number, timeout or self.timeout)
 
     def check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
-            raise UsageError(f"root={root} is not a rank of this group: its {self.size} ranks are 0 to {self.size - 1}")
+            raise UsageError(
+                f"root={root} is not a rank of this group: its {self.size} ranks are 0 to"
+                f" {self.size - 1}"
+            )
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -371,20 +477,31 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def check_op(op: str, tensor: Tensor) -> None:
-    """Raise a UsageError for an unknown operation, and for one that has no meaning for the dtype."""
+    """Raise a UsageError for an unknown operation, and for one that has no meaning for the
+    dtype.
+    """
     if op not in REDUCE_OPS:
         raise UsageError(f"op={op!r} is unknown: choose one of {', '.join(REDUCE_OPS)}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(f"op='mean' of {dtype} would have to round: sum it and divide, or make it a float first")
+        raise UsageError(
+            f"op='mean' of {dtype} would have to round: sum it and divide, or make it a float first"
+        )
     if op in ("max", "min") and tensor.is_complex():
         raise UsageError(f"op={op!r} of {dtype}: complex numbers have no order")
     if tensor.dtype == torch.bool and op not in ("max", "min"):
-        raise UsageError(f"op={op!r} of bool: 'max' is any, 'min' is all; to count, make it an integer first")
+        raise UsageError(
+            f"op={op!r} of bool: 'max' is any, 'min' is all; to count, make it an integer first"
+        )
     if tensor.layout != torch.strided:
-        raise UsageError(f"op={op!r} of a sparse tensor: only dense ones are added up here; call its to_dense() first")
+        raise UsageError(
+            f"op={op!r} of a sparse tensor: only dense ones are added up here; call its to_dense()"
+            " first"
+        )
     if tensor.dtype not in _WORKING and tensor.dtype not in _WIDER:
-        raise UsageError(f"op={op!r} of {dtype}: torch cannot add up this dtype; make it a wider one first")
+        raise UsageError(
+            f"op={op!r} of {dtype}: torch cannot add up this dtype; make it a wider one first"
+        )
 
 
 _WORKING = {

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-from lockstep import status
 from lockstep.collectives.group import Work
+from lockstep.runtime import status
 
 T = TypeVar("T")
 
@@ -20,7 +20,9 @@ class Later(Generic[T]):
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> T:
-        """Return the result when it is there. Raises what the collective raised, and TimeoutError."""
+        """Return the result when it is there. Raises what the collective raised, and
+        TimeoutError.
+        """
         status.waits(True)
         found = self._future.result(None if timeout is None else timeout.total_seconds())
         status.waits(False)
@@ -32,7 +34,9 @@ class Later(Generic[T]):
 
 
 class Handle(Generic[T]):
-    """A collective that is under way. Its tensors must not be touched before `wait`, which returns the result; several may be in flight."""
+    """A collective that is under way. Its tensors must not be touched before `wait`, which
+    returns the result; several may be in flight.
+    """
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], T]) -> None:
         self._works = works
@@ -40,7 +44,9 @@ class Handle(Generic[T]):
         self._result: list[T] = []
 
     def wait(self, timeout: timedelta | None = None) -> T:
-        """Return the result when it is there (on a GPU: when the current stream will wait for it). A later call returns it again."""
+        """Return the result when it is there (on a GPU: when the current stream will wait for
+        it). A later call returns it again.
+        """
         if not self._result:
             for work in self._works:
                 work.wait(timeout)

@@ -1,4 +1,5 @@
-"""A schedule run over a list of tensors in one process, one for each rank: to teach, to test, and to use several devices of one process.
+"""A schedule run over a list of tensors in one process, one for each rank: to teach, to test, and
+to use several devices of one process.
 
 The same transfers in the same order as between processes, so the same bits.
 """
@@ -22,7 +23,10 @@ def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None
     """Run a schedule: `cells[r]` are rank r's, changed in place. A mean is not divided here."""
     for transfers in schedule.transfers():
         # Every transfer reads what its sender held before the round.
-        sent = [[part.clone() for part in cells[transfer.src].outgoing(transfer.cells)] for transfer in transfers]
+        sent = [
+            [part.clone() for part in cells[transfer.src].outgoing(transfer.cells)]
+            for transfer in transfers
+        ]
         for transfer, parts in zip(transfers, sent, strict=True):
             mine = cells[transfer.dst]
             there = [
@@ -36,22 +40,38 @@ def execute(schedule: Schedule, cells: Sequence[Cells], op: str = "sum") -> None
 
 
 @torch.no_grad()
-def all_reduce(tensors: Sequence[Tensor], op: str = "sum", algorithm: str = "ring", *, ranks_per_node: int | None = None) -> list[Tensor]:
-    """Replace every tensor by the sum (mean, max, min, prod) of all; they may be on different devices. Returns them.
+def all_reduce(
+    tensors: Sequence[Tensor],
+    op: str = "sum",
+    algorithm: str = "ring",
+    *,
+    ranks_per_node: int | None = None,
+) -> list[Tensor]:
+    """Replace every tensor by the sum (mean, max, min, prod) of all; they may be on different
+    devices. Returns them.
 
-    Raises UsageError for tensors of different shapes or dtypes, an unknown operation or algorithm, and a mean of integers.
+    Raises UsageError for tensors of different shapes or dtypes, an unknown operation or algorithm,
+    and a mean of integers.
     """
     return _reduced("all_reduce", tensors, op, algorithm, ranks_per_node=ranks_per_node)
 
 
 @torch.no_grad()
-def reduce(tensors: Sequence[Tensor], root: int = 0, op: str = "sum", algorithm: str = "tree") -> list[Tensor]:
+def reduce(
+    tensors: Sequence[Tensor], root: int = 0, op: str = "sum", algorithm: str = "tree"
+) -> list[Tensor]:
     """Replace tensor `root` by the sum of all; the others stay as they are. Returns them."""
     return _reduced("reduce", tensors, op, algorithm, root=root)
 
 
 def _reduced(
-    kind: Kind, tensors: Sequence[Tensor], op: str, algorithm: str, *, root: int = 0, ranks_per_node: int | None = None
+    kind: Kind,
+    tensors: Sequence[Tensor],
+    op: str,
+    algorithm: str,
+    *,
+    root: int = 0,
+    ranks_per_node: int | None = None,
 ) -> list[Tensor]:
     _check_alike(tensors)
     check_op(op, tensors[0])
@@ -77,19 +97,27 @@ def broadcast(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree")
 
 
 @torch.no_grad()
-def reduce_scatter(tensors: Sequence[Tensor], op: str = "sum", algorithm: str = "ring") -> list[Tensor]:
+def reduce_scatter(
+    tensors: Sequence[Tensor], op: str = "sum", algorithm: str = "ring"
+) -> list[Tensor]:
     """Rank r's rows of the sum of all, cut as `torch.tensor_split` cuts rows, by rank."""
     _check_alike(tensors)
     check_op(op, tensors[0])
     if not tensors[0].dim():
-        raise UsageError("reduce_scatter of a 0-d tensor: it has no rows to cut; use reduce, or give it a dimension")
+        raise UsageError(
+            "reduce_scatter of a 0-d tensor: it has no rows to cut; use reduce, or give it a"
+            " dimension"
+        )
     size = len(tensors)
     schedule = schedule_of("reduce_scatter", algorithm, size)
     parts = tensors[0].tensor_split(size)
     edges = edges_of([part.numel() for part in parts])
     flats = [tensor.detach().reshape(-1).to(working_dtype(tensor), copy=True) for tensor in tensors]
     execute(schedule, [FlatCells(flat, edges) for flat in flats], op)
-    own = [flat[edges[rank] : edges[rank + 1]].view(parts[rank].shape) for rank, flat in enumerate(flats)]
+    own = [
+        flat[edges[rank] : edges[rank + 1]].view(parts[rank].shape)
+        for rank, flat in enumerate(flats)
+    ]
     return [(part / size if op == "mean" else part).to(tensors[0].dtype) for part in own]
 
 
@@ -99,7 +127,10 @@ def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[
     _check_dtypes(tensors)
     size = len(tensors)
     schedule = schedule_of("all_gather", algorithm, size)
-    cells = [_loose({rank: tensor}, [each.numel() for each in tensors]) for rank, tensor in enumerate(tensors)]
+    cells = [
+        _loose({rank: tensor}, [each.numel() for each in tensors])
+        for rank, tensor in enumerate(tensors)
+    ]
     execute(schedule, cells)
     return [[mine.held[rank].view(tensors[rank].shape) for rank in range(size)] for mine in cells]
 
@@ -111,7 +142,10 @@ def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -
     size = len(tensors)
     sizes = [each.numel() for each in tensors]
     schedule = schedule_of("scatter", algorithm, size, root=root)
-    cells = [_loose(dict(enumerate(tensors)) if rank == root else {}, sizes, tensors[0]) for rank in range(size)]
+    cells = [
+        _loose(dict(enumerate(tensors)) if rank == root else {}, sizes, tensors[0])
+        for rank in range(size)
+    ]
     execute(schedule, cells)
     return [mine.held[rank].view(tensors[rank].shape) for rank, mine in enumerate(cells)]
 
@@ -122,32 +156,50 @@ def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") ->
     _check_dtypes(tensors)
     size = len(tensors)
     schedule = schedule_of("gather", algorithm, size, root=root)
-    cells = [_loose({rank: tensor}, [each.numel() for each in tensors]) for rank, tensor in enumerate(tensors)]
+    cells = [
+        _loose({rank: tensor}, [each.numel() for each in tensors])
+        for rank, tensor in enumerate(tensors)
+    ]
     execute(schedule, cells)
     return [cells[root].held[rank].view(tensors[rank].shape) for rank in range(size)]
 
 
 @torch.no_grad()
-def all_to_all(tensors: Sequence[Sequence[Tensor]], algorithm: str = "direct") -> list[list[Tensor]]:
-    """What every rank ends with: from each rank the tensor that it had for this one. `tensors[s][d]` goes from s to d."""
+def all_to_all(
+    tensors: Sequence[Sequence[Tensor]], algorithm: str = "direct"
+) -> list[list[Tensor]]:
+    """What every rank ends with: from each rank the tensor that it had for this one.
+    `tensors[s][d]` goes from s to d.
+    """
     size = len(tensors)
     for rank, row in enumerate(tensors):
         if len(row) != size:
-            raise UsageError(f"rank {rank} has {len(row)} tensors for {size} ranks: an all-to-all has one for each rank")
+            raise UsageError(
+                f"rank {rank} has {len(row)} tensors for {size} ranks: an all-to-all has one for"
+                " each rank"
+            )
     every = [piece for row in tensors for piece in row]
     _check_dtypes(every)
     schedule = schedule_of("all_to_all", algorithm, size)
     sizes = [piece.numel() for piece in every]
-    cells = [_loose({rank * size + place: piece for place, piece in enumerate(row)}, sizes) for rank, row in enumerate(tensors)]
+    cells = [
+        _loose({rank * size + place: piece for place, piece in enumerate(row)}, sizes)
+        for rank, row in enumerate(tensors)
+    ]
     execute(schedule, cells)
-    return [[mine.held[src * size + rank].view(tensors[src][rank].shape) for src in range(size)] for rank, mine in enumerate(cells)]
+    return [
+        [mine.held[src * size + rank].view(tensors[src][rank].shape) for src in range(size)]
+        for rank, mine in enumerate(cells)
+    ]
 
 
 def _cut(flat: Tensor, cells: int) -> FlatCells:
     return FlatCells(flat, [start for start, _ in spans(flat.numel(), cells)] + [flat.numel()])
 
 
-def _loose(tensors: dict[int, Tensor], sizes: Sequence[int], like: Tensor | None = None) -> LooseCells:
+def _loose(
+    tensors: dict[int, Tensor], sizes: Sequence[int], like: Tensor | None = None
+) -> LooseCells:
     held = {cell: tensor.detach().reshape(-1).clone() for cell, tensor in tensors.items()}
     first = next(iter(held.values())) if like is None else like.detach()
     return LooseCells(held, sizes, first)
@@ -158,8 +210,8 @@ def _check_alike(tensors: Sequence[Tensor]) -> None:
     for rank, tensor in enumerate(tensors):
         if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
             raise UsageError(
-                f"rank 0's tensor is {tensors[0].dtype} {list(tensors[0].shape)}, rank {rank}'s {tensor.dtype} {list(tensor.shape)}: "
-                "they must be alike"
+                f"rank 0's tensor is {tensors[0].dtype} {list(tensors[0].shape)}, rank {rank}'s"
+                f" {tensor.dtype} {list(tensor.shape)}: they must be alike"
             )
 
 
@@ -167,7 +219,10 @@ def _check_dtypes(tensors: Sequence[Tensor]) -> None:
     _check_any(tensors)
     for tensor in tensors:
         if tensor.dtype != tensors[0].dtype:
-            raise UsageError(f"tensors of {tensors[0].dtype} and {tensor.dtype}: what is moved together must have one dtype")
+            raise UsageError(
+                f"tensors of {tensors[0].dtype} and {tensor.dtype}: what is moved together must"
+                " have one dtype"
+            )
 
 
 def _check_any(tensors: Sequence[Tensor]) -> None:

@@ -1,8 +1,11 @@
-"""How long a schedule takes on a network that does not exist yet: executed on times in place of tensors.
+"""How long a schedule takes on a network that does not exist yet: executed on times in place of
+tensors.
 
-The model is Hockney's: a message of S bytes takes latency + S / bandwidth. A rank sends and receives at once, each one message at a time;
-the ranks of a node share what leaves it. A round lasts as long as its slowest rank or node needs, and one that repeats is multiplied, not
-walked: 65,536 ranks take no longer than 4. Agrees with the closed formulas where these apply (Thakur, Rabenseifner and Gropp, 2005).
+The model is Hockney's: a message of S bytes takes latency + S / bandwidth. A rank sends and
+receives at once, each one message at a time; the ranks of a node share what leaves it. A round
+lasts as long as its slowest rank or node needs, and one that repeats is multiplied, not walked:
+65,536 ranks take no longer than 4. Agrees with the closed formulas where these apply (Thakur,
+Rabenseifner and Gropp, 2005).
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ class Link:
     def __post_init__(self) -> None:
         if not (self.latency >= 0 and self.bandwidth > 0):
             raise UsageError(
-                f"latency={self.latency} s, bandwidth={self.bandwidth} B/s: a link has a latency of 0 or more and a bandwidth above 0"
+                f"latency={self.latency} s, bandwidth={self.bandwidth} B/s: a link has a latency of"
+                " 0 or more and a bandwidth above 0"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Nodes of `ranks_per_node` ranks. `within` connects the ranks of a node, each with its own; `between` is one node's way out, shared by its ranks.
+    """Nodes of `ranks_per_node` ranks. `within` connects the ranks of a node, each with its own;
+    `between` is one node's way out, shared by its ranks.
 
     `reduce_rate` is how many bytes per second a rank adds; infinite by default.
     """
@@ -47,7 +52,10 @@ class Network:
         if self.ranks_per_node < 1:
             raise UsageError(f"ranks_per_node={self.ranks_per_node}: a node has at least one rank")
         if not self.reduce_rate > 0:
-            raise UsageError(f"reduce_rate={self.reduce_rate} B/s: it must be above 0; leave it out for an addition that costs nothing")
+            raise UsageError(
+                f"reduce_rate={self.reduce_rate} B/s: it must be above 0; leave it out for an"
+                " addition that costs nothing"
+            )
 
     @classmethod
     def flat(cls, latency: float, bandwidth: float, reduce_rate: float = float("inf")) -> Network:
@@ -56,10 +64,14 @@ class Network:
         return cls(link, link, 1, reduce_rate)
 
     def time(self, schedule: Schedule, bytes: float) -> float:
-        """Seconds that the schedule takes for a tensor of so many bytes on every rank (in a scatter or all-gather: all pieces together)."""
+        """Seconds that the schedule takes for a tensor of so many bytes on every rank (in a
+        scatter or all-gather: all pieces together).
+        """
         # An all-to-all numbers the cells of all ranks; the others number those of one tensor.
         cell = bytes / (schedule.world if schedule.kind == "all_to_all" else schedule.cells)
-        return sum(each.repeat * self._round(each, cell, schedule.world) for each in schedule.rounds)
+        return sum(
+            each.repeat * self._round(each, cell, schedule.world) for each in schedule.rounds
+        )
 
     def _round(self, each: Round, cell: float, world: int) -> float:
         if not len(each):

@@ -1,7 +1,8 @@
 """A schedule run between processes, over point-to-point messages of whatever backend the group has.
 
-A large tensor is cut into lanes that go through the schedule side by side: while one lane's piece is on its way another's is being added.
-What arrives is added as soon as it is there, in the order of the schedule: the bits do not depend on timing.
+A large tensor is cut into lanes that go through the schedule side by side: while one lane's piece
+is on its way another's is being added. What arrives is added as soon as it is there, in the order
+of the schedule: the bits do not depend on timing.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ Steps = tuple[tuple[list[Transfer], list[Transfer]], ...]
 
 
 @lru_cache(maxsize=256)
-def plan(kind: Kind, algorithm: str, world: int, rank: int, root: int, ranks_per_node: int | None) -> tuple[Schedule, Steps]:
+def plan(
+    kind: Kind, algorithm: str, world: int, rank: int, root: int, ranks_per_node: int | None
+) -> tuple[Schedule, Steps]:
     """The schedule and what it has one rank do."""
     schedule = schedule_of(kind, algorithm, world, root=root, ranks_per_node=ranks_per_node)
     return schedule, tuple(schedule.of_rank(rank))
 
 
-def execute(group: Group, number: int, steps: Steps, lanes: Sequence[Cells], op: str = "sum") -> None:
-    """Do one rank's part of a schedule, on every lane. `number` is the collective's. Raises PeerFailed where another rank has gone."""
+def execute(
+    group: Group, number: int, steps: Steps, lanes: Sequence[Cells], op: str = "sum"
+) -> None:
+    """Do one rank's part of a schedule, on every lane. `number` is the collective's. Raises
+    PeerFailed where another rank has gone.
+    """
     if dist.get_backend(group.process_group) == "nccl":
         _execute_batched(group, steps, lanes, op)
         group.ended(number)
@@ -50,7 +57,10 @@ def execute(group: Group, number: int, steps: Steps, lanes: Sequence[Cells], op:
             lane.end()
     except RuntimeError as error:
         group.look()  # raises PeerFailed, naming the dead, where this host knows
-        raise PeerFailed(f"#{number}: a rank of {group} left in the middle of a collective: {str(error).splitlines()[0]}") from error
+        raise PeerFailed(
+            f"#{number}: a rank of {group} left in the middle of a collective:"
+            f" {str(error).splitlines()[0]}"
+        ) from error
     group.ended(number)
 
 
@@ -59,7 +69,8 @@ class _Lane:
 
     def __init__(self, group: Group, tag: int, cells: Cells, op: str) -> None:
         self._group, self._tag, self._cells, self._op = group, tag, cells, op
-        self._leaving: list[tuple[dist.Work, frozenset[int]]] = []  # and which cells must not change before they have left
+        # and which cells must not change before they have left
+        self._leaving: list[tuple[dist.Work, frozenset[int]]] = []
         self._arriving: list[tuple[Transfer, list[Tensor], list[dist.Work]]] = []
 
     def begin(self, steps: Steps) -> None:
@@ -87,17 +98,23 @@ class _Lane:
         sends, receives = next(self._steps, ([], []))
         sending = frozenset(cell for transfer in sends for cell in transfer.cells)
         for transfer in receives:
-            # Where the content is replaced it is received in place, unless that would overwrite what is on its way out.
+            # Where the content is replaced it is received in place, unless that would overwrite
+            # what is on its way out.
             beside = transfer.reduce or not sending.isdisjoint(transfer.cells)
             if not beside:
                 self._wait_for(transfer.cells)
-            places = [torch.empty_like(place) if beside else place for place in self._cells.incoming(transfer.cells)]
+            places = [
+                torch.empty_like(place) if beside else place
+                for place in self._cells.incoming(transfer.cells)
+            ]
             works = [self._irecv(place, transfer.src) for place in places if place.numel()]
             self._arriving.append((transfer, places, works))
         for transfer in sends:
             for piece in self._cells.outgoing(transfer.cells):
                 if piece.numel():
-                    self._leaving.append((self._isend(piece, transfer.dst), frozenset(transfer.cells)))
+                    self._leaving.append(
+                        (self._isend(piece, transfer.dst), frozenset(transfer.cells))
+                    )
 
     def _wait_for(self, cells: Sequence[int]) -> None:
         """Return when nothing of these cells is on its way out any more."""
@@ -111,13 +128,18 @@ class _Lane:
 
     def _isend(self, piece: Tensor, rank: int) -> dist.Work:
         bytes = piece.numel() * piece.element_size()
-        self._group.bytes_sent += bytes  # no call between reading and writing it: another thread counts too
-        work = dist.isend(piece, dst=self._group.ranks[rank], group=self._group.process_group, tag=self._tag)
+        # no call between reading and writing it: another thread counts too
+        self._group.bytes_sent += bytes
+        work = dist.isend(
+            piece, dst=self._group.ranks[rank], group=self._group.process_group, tag=self._tag
+        )
         assert work is not None
         return work
 
     def _irecv(self, place: Tensor, rank: int) -> dist.Work:
-        work = dist.irecv(place, src=self._group.ranks[rank], group=self._group.process_group, tag=self._tag)
+        work = dist.irecv(
+            place, src=self._group.ranks[rank], group=self._group.process_group, tag=self._tag
+        )
         assert work is not None
         return work
 
@@ -126,7 +148,10 @@ def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str
     """Round by round, all messages of a round in one launch: how NCCL wants them."""
     for sends, receives in steps:
         for cells in lanes:
-            places = [[torch.empty_like(place) for place in cells.incoming(transfer.cells)] for transfer in receives]
+            places = [
+                [torch.empty_like(place) for place in cells.incoming(transfer.cells)]
+                for transfer in receives
+            ]
             operations = [
                 dist.P2POp(dist.irecv, place, group.ranks[t.src], group.process_group)
                 for t, each in zip(receives, places, strict=True)
@@ -135,8 +160,16 @@ def _execute_batched(group: Group, steps: Steps, lanes: Sequence[Cells], op: str
             for transfer in sends:
                 for piece in cells.outgoing(transfer.cells):
                     group.bytes_sent += piece.numel() * piece.element_size()
-                    operations.append(dist.P2POp(dist.isend, piece, group.ranks[transfer.dst], group.process_group))
-            for work in dist.batch_isend_irecv([each for each in operations if each.tensor.numel()]) if operations else ():
+                    operations.append(
+                        dist.P2POp(
+                            dist.isend, piece, group.ranks[transfer.dst], group.process_group
+                        )
+                    )
+            for work in (
+                dist.batch_isend_irecv([each for each in operations if each.tensor.numel()])
+                if operations
+                else ()
+            ):
                 wait_on_page(work)
             for transfer, arrived in zip(receives, places, strict=True):
                 if transfer.reduce:
@@ -151,6 +184,9 @@ def lanes_of(flat: Tensor, schedule: Schedule) -> list[Cells]:
     message = flat.numel() * flat.element_size() * largest // schedule.cells
     lanes = min(_MOST_LANES, max(1, message // LANE))
     return [
-        FlatCells(flat[start:stop], [begin for begin, _ in spans(stop - start, schedule.cells)] + [stop - start])
+        FlatCells(
+            flat[start:stop],
+            [begin for begin, _ in spans(stop - start, schedule.cells)] + [stop - start],
+        )
         for start, stop in spans(flat.numel(), lanes)
     ]

@@ -1,8 +1,9 @@
 """Run a schedule on symbols and see that it does what it claims, for every rank and every cell.
 
-A cell's content is the expression of the contributions that were added up in it. The proof fails, with the round, rank and cell, where a
-rank sends what it does not have, a contribution is counted twice or lost, a message brings nothing new, or a rank ends without what the
-collective promises. What comes out is also the order of addition: which bits a rank gets follows from nothing else.
+A cell's content is the expression of the contributions that were added up in it. The proof fails,
+with the round, rank and cell, where a rank sends what it does not have, a contribution is counted
+twice or lost, a message brings nothing new, or a rank ends without what the collective promises.
+What comes out is also the order of addition: which bits a rank gets follows from nothing else.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class Content:
 class Proof:
     """What is true of a schedule that was proved.
 
-    `messages` of all ranks together; `messages_of[r]` and `cells_sent_by[r]` what rank r sends (a cell is 1/cells of the tensor);
-    `orders[cell]` how the contributions of a cell were added, the lesser rank first; `same_bits` whether all ranks that hold a cell at the
-    end added it in the same order, so that they hold the same bits.
+    `messages` of all ranks together; `messages_of[r]` and `cells_sent_by[r]` what rank r sends (a
+    cell is 1/cells of the tensor); `orders[cell]` how the contributions of a cell were added, the
+    lesser rank first; `same_bits` whether all ranks that hold a cell at the end added it in the
+    same order, so that they hold the same bits.
     """
 
     rounds: int
@@ -47,12 +49,18 @@ class Proof:
 
 
 def prove(schedule: Schedule) -> Proof:
-    """Raise ScheduleError unless every rank ends with what the collective promises, each contribution counted exactly once."""
+    """Raise ScheduleError unless every rank ends with what the collective promises, each
+    contribution counted exactly once.
+    """
     state = _before(schedule)
     messages, cells = Counter[int](), Counter[int]()
     for number, transfers in enumerate(schedule.transfers(), start=1):
         _check_round(schedule, transfers, number)
-        arriving = [(transfer, cell, _sent(state, transfer, cell, number)) for transfer in transfers for cell in transfer.cells]
+        arriving = [
+            (transfer, cell, _sent(state, transfer, cell, number))
+            for transfer in transfers
+            for cell in transfer.cells
+        ]
         for transfer, cell, content in arriving:
             held = state[transfer.dst].get(cell)
             state[transfer.dst][cell] = _after(held, content, transfer, cell, number)
@@ -73,7 +81,12 @@ def prove(schedule: Schedule) -> Proof:
 
 def _before(schedule: Schedule) -> list[dict[int, Content]]:
     return [
-        {cell: Content(1 << rank, rank) for cell in held_before(schedule.kind, schedule.world, rank, schedule.root, schedule.cells)}
+        {
+            cell: Content(1 << rank, rank)
+            for cell in held_before(
+                schedule.kind, schedule.world, rank, schedule.root, schedule.cells
+            )
+        }
         for rank in range(schedule.world)
     ]
 
@@ -89,7 +102,8 @@ def _check_round(schedule: Schedule, transfers: list[Transfer], number: int) -> 
         for cell in transfer.cells:
             if (transfer.dst, cell) in into:
                 raise ScheduleError(
-                    f"{where}: rank {transfer.dst} receives cell {cell} twice in one round; the order would be left to chance"
+                    f"{where}: rank {transfer.dst} receives cell {cell} twice in one round; the"
+                    " order would be left to chance"
                 )
             into.add((transfer.dst, cell))
 
@@ -97,22 +111,32 @@ def _check_round(schedule: Schedule, transfers: list[Transfer], number: int) -> 
 def _sent(state: list[dict[int, Content]], transfer: Transfer, cell: int, number: int) -> Content:
     content = state[transfer.src].get(cell)
     if content is None:
-        raise ScheduleError(f"round {number}: rank {transfer.dst} waits for cell {cell} from rank {transfer.src}, which does not have it")
+        raise ScheduleError(
+            f"round {number}: rank {transfer.dst} waits for cell {cell} from rank {transfer.src},"
+            " which does not have it"
+        )
     return content
 
 
-def _after(held: Content | None, content: Content, transfer: Transfer, cell: int, number: int) -> Content:
+def _after(
+    held: Content | None, content: Content, transfer: Transfer, cell: int, number: int
+) -> Content:
     where = f"round {number}: cell {cell} from rank {transfer.src} to {transfer.dst}"
     if not transfer.reduce:
         if held is not None and held.ranks & ~content.ranks:
-            raise ScheduleError(f"{where} replaces contributions of ranks {_ranks(held.ranks & ~content.ranks)}, which are lost")
+            raise ScheduleError(
+                f"{where} replaces contributions of ranks {_ranks(held.ranks & ~content.ranks)},"
+                " which are lost"
+            )
         if held is not None and held.ranks == content.ranks:
             raise ScheduleError(f"{where} brings nothing new")
         return content
     if held is None:
         raise ScheduleError(f"{where} is to be added, but the receiver holds nothing to add it to")
     if held.ranks & content.ranks:
-        raise ScheduleError(f"{where} counts the contributions of ranks {_ranks(held.ranks & content.ranks)} twice")
+        raise ScheduleError(
+            f"{where} counts the contributions of ranks {_ranks(held.ranks & content.ranks)} twice"
+        )
     return Content(held.ranks | content.ranks, (held.order, content.order))
 
 
@@ -121,14 +145,21 @@ def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dic
     texts: dict[int, str] = {}  # what was copied is the same object on many ranks
     same = True
     for rank in range(schedule.world):
-        for cell in wanted_after(schedule.kind, schedule.world, rank, schedule.root, schedule.cells):
+        for cell in wanted_after(
+            schedule.kind, schedule.world, rank, schedule.root, schedule.cells
+        ):
             content, expected = state[rank].get(cell), _complete(schedule, cell)
             if content is None:
                 raise ScheduleError(f"at the end rank {rank} has no cell {cell}")
             if content.ranks != expected:
                 missing = _ranks(expected & ~content.ranks)
-                raise ScheduleError(f"at the end rank {rank}'s cell {cell} lacks the contributions of ranks {missing}")
-            order = texts.get(id(content.order)) or texts.setdefault(id(content.order), written(content.order))
+                raise ScheduleError(
+                    f"at the end rank {rank}'s cell {cell} lacks the contributions of ranks"
+                    f" {missing}"
+                )
+            order = texts.get(id(content.order)) or texts.setdefault(
+                id(content.order), written(content.order)
+            )
             same &= orders.setdefault(cell, order) == order
     return orders, same
 
@@ -147,7 +178,9 @@ def _ranks(bits: int) -> str:
 
 
 def written(order: Order) -> str:
-    """`((0+1)+(2+3))`. The lesser rank stands first: a+b and b+a are the same bits. Without recursion, for rings of many ranks."""
+    """`((0+1)+(2+3))`. The lesser rank stands first: a+b and b+a are the same bits. Without
+    recursion, for rings of many ranks.
+    """
     done: list[tuple[int, str]] = []  # least rank, text
     work: list[Order | None] = [order]
     while work:

@@ -2,7 +2,8 @@
 
     collective #12 all_reduce sum f32[1024] at train.py:71, 1024 elements, ranks 0-3: 0.35 ms
 
-The time goes from the call to the return of the wait for it (on a GPU: until the stream has been told to wait).
+The time goes from the call to the return of the wait for it (on a GPU: until the stream has been
+told to wait).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from lockstep.collectives.tags import listed
-from lockstep.launcher.debug import COLLECTIVES
+from lockstep.launcher.logs import COLLECTIVES
 
 _OPEN = 256  # collectives that nobody has waited for; the oldest is written down without a time
 
@@ -33,7 +34,10 @@ class Record:
 
     def begin(self, number: int, text: str, elements: int) -> None:
         """Collective `number` has been called."""
-        self._begun[number] = f"collective #{number} {text}, {elements} elements, {self._ranks}", time.perf_counter()
+        self._begun[number] = (
+            f"collective #{number} {text}, {elements} elements, {self._ranks}",
+            time.perf_counter(),
+        )
         while len(self._begun) > _OPEN:
             self._unwaited(min(self._begun))
 

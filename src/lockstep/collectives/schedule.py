@@ -1,13 +1,16 @@
 """A collective algorithm as data: who sends which piece to whom, round by round.
 
-    ring all-reduce of 4 ranks, 4 cells          round 1, three times, the cell going down by one each time:
+    ring all-reduce of 4 ranks, 4 cells          round 1, three times, the cell going down by one
+                                                 each time:
                                                    0 -> 1 cell 0   1 -> 2 cell 1   2 -> 3 cell 2   3 -> 0 cell 3   (add)
                                                  round 2, three times:
                                                    0 -> 1 cell 1   1 -> 2 cell 2   2 -> 3 cell 3   3 -> 0 cell 0   (replace)
 
-The tensor is cut into `cells`. A round's transfers go together: every one of them reads what its sender held before the round. A round
-that repeats moves its cells by `shift` each time, so that a ring is two rounds at 4 ranks and at 65,536. Five readers share this one
-description: it is proved (prove.py), run between processes (over_processes.py) and in one (in_process.py), timed (network.py), drawn (draw.py).
+The tensor is cut into `cells`. A round's transfers go together: every one of them reads what its
+sender held before the round. A round that repeats moves its cells by `shift` each time, so that a
+ring is two rounds at 4 ranks and at 65,536. Five readers share this one description: it is proved
+(prove.py), run between processes (over_processes.py) and in one (in_process.py), timed
+(network.py), drawn (draw.py).
 """
 
 from __future__ import annotations
@@ -20,17 +23,27 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Kind = Literal["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "scatter", "gather", "all_to_all"]
+Kind = Literal[
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "scatter",
+    "gather",
+    "all_to_all",
+]
 Ranks = NDArray[np.int64]
 REDUCING: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """Transfers that go together: number i takes `count[i]` cells from `cell[i]` on (past the last comes the first) from rank `src[i]` to `dst[i]`.
+    """Transfers that go together: number i takes `count[i]` cells from `cell[i]` on (past the last
+    comes the first) from rank `src[i]` to `dst[i]`.
 
-    The receiver adds them to what it holds (`reduce`) or puts them in its place. All of it happens `repeat` times, each time with cells
-    that are `shift` further.
+    The receiver adds them to what it holds (`reduce`) or puts them in its place. All of it happens
+    `repeat` times, each time with cells that are `shift` further.
     """
 
     src: Ranks
@@ -57,7 +70,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """An algorithm `name` for the collective `kind` among `world` ranks, over `cells` pieces; `root` where the kind has one."""
+    """An algorithm `name` for the collective `kind` among `world` ranks, over `cells` pieces;
+    `root` where the kind has one.
+    """
 
     name: str
     kind: Kind
@@ -73,21 +88,43 @@ class Schedule:
     def transfers(self) -> Iterator[list[Transfer]]:
         """Every round, written out."""
         for each in self.rounds:
-            starts = list(zip(each.src.tolist(), each.dst.tolist(), each.cell.tolist(), each.count.tolist(), strict=True))
+            starts = list(
+                zip(
+                    each.src.tolist(),
+                    each.dst.tolist(),
+                    each.cell.tolist(),
+                    each.count.tolist(),
+                    strict=True,
+                )
+            )
             for turn in range(each.repeat):
                 yield [
-                    Transfer(src, dst, tuple((cell + turn * each.shift + more) % self.cells for more in range(count)), each.reduce)
+                    Transfer(
+                        src,
+                        dst,
+                        tuple(
+                            (cell + turn * each.shift + more) % self.cells for more in range(count)
+                        ),
+                        each.reduce,
+                    )
                     for src, dst, cell, count in starts
                 ]
 
     def of_rank(self, rank: int) -> Iterator[tuple[list[Transfer], list[Transfer]]]:
-        """What one rank sends and what it receives in every round; rounds in which it does neither are left out."""
+        """What one rank sends and what it receives in every round; rounds in which it does
+        neither are left out.
+        """
         for each in self.rounds:
-            sends, receives = (np.flatnonzero(side == rank).tolist() for side in (each.src, each.dst))
+            sends, receives = (
+                np.flatnonzero(side == rank).tolist() for side in (each.src, each.dst)
+            )
             if not sends and not receives:
                 continue
             for turn in range(each.repeat):
-                yield [self._transfer(each, i, turn) for i in sends], [self._transfer(each, i, turn) for i in receives]
+                yield (
+                    [self._transfer(each, i, turn) for i in sends],
+                    [self._transfer(each, i, turn) for i in receives],
+                )
 
     def _transfer(self, each: Round, number: int, turn: int) -> Transfer:
         first = int(each.cell[number]) + turn * each.shift
@@ -95,10 +132,12 @@ class Schedule:
         return Transfer(int(each.src[number]), int(each.dst[number]), cells, each.reduce)
 
     def reversed(self, kind: Kind, name: str | None = None, *, in_order: bool = False) -> Schedule:
-        """The same transfers backwards, from the last round to the first: what spread a cell now collects it.
+        """The same transfers backwards, from the last round to the first: what spread a cell now
+        collects it.
 
-        An all-gather becomes a reduce-scatter, a broadcast a reduce, a scatter a gather. `in_order` keeps the rounds in their order, where
-        none builds on another, so that ranks are added in theirs.
+        An all-gather becomes a reduce-scatter, a broadcast a reduce, a scatter a gather. `in_order`
+        keeps the rounds in their order, where none builds on another, so that ranks are added in
+        theirs.
         """
         turned = tuple(
             replace(
@@ -111,15 +150,26 @@ class Schedule:
             )
             for each in self.rounds
         )
-        return replace(self, kind=kind, name=name or self.name, rounds=turned if in_order else turned[::-1])
+        return replace(
+            self, kind=kind, name=name or self.name, rounds=turned if in_order else turned[::-1]
+        )
 
 
 def together(
-    src: ArrayLike, dst: ArrayLike, cell: ArrayLike = 0, *, reduce: bool, count: ArrayLike = 1, repeat: int = 1, shift: int = 0
+    src: ArrayLike,
+    dst: ArrayLike,
+    cell: ArrayLike = 0,
+    *,
+    reduce: bool,
+    count: ArrayLike = 1,
+    repeat: int = 1,
+    shift: int = 0,
 ) -> Round:
     """A Round; a single number stands for all of its transfers."""
     arrays = np.broadcast_arrays(np.atleast_1d(np.asarray(src, dtype=np.int64)), dst, cell, count)
-    sources, targets, cells, counts = (np.ascontiguousarray(array, dtype=np.int64) for array in arrays)
+    sources, targets, cells, counts = (
+        np.ascontiguousarray(array, dtype=np.int64) for array in arrays
+    )
     return Round(sources, targets, cells, counts, reduce, repeat, shift)
 
 
@@ -130,14 +180,18 @@ def followed_by(first: Schedule, second: Schedule, name: str, kind: Kind) -> Sch
 
 
 def spans(numel: int, cells: int) -> list[tuple[int, int]]:
-    """The elements [start, stop) of each cell of a flat tensor: as `torch.tensor_split` cuts it, the first `numel % cells` one longer."""
+    """The elements [start, stop) of each cell of a flat tensor: as `torch.tensor_split` cuts it,
+    the first `numel % cells` one longer.
+    """
     each, more = divmod(numel, cells)
     starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
     return list(pairwise(starts))
 
 
 def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:
-    """The cells that a rank has something in before the collective. Cells of an all-to-all are numbered src * world + dst."""
+    """The cells that a rank has something in before the collective. Cells of an all-to-all are
+    numbered src * world + dst.
+    """
     if kind in REDUCING:
         return range(cells)
     if kind in ("broadcast", "scatter"):

@@ -1,15 +1,18 @@
 """What every rank of a host is about to do, on one page of memory that all of them map.
 
-Before a collective is issued, its rank writes down what it is: number, kind, dtype, shape, and the place in the program. Whoever
-comes second compares. Two ranks that call different things are told so, on all ranks, before any data is mixed; a rank that never
-comes, or has died, is named instead of waited for in a call that nobody can interrupt.
+Before a collective is issued, its rank writes down what it is: number, kind, dtype, shape, and the
+place in the program. Whoever comes second compares. Two ranks that call different things are told
+so, on all ranks, before any data is mixed; a rank that never comes, or has died, is named instead
+of waited for in a call that nobody can interrupt.
 
     page    one block a rank
-    block   a header (latest number, number at which a mismatch was found, pid) and a ring of the last tags
-    tag     its number and its text; the text is written first, so that a number that can be read has its text
+    block   a header (latest number, number at which a mismatch was found, pid) and a ring of the
+            last tags
+    tag     its number and its text; the text is written first, so that a number that can be read
+            has its text
 
-The order of two writes of one process is kept by x86 and by the mutexes that every c10d call takes; the worst that a reordering
-could do is to miss a comparison.
+The order of two writes of one process is kept by x86 and by the mutexes that every c10d call takes;
+the worst that a reordering could do is to miss a comparison.
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep import status
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
+from lockstep.runtime import status
 
 _HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid
 _NUMBER = struct.Struct("=Q")
@@ -45,8 +48,12 @@ _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 class Tags:
     """This rank's view of the page of one group whose members share a host."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ranks: Sequence[int], *, places: bool = True) -> None:
-        """`places`: whether ranks must also come to a collective by the same line of the program."""
+    def __init__(
+        self, memory: mmap.mmap, rank: int, ranks: Sequence[int], *, places: bool = True
+    ) -> None:
+        """`places`: whether ranks must also come to a collective by the same line of the
+        program.
+        """
         self._memory = memory
         self._places = places
         self._rank = rank
@@ -69,7 +76,9 @@ class Tags:
         _NUMBER.pack_into(self._memory, self._mine, number)
 
     def compare(self, number: int) -> bool:
-        """Compare with the ranks that have come to `number`; True when all have. Raises CollectiveMismatch."""
+        """Compare with the ranks that have come to `number`; True when all have. Raises
+        CollectiveMismatch.
+        """
         start = self._tag(self._rank, number)
         mine = self._memory[start : start + _TAG]
         here = 0
@@ -84,7 +93,10 @@ class Tags:
             theirs = self._memory[start : start + _TAG]
             if _NUMBER.unpack_from(self._memory, start)[0] != number:
                 continue  # it is far ahead, and has written over this tag
-            if theirs != mine and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]:
+            if (
+                theirs != mine
+                and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]
+            ):
                 if not self._places and _without_place(theirs) == _without_place(mine):
                     continue
                 raise self._mismatch(number)
@@ -93,7 +105,8 @@ class Tags:
     def wait(self, number: int, timeout: timedelta) -> None:
         """Return when all ranks have come to collective `number` and mean the same by it.
 
-        Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead; CollectiveTimeout, naming who did not come.
+        Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead;
+        CollectiveTimeout, naming who did not come.
         """
         if number <= self.compared or self.compare(number):
             self.compared = max(self.compared, number)
@@ -102,7 +115,8 @@ class Tags:
         pause = 0.0
         status.waits(True)
         while not self.compare(number):
-            time.sleep(pause)  # 0 yields the core: on a host with more ranks than cores the one awaited may need it
+            # 0 yields the core: on a host with more ranks than cores the one awaited may need it
+            time.sleep(pause)
             now = time.monotonic()
             pause = 0.0 if now - begin < 0.001 else min(0.001, pause + 0.00005)
             if now - last_look > _LOOK_FOR_THE_DEAD:
@@ -114,7 +128,9 @@ class Tags:
         self.compared = number
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
-        """Compare once, and see whether a rank is dead that has not come to `number`, or that is `awaited` (places) in the middle of it."""
+        """Compare once, and see whether a rank is dead that has not come to `number`, or that is
+        `awaited` (places) in the middle of it.
+        """
         if not self.compare(number):
             self._look_for_the_dead(number, self._missing(number))
         self._look_for_the_dead(number, awaited)
@@ -123,7 +139,7 @@ class Tags:
         """What this rank said its collective `number` is; empty when that is long ago."""
         return self._text(self._rank, number) or ""
 
-    # -- messages ------------------------------------------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     def _tag(self, rank: int, number: int) -> int:
         return rank * _BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
@@ -135,36 +151,64 @@ class Tags:
         return self._memory[start + 8 : start + _TAG].rstrip(b"\0").decode(errors="replace")
 
     def _mismatch(self, number: int) -> CollectiveMismatch:
-        _NUMBER.pack_into(self._memory, self._mine + 8, number)  # the others find it here, whatever they wait for
+        # the others find it here, whatever they wait for
+        _NUMBER.pack_into(self._memory, self._mine + 8, number)
         deadline = time.monotonic() + _LET_THE_OTHERS_COME
         while self._missing(number) and time.monotonic() < deadline:
             time.sleep(0.001)
-        return different(number, [self._text(rank, number) for rank in range(len(self._ranks))], self._ranks)
+        return different(
+            number, [self._text(rank, number) for rank in range(len(self._ranks))], self._ranks
+        )
 
     def _missing(self, number: int) -> list[int]:
-        return [other for other in self._others if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number]
+        return [
+            other
+            for other in self._others
+            if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number
+        ]
 
     def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
         for other in among:
             latest, _, pid = _HEADER.unpack_from(self._memory, other * _BLOCK)
             if pid and not alive(pid):
                 last = self._text(other, latest)
-                act = f"its last collective was #{latest}: {last}" if last else "it had called no collective"
+                act = (
+                    f"its last collective was #{latest}: {last}"
+                    if last
+                    else "it had called no collective"
+                )
                 raise PeerFailed(
-                    f"rank {self._ranks[other]} (pid {pid}) has ended; {act}. This rank waited for it in #{number}: {self._text(self._rank, number)}"
+                    f"rank {self._ranks[other]} (pid {pid}) has ended; {act}. This rank waited for"
+                    f" it in #{number}: {self._text(self._rank, number)}"
                 )
 
     def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
         missing = [self._ranks[other] for other in self._missing(number)]
         return CollectiveTimeout(
-            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within the timeout of {timeout.total_seconds():g} s",
+            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within"
+            f" the timeout of {timeout.total_seconds():g} s",
             missing,
         )
 
 
-def share_page(store: dist.Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta, *, places: bool = True) -> Tags:
-    """Make or join the page of a group whose members all run on this host. Every member calls it. Linux only."""
-    return Tags(share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout), rank, ranks, places=places)
+def share_page(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    *,
+    places: bool = True,
+) -> Tags:
+    """Make or join the page of a group whose members all run on this host. Every member calls
+    it. Linux only.
+    """
+    return Tags(
+        share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout),
+        rank,
+        ranks,
+        places=places,
+    )
 
 
 def _without_place(tag: bytes) -> bytes:
@@ -172,7 +216,9 @@ def _without_place(tag: bytes) -> bytes:
 
 
 def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) -> CollectiveMismatch:
-    """The error that says what each rank meant by collective `number`; None for one that has not come."""
+    """The error that says what each rank meant by collective `number`; None for one that has not
+    come.
+    """
     said: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         if text is not None:
@@ -180,20 +226,32 @@ def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) ->
     parts = [f"{listed(who)} {text}" for text, who in said.items()]
     rule = "All ranks must call the same collectives in the same order."
     if len({text.rsplit(" at ", 1)[0] for text in said}) == 1:
-        rule = "These are alike but stand at different places: all ranks must come to a collective by the same line."
+        rule = (
+            "These are alike but stand at different places: all ranks must come to a collective by"
+            " the same line."
+        )
     return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number)
 
 
 def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
     """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
     shape = ",".join(map(str, tensor.shape))
-    return f"{kind}{f' {detail}' if detail else ''} {short_dtype(tensor.dtype)}[{shape}] {place or call_site()}"
+    return (
+        f"{kind}{f' {detail}' if detail else ''} {short_dtype(tensor.dtype)}[{shape}]"
+        f" {place or call_site()}"
+    )
 
 
 def short_dtype(dtype: torch.dtype) -> str:
     """`f32`, `bf16`, `i64`."""
     name = str(dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+    for long, short in (
+        ("bfloat", "bf"),
+        ("float", "f"),
+        ("uint", "u"),
+        ("int", "i"),
+        ("complex", "c"),
+    ):
         if name.startswith(long):
             return short + name.removeprefix(long)
     return name

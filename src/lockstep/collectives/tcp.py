@@ -1,6 +1,8 @@
-"""This process's TCP connections to other hosts, as the kernel sees them: which link is slow, without a message of ours. Linux only.
+"""This process's TCP connections to other hosts, as the kernel sees them: which link is slow,
+without a message of ours. Linux only.
 
-busy            seconds in which octets were under way to the other side: of a link that keeps everybody waiting, most of the time
+busy            seconds in which octets were under way to the other side: of a link that keeps
+                everybody waiting, most of the time
 rate            bytes a second that the other side has last confirmed
 round trip      latency, smoothed by the kernel
 """
@@ -18,7 +20,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 _INFO = 256  # bytes; a kernel that knows less gives less
-_ROUND_TRIP, _RATE, _BUSY, _SENT = 68, 160, 168, 200  # where they stand in the kernel's struct tcp_info (include/uapi/linux/tcp.h)
+# where they stand in the kernel's struct tcp_info (include/uapi/linux/tcp.h)
+_ROUND_TRIP, _RATE, _BUSY, _SENT = 68, 160, 168, 200
 _RETRANSMITTED = 100
 _ESTABLISHED = 1
 
@@ -42,7 +45,9 @@ class Connection:
 
 
 def connections() -> Iterator[Connection]:
-    """Those of this process to other hosts, that are open. Nothing where the system does not tell."""
+    """Those of this process to other hosts, that are open. Nothing where the system does not
+    tell.
+    """
     if not hasattr(socket, "TCP_INFO"):
         return
     for number in _descriptors():
@@ -60,7 +65,10 @@ def _connection(number: int) -> Connection | None:
     if not stat.S_ISSOCK(os.fstat(number).st_mode):
         return None
     with socket.socket(fileno=os.dup(number)) as found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+        if (
+            found.family not in (socket.AF_INET, socket.AF_INET6)
+            or found.type != socket.SOCK_STREAM
+        ):
             return None
         there, near = found.getpeername(), found.getsockname()
         host, here = _address(there[0]), _address(near[0])
@@ -72,7 +80,9 @@ def _connection(number: int) -> Connection | None:
     rate, busy = struct.unpack_from("=QQ", octets, _RATE)
     (sent,) = struct.unpack_from("=Q", octets, _SENT)
     ends = (f"{here}:{near[1]}", f"{host}:{there[1]}")
-    return Connection(ends, here, host, round_trip / 1e6, busy / 1e6, sent, retransmitted, float(rate))
+    return Connection(
+        ends, here, host, round_trip / 1e6, busy / 1e6, sent, retransmitted, float(rate)
+    )
 
 
 def _address(text: str) -> str:

@@ -1,4 +1,6 @@
-"""What ranks have to tell each other in bytes and in words: JSON, never pickle. Groups are such whose tensors are on the CPU."""
+"""What ranks have to tell each other in bytes and in words: JSON, never pickle. Groups are such
+whose tensors are on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,34 @@ def everybodys(mine: Any, group: Group, place: str) -> list[Any]:
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = group.all_gather(padded, place).view(len(lengths), -1)
-    return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    return [
+        json.loads(row[:length].numpy().tobytes())
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def said_by(root: int, mine: Any, group: Group, place: str) -> Any:
-    """What rank `root` of the group has to say, on all of them; the others' `mine` is not looked at. A collective."""
-    return json.loads(bytes_of(root, json.dumps(mine).encode() if group.rank == root else b"", group, place))
+    """What rank `root` of the group has to say, on all of them; the others' `mine` is not looked
+    at. A collective.
+    """
+    return json.loads(
+        bytes_of(root, json.dumps(mine).encode() if group.rank == root else b"", group, place)
+    )
 
 
 def bytes_of(root: int, mine: bytes, group: Group, place: str | None = None) -> bytes:
-    """The bytes of rank `root` of the group, on all of them; the others' are not looked at. A collective."""
+    """The bytes of rank `root` of the group, on all of them; the others' are not looked at. A
+    collective.
+    """
     here = group.rank == root
     length = torch.tensor(len(mine) if here else 0)
     group.broadcast(length, root, place).wait()
     if length == 0:
         return b""
-    letters: Tensor = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if here else torch.empty(int(length), dtype=torch.uint8)
+    letters: Tensor = (
+        torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        if here
+        else torch.empty(int(length), dtype=torch.uint8)
+    )
     group.broadcast(letters, root, place).wait()
     return letters.numpy().tobytes()

@@ -1,4 +1,5 @@
-"""The one order in which exact mode adds: a balanced binary tree over the slots of a step, whatever rank holds which of them.
+"""The one order in which exact mode adds: a balanced binary tree over the slots of a step, whatever
+rank holds which of them.
 
     slots      0   1   2   3   4   5          six micro-batches
                 \\ /     \\ /     \\ /
@@ -8,8 +9,9 @@
                       \\_________/
                            *
 
-A rank with slots 3, 4, 5 can add up 4 and 5, and not 3: it brings the blocks [3] and [4, 5]. Whoever has all blocks of all ranks can finish
-the tree. Everything here is a pure function of integers, so that every rank knows what every other one brings.
+A rank with slots 3, 4, 5 can add up 4 and 5, and not 3: it brings the blocks [3] and [4, 5].
+Whoever has all blocks of all ranks can finish the tree. Everything here is a pure function of
+integers, so that every rank knows what every other one brings.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor
 
 ABSENT = -0.0
-"""x + -0.0 is x to the last bit, for every x, and x + 0.0 is not (for -0.0): what nobody has adds up to this."""
+"""x + -0.0 is x to the last bit, for every x, and x + 0.0 is not (for -0.0): what nobody has
+adds up to this.
+"""
 
 
 class Block(NamedTuple):
@@ -45,13 +49,17 @@ class Turn(NamedTuple):
 
 @lru_cache(maxsize=256)
 def turns(slots: range) -> tuple[Turn, ...]:
-    """What a rank does with consecutive slots, one after the other: a binary counter that adds blocks as soon as they are neighbours."""
+    """What a rank does with consecutive slots, one after the other: a binary counter that adds
+    blocks as soon as they are neighbours.
+    """
     return _walk(slots)[0]
 
 
 @lru_cache(maxsize=256)
 def blocks(slots: range) -> tuple[Block, ...]:
-    """The blocks that a rank brings, in the order of their slots: the largest aligned ones that tile its range."""
+    """The blocks that a rank brings, in the order of their slots: the largest aligned ones that
+    tile its range.
+    """
     return _walk(slots)[1]
 
 
@@ -72,7 +80,11 @@ def _walk(slots: range) -> tuple[tuple[Turn, ...], tuple[Block, ...]]:
 
 def _neighbours(left: Block, right: Block) -> bool:
     """Whether the two are the halves of one block."""
-    return left.size == right.size and left.first + left.size == right.first and left.first % (2 * left.size) == 0
+    return (
+        left.size == right.size
+        and left.first + left.size == right.first
+        and left.first % (2 * left.size) == 0
+    )
 
 
 def levels(slots: range) -> int:
@@ -89,7 +101,10 @@ def tree(every: tuple[Block, ...]) -> Term:
     """How the blocks of all ranks add up. They tile slots 0 .. n - 1, in order."""
     assert every, "a step has at least one micro-batch"
     end = every[-1].first + every[-1].size
-    assert [block.first for block in every] == [0, *(block.first + block.size for block in every[:-1])]
+    assert [block.first for block in every] == [
+        0,
+        *(block.first + block.size for block in every[:-1]),
+    ]
     places = {block: number for number, block in enumerate(every)}
     size = 1
     while size < end:
@@ -113,7 +128,9 @@ def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
 
 
 def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """The sum into `out`, which may be one of the tensors. Each addition is rounded to their dtype."""
+    """The sum into `out`, which may be one of the tensors. Each addition is rounded to their
+    dtype.
+    """
     if isinstance(term, int):
         if tensors[term].data_ptr() != out.data_ptr():
             out.copy_(tensors[term])
@@ -122,11 +139,17 @@ def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _value(term: Term, tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[term] if isinstance(term, int) else torch.add(_value(term[0], tensors), _value(term[1], tensors))
+    return (
+        tensors[term]
+        if isinstance(term, int)
+        else torch.add(_value(term[0], tensors), _value(term[1], tensors))
+    )
 
 
 def add_rows(rows: Tensor) -> Tensor:
-    """The sum along the tree of the rows of a tensor, of which there is at least one: shape [n, ...] gives [...]."""
+    """The sum along the tree of the rows of a tensor, of which there is at least one: shape [n,
+    ...] gives [...].
+    """
     found = torch.empty_like(rows[0])
     add_up(tree(tuple(Block(slot, 1) for slot in range(len(rows)))), rows.unbind(), found)
     return found

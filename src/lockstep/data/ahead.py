@@ -22,12 +22,16 @@ class Copies(Protocol):
         ...
 
     def arrive(self, started: Any) -> Any:
-        """The batch on its device, safe to use by what comes next on the device's current stream."""
+        """The batch on its device, safe to use by what comes next on the device's current
+        stream.
+        """
         ...
 
 
 class WhenAsked:
-    """Copies at the moment that the batch is asked for: for the CPU, where that costs nothing, and devices without streams."""
+    """Copies at the moment that the batch is asked for: for the CPU, where that costs nothing,
+    and devices without streams.
+    """
 
     ahead = False
 
@@ -44,8 +48,9 @@ class WhenAsked:
 class OnStream:
     """Copies on a CUDA stream of its own, beside the computation.
 
-    Memory that is given out on one stream and used on another is told so (`record_stream`), else it would be given out again too early.
-    What moves itself (`.to`), whose tensors cannot be seen, is therefore copied when it is asked for, on the stream that computes.
+    `record_stream` tells the allocator that memory of one stream is used on another; without it,
+    the memory would be given out again too early. What moves itself (`.to`), whose tensors cannot be seen, is
+    therefore copied when it is asked for, on the stream that computes.
     """
 
     ahead = True
@@ -74,14 +79,18 @@ def copies_to(device: torch.device, *, pinned: bool) -> Copies:
 
 
 class Ahead:
-    """A queue of fetched batches. An error in fetching one is raised when that one is asked for, not before."""
+    """A queue of fetched batches. An error in fetching one is raised when that one is asked for,
+    not before.
+    """
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._queue: deque[tuple[Any, Exception | None]] = deque()
 
     def fill(self, count: int, fetch: Callable[[], Any]) -> None:
-        """Fetch until `count` batches wait, and begin to copy them. After a failed one nothing is fetched: its successors are lost."""
+        """Fetch until `count` batches wait, and begin to copy them. After a failed one nothing
+        is fetched: its successors are lost.
+        """
         while len(self._queue) < count and not (self._queue and self._queue[-1][1]):
             try:
                 self._queue.append((self._copies.start(fetch()), None))
@@ -90,7 +99,9 @@ class Ahead:
 
     def take(self, fetch: Callable[[], Any]) -> Any:
         """The next batch, on its device."""
-        started, error = self._queue.popleft() if self._queue else (self._copies.start(fetch()), None)
+        started, error = (
+            self._queue.popleft() if self._queue else (self._copies.start(fetch()), None)
+        )
         if error is not None:
             raise error
         return self._copies.arrive(started)

@@ -1,11 +1,13 @@
-"""Shares that follow measured speed: what the ranks' work has taken comes in, who computes how many of the next window's micro-batches goes out.
+"""Shares that follow measured speed: what the ranks' work has taken comes in, who computes how many
+of the next window's micro-batches goes out.
 
     window   k - 1   k        k + 1
     work     ######  ######                what a micro-batch took each rank in k - 1 travels with the facts of step k (a GPU may tell it later),
     noted            ^ k - 1               so that all ranks know the same numbers when k is over,
     decided                   ^            and decide the same for k + 1, without a message of their own
 
-No clock and no rank of its own: a function of what was noted, whose decisions are the same on every rank.
+No clock and no rank of its own: a function of what was noted, whose decisions are the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ WARM_UP = 2
 LATE = 2
 """Steps after a move in which what is noted is still of a step before it."""
 MEASURED, REMEMBERED = 5, 20
-"""Steps since the last move that it takes to decide, and of which the median counts at most: one that was held up does not."""
+"""Steps since the last move that it takes to decide, and of which the median counts at most: one
+that was held up does not.
+"""
 GAIN, DOUBT = 0.05, 0.5
-"""Of a step's time, what a move must promise: GAIN + DOUBT / steps. What loader workers fetched ahead is lost, a step at most, which is earned
-back in 20; and what is known from few steps may be chance."""
+"""Of a step's time, what a move must promise: GAIN + DOUBT / steps. What loader workers fetched
+ahead is lost, a step at most, which is earned back in 20; and what is known from few steps may
+be chance.
+"""
 TRIAL = 0.01
 """Of the time, what trials of ranks that have nothing to do may cost."""
 MOST_PATIENCE = 320
@@ -49,7 +55,9 @@ class Moved:
 
 
 class Balancer:
-    """Of one Loader. `begin` opens every window in its order, `note` ends its step; both are called alike on all ranks."""
+    """Of one Loader. `begin` opens every window in its order, `note` ends its step; both are
+    called alike on all ranks.
+    """
 
     def __init__(self, slots: int, size: int) -> None:
         each, more = divmod(slots, size)
@@ -60,33 +68,45 @@ class Balancer:
         self._noted: list[float] | None = None  # of that window's step: seconds by rank
         self._steps = 0  # taken in
         self._since = 0  # of them, since the last move
-        self._fresh: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(size)]  # seconds of a micro-batch, since the last move
+        # seconds of a micro-batch, since the last move
+        self._fresh: list[deque[float]] = [deque(maxlen=REMEMBERED) for _ in range(size)]
         self._known: list[float | None] = [None] * size  # the last that was known of each
         self._idle = [0] * size  # steps since it had something to do
         self._patience = MEASURED
         self._promise: _Promise | None = None  # of the last move
 
     def note(self, seconds: Sequence[float]) -> None:
-        """The step of the window that is open is done. `seconds`: what a micro-batch took each rank lately (0: unknown); of several Steppers, added."""
+        """The step of the window that is open is done. `seconds`: what a micro-batch took each
+        rank lately (0: unknown); of several Steppers, added.
+        """
         if len(seconds) != len(self.by_rank):
             raise UsageError(
-                f"balance='auto': the Loader shares out among {len(self.by_rank)} ranks, and {len(seconds)} take part in a step: leave its rank "
-                "and size out"
+                f"balance='auto': the Loader shares out among {len(self.by_rank)} ranks, and"
+                f" {len(seconds)} take part in a step: leave its rank and size out"
             )
-        self._noted = list(seconds) if self._noted is None else [ours + more for ours, more in zip(self._noted, seconds, strict=True)]
+        self._noted = (
+            list(seconds)
+            if self._noted is None
+            else [ours + more for ours, more in zip(self._noted, seconds, strict=True)]
+        )
 
     def leave(self) -> None:
-        """A walk begins: a window that was opened and whose step was not done, because its epoch was left there, is forgotten."""
+        """A walk begins: a window that was opened and whose step was not done, because its epoch
+        was left there, is forgotten.
+        """
         if self._noted is None:
             self._open = False
 
     def begin(self) -> Moved | None:
-        """The next window is opened: what has moved since the last one. Raises UsageError where the step of that one is not done."""
+        """The next window is opened: what has moved since the last one. Raises UsageError where
+        the step of that one is not done.
+        """
         if self._open:
             if self._noted is None:
                 raise UsageError(
-                    "balance='auto' shares a window out by what the ones before have taken: call stepper.step() after each window, before "
-                    "the next one is asked for (or give a number for each rank, such as 2,1,1)"
+                    "balance='auto' shares a window out by what the ones before have taken: call"
+                    " stepper.step() after each window, before the next one is asked for (or give a"
+                    " number for each rank, such as 2,1,1)"
                 )
             self._take_in(self._noted)
         moved = self._decide()
@@ -111,11 +131,16 @@ class Balancer:
         if measured < MEASURED:
             return None
         known = [each for each in self._known if each is not None]
-        seconds = tuple(min(known) if each is None else each for each in self._known)  # one that was never measured may be as fast as any
+        # one that was never measured may be as fast as any
+        seconds = tuple(min(known) if each is None else each for each in self._known)
         now = longest(seconds, self.by_rank)
         back = self._judge(now)
         if back is not None:
-            return Moved(by_rank=back, seconds=seconds, why="as before: the other shares did not make a step shorter")
+            return Moved(
+                by_rank=back,
+                seconds=seconds,
+                why="as before: the other shares did not make a step shorter",
+            )
         if self._since < self._patience:
             return None
         best = quickest(seconds, self._slots)
@@ -125,7 +150,11 @@ class Balancer:
             return Moved(by_rank=best, seconds=seconds, why=_apart(seconds))
         for rank in range(len(seconds)):
             if self._worth_a_trial(rank, seconds, now):
-                return Moved(by_rank=self._with_one(rank, seconds), seconds=seconds, why=f"rank {rank} had none, and is tried again")
+                return Moved(
+                    by_rank=self._with_one(rank, seconds),
+                    seconds=seconds,
+                    why=f"rank {rank} had none, and is tried again",
+                )
         return None
 
     def _of_busy(self) -> list[deque[float]]:
@@ -133,14 +162,18 @@ class Balancer:
         return [fresh for fresh, count in zip(self._fresh, self.by_rank, strict=True) if count]
 
     def _at_best(self) -> float:
-        """The slowest rank's time with the shares as they are, if its best steps were all: what noise could have made look longer."""
+        """The slowest rank's time with the shares as they are, if its best steps were all: what
+        noise could have made look longer.
+        """
         best = [sorted(fresh)[len(fresh) // 4] for fresh in self._of_busy()]
         return longest(best, [count for count in self.by_rank if count])
 
     def _judge(self, now: float) -> tuple[int, ...] | None:
-        """Whether the last move has brought what it promised; the shares of before, where a step is no shorter.
+        """Whether the last move has brought what it promised; the shares of before, where a step is
+        no shorter.
 
-        Speeds may change with the shares (where ranks share cores, say), which would have these wander for ever: so it happens less and less often.
+        Speeds may change with the shares (where ranks share cores, say), which would have these
+        wander for ever: so it happens less and less often.
         """
         promise, self._promise = self._promise, None
         if promise is None:
@@ -150,15 +183,23 @@ class Balancer:
         return promise.by_rank if now >= promise.before else None
 
     def _worth_a_trial(self, rank: int, seconds: Sequence[float], now: float) -> bool:
-        """Whether a rank that has nothing to do would be of use if it had become fast, and it is long enough since that was seen."""
+        """Whether a rank that has nothing to do would be of use if it had become fast, and it is
+        long enough since that was seen.
+        """
         if self.by_rank[rank]:
             return False
         hoped = [min(seconds) if other == rank else each for other, each in enumerate(seconds)]
         steps_lost = 1 + (MEASURED + LATE) * max(0.0, seconds[rank] / now - 1)
-        return longest(hoped, quickest(hoped, self._slots)) < (1 - GAIN) * now and self._idle[rank] * TRIAL >= steps_lost
+        return (
+            longest(hoped, quickest(hoped, self._slots)) < (1 - GAIN) * now
+            and self._idle[rank] * TRIAL >= steps_lost
+        )
 
     def _with_one(self, rank: int, seconds: Sequence[float]) -> tuple[int, ...]:
-        others = quickest([math.inf if other == rank else each for other, each in enumerate(seconds)], self._slots - 1)
+        others = quickest(
+            [math.inf if other == rank else each for other, each in enumerate(seconds)],
+            self._slots - 1,
+        )
         return tuple(1 if other == rank else count for other, count in enumerate(others))
 
 
@@ -175,4 +216,7 @@ class _Promise:
 def _apart(seconds: Sequence[float]) -> str:
     ranks = range(len(seconds))
     slowest, fastest = max(ranks, key=seconds.__getitem__), min(ranks, key=seconds.__getitem__)
-    return f"rank {slowest} takes {seconds[slowest] / seconds[fastest]:.1f}x as long for one as rank {fastest}"
+    return (
+        f"rank {slowest} takes {seconds[slowest] / seconds[fastest]:.1f}x as long for one as rank"
+        f" {fastest}"
+    )

@@ -1,4 +1,6 @@
-"""Which course a Loader's arguments ask for; every combination that makes no sense is refused here."""
+"""Which course a Loader's arguments ask for; every combination that makes no sense is refused
+here.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, Sampler
 
-from lockstep.balance import Balance
+from lockstep.config.balance import Balance
 from lockstep.data.balancer import Balancer
 from lockstep.data.course import ByBatch, ByPosition, Course
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
 from lockstep.data.shares import in_proportion
 from lockstep.data.windows import Plan, whole
 from lockstep.errors import UsageError
-from lockstep.place import rank_and_size
+from lockstep.runtime.environment import rank_and_size
 
 
 def choose_course(
@@ -31,34 +33,54 @@ def choose_course(
     drop_last: bool,
     size: int,
 ) -> tuple[Course, bool]:
-    """The course through a data set of `samples` samples, and whether the world size is in it. Raises UsageError."""
+    """The course through a data set of `samples` samples, and whether the world size is in it.
+    Raises UsageError.
+    """
     if order is not None and shuffle is not None:
-        raise UsageError(f"shuffle={shuffle} and order={type(order).__name__}: the order says what comes when; leave shuffle out")
+        raise UsageError(
+            f"shuffle={shuffle} and order={type(order).__name__}: the order says what comes when;"
+            " leave shuffle out"
+        )
     if samples == 0:
         raise UsageError("the dataset is empty: there is nothing to train on")
     if micro_batches is not None or isinstance(order, Batches):
-        sizes = {"global_batch": global_batch, "batch_per_rank": batch_per_rank, "micro_batch": micro_batch}
+        sizes = {
+            "global_batch": global_batch,
+            "batch_per_rank": batch_per_rank,
+            "micro_batch": micro_batch,
+        }
         found = _batches(order, micro_batches, sizes, samples, seed)
         return ByBatch(found, whole("micro_batches", micro_batches), drop_last=drop_last), False
     total, micro, depends = sizes_of(global_batch, batch_per_rank, micro_batch, size)
     positions = _order(order, samples, seed, shuffle)
-    plan = Plan(samples=positions.samples, global_batch=total, micro_batch=micro, drop_last=drop_last)
+    plan = Plan(
+        samples=positions.samples, global_batch=total, micro_batch=micro, drop_last=drop_last
+    )
     return ByPosition(positions, plan), depends
 
 
-def _batches(order: Any, micro_batches: int | None, sizes: dict[str, int | None], samples: int, seed: int) -> Batches:
+def _batches(
+    order: Any, micro_batches: int | None, sizes: dict[str, int | None], samples: int, seed: int
+) -> Batches:
     name = type(order).__name__
     given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
     if micro_batches is None:
-        raise UsageError(f"order={name} makes the micro-batches itself: give micro_batches=, how many of them are a step")
+        raise UsageError(
+            f"order={name} makes the micro-batches itself: give micro_batches=, how many of them"
+            " are a step"
+        )
     if given:
-        raise UsageError(f"micro_batches={micro_batches} and {' and '.join(given)}: the order decides how many samples a micro-batch has")
+        raise UsageError(
+            f"micro_batches={micro_batches} and {' and '.join(given)}: the order decides how many"
+            " samples a micro-batch has"
+        )
     if isinstance(order, Batches):
         return order
     if order is None or isinstance(order, Order) or not hasattr(order, "__iter__"):
         raise UsageError(
-            f"micro_batches={micro_batches} counts micro-batches that the order makes, and order={name} makes none: give an order of batches "
-            "or a batch sampler, or global_batch and micro_batch"
+            f"micro_batches={micro_batches} counts micro-batches that the order makes, and"
+            f" order={name} makes none: give an order of batches or a batch sampler, or"
+            " global_batch and micro_batch"
         )
     return FromBatches(order, length=samples, seed=seed)
 
@@ -71,14 +93,20 @@ def _order(order: Any, samples: int, seed: int, shuffle: bool | None) -> Order:
     name = type(order).__name__
     if isinstance(order, BatchSampler):
         raise UsageError(
-            f"order={name} makes the micro-batches itself: give micro_batches=, how many of them are a step, and no batch sizes"
+            f"order={name} makes the micro-batches itself: give micro_batches=, how many of them"
+            " are a step, and no batch sizes"
         )
     if not isinstance(order, Sampler) and not hasattr(order, "__iter__"):
-        raise UsageError(f"order={order!r} is neither an order nor a sampler: it is asked for the samples of an epoch")
+        raise UsageError(
+            f"order={order!r} is neither an order nor a sampler: it is asked for the samples of an"
+            " epoch"
+        )
     return FromSampler(order, length=samples, seed=seed)
 
 
-def sizes_of(global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int) -> tuple[int, int, bool]:
+def sizes_of(
+    global_batch: int | None, batch_per_rank: int | None, micro_batch: int | None, size: int
+) -> tuple[int, int, bool]:
     """(global batch, micro-batch, whether either of them depends on the world size)."""
     if micro_batch is not None:
         micro_batch = whole("micro_batch", micro_batch)
@@ -86,18 +114,24 @@ def sizes_of(global_batch: int | None, batch_per_rank: int | None, micro_batch: 
         total = whole("global_batch", global_batch)
         return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
     if batch_per_rank is None or global_batch is not None:
-        raise UsageError(f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of them")
+        raise UsageError(
+            f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of"
+            " them"
+        )
     each = whole("batch_per_rank", batch_per_rank)
     if micro_batch is not None and each % micro_batch:
         raise UsageError(
-            f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: a rank's batch is cut into whole micro-batches; "
-            "change one of them, or give global_batch"
+            f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: a rank's batch"
+            " is cut into whole micro-batches; change one of them, or give global_batch"
         )
     return each * size, micro_batch or each, True
 
 
-def choose_shares(balance: Balance | None, slots: int, size: int, *, depends: bool) -> tuple[Balancer | None, tuple[int, ...]]:
-    """Who shares out a step's `slots` micro-batches from window to window, or the shares of all windows (empty: evenly). Raises UsageError.
+def choose_shares(
+    balance: Balance | None, slots: int, size: int, *, depends: bool
+) -> tuple[Balancer | None, tuple[int, ...]]:
+    """Who shares out a step's `slots` micro-batches from window to window, or the shares of all
+    windows (empty: evenly). Raises UsageError.
 
     `depends`: whether the world size decides how the data is cut.
     """
@@ -105,8 +139,8 @@ def choose_shares(balance: Balance | None, slots: int, size: int, *, depends: bo
         return None, ()
     if depends:
         raise UsageError(
-            f"balance={str(balance)!r} shares out micro-batches that are the same on any number of ranks, and here every rank has its own: "
-            "give global_batch and micro_batch"
+            f"balance={str(balance)!r} shares out micro-batches that are the same on any number of"
+            " ranks, and here every rank has its own: give global_batch and micro_batch"
         )
     if balance.weights is None:
         return Balancer(slots, size), ()
@@ -128,5 +162,7 @@ def place_of(rank: int | None, size: int | None) -> tuple[int, int]:
 
 def default_device() -> torch.device:
     """This rank's: the current GPU, unless ranks talk over a backend for CPUs."""
-    ours = torch.cuda.is_available() and (not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl")
+    ours = torch.cuda.is_available() and (
+        not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl"
+    )
     return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")

@@ -1,7 +1,9 @@
-"""The course of a training through its data: every epoch's cuts, and the samples in their micro-batches.
+"""The course of a training through its data: every epoch's cuts, and the samples in their
+micro-batches.
 
-An order of samples is cut into micro-batches by position. An order that makes the micro-batches itself is cut by their numbers: a plan
-whose "samples" are micro-batches, `micro_batches` of them a step; its epochs may differ in length.
+An order of samples is cut into micro-batches by position. An order that makes the micro-batches
+itself is cut by their numbers: a plan whose "samples" are micro-batches, `micro_batches` of them a
+step; its epochs may differ in length.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from lockstep.data.orders import Batches, Order
 from lockstep.data.windows import Cut, Plan, counted, shares
 from lockstep.errors import UsageError
 
-_AT_ONCE = 4096  # positions that an order is asked for together: a permutation costs as much for one as for a hundred
+# positions that an order is asked for together: a permutation costs as much for one as for a
+# hundred
+_AT_ONCE = 4096
 
 
 class Course(Protocol):
@@ -32,15 +36,21 @@ class Course(Protocol):
         ...
 
     def resume(self, epoch: int, first: int) -> None:
-        """Take over the number of an epoch's first step. Raises UsageError where it is another one."""
+        """Take over the number of an epoch's first step. Raises UsageError where it is another
+        one.
+        """
         ...
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
-        """The samples of these slots' micro-batches in these steps, counted from the epoch's first, one micro-batch after the other."""
+        """The samples of these slots' micro-batches in these steps, counted from the epoch's
+        first, one micro-batch after the other.
+        """
         ...
 
     def counts(self, cut: Cut, slots: range) -> list[int] | None:
-        """Samples in each of these micro-batches of a step, which hold some; None: as many as positions."""
+        """Samples in each of these micro-batches of a step, which hold some; None: as many as
+        positions.
+        """
         ...
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str: ...
@@ -66,7 +76,8 @@ class ByPosition:
     def resume(self, epoch: int, first: int) -> None:
         if first != self.first(epoch):
             raise UsageError(
-                f"the state's epoch {epoch} begins with step {first}, here it does with step {self.first(epoch)}: it is another run's"
+                f"the state's epoch {epoch} begins with step {first}, here it does with step"
+                f" {self.first(epoch)}: it is another run's"
             )
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
@@ -76,7 +87,10 @@ class ByPosition:
         within = np.arange(mine.start, mine.stop, dtype=np.int64)
         at_once = -(-_AT_ONCE // len(mine))
         for first in range(steps.start, steps.stop, at_once):
-            begins = np.arange(first, min(first + at_once, steps.stop), dtype=np.int64) * plan.global_batch
+            begins = (
+                np.arange(first, min(first + at_once, steps.stop), dtype=np.int64)
+                * plan.global_batch
+            )
             positions = (begins[:, None] + within).ravel()
             found = self.order.at(epoch, positions[positions < plan.samples]).tolist()
             for begin in range(0, len(found), len(mine)):  # of a step
@@ -87,7 +101,10 @@ class ByPosition:
     def _places(self, slots: range) -> range:
         """The positions of these slots in a full step, from the step's beginning on."""
         most = self._plan.global_batch
-        return range(min(slots.start * self._plan.micro_batch, most), min(slots.stop * self._plan.micro_batch, most))
+        return range(
+            min(slots.start * self._plan.micro_batch, most),
+            min(slots.stop * self._plan.micro_batch, most),
+        )
 
     def counts(self, cut: Cut, slots: range) -> None:
         return None
@@ -96,7 +113,11 @@ class ByPosition:
         return self._plan.describe(size, owner, by_rank)
 
     def fields(self) -> dict[str, Any]:
-        return {"global_batch": self._plan.global_batch, "micro_batch": self._plan.micro_batch, "drop_last": self._plan.drop_last}
+        return {
+            "global_batch": self._plan.global_batch,
+            "micro_batch": self._plan.micro_batch,
+            "drop_last": self._plan.drop_last,
+        }
 
 
 class ByBatch:
@@ -106,16 +127,19 @@ class ByBatch:
         self.order: Batches = order
         self._size, self._drop_last = micro_batches, drop_last
         self._firsts = {0: 0}
-        self._batch = lru_cache(maxsize=512)(self._find)  # asked for twice: for the samples, and for how many they are
+        # asked for twice: for the samples, and for how many they are
+        self._batch = lru_cache(maxsize=512)(self._find)
 
     def plan(self, epoch: int) -> Plan:
         count = self.order.count(epoch)
         if self._drop_last and count < self._size:
             raise UsageError(
-                f"drop_last=True drops the only step of epoch {epoch}: its {counted(count, 'micro-batch', 'es')} are fewer than "
-                f"micro_batches={self._size}"
+                f"drop_last=True drops the only step of epoch {epoch}: its"
+                f" {counted(count, 'micro-batch', 'es')} are fewer than micro_batches={self._size}"
             )
-        return Plan(samples=count, global_batch=self._size, micro_batch=1, drop_last=self._drop_last)
+        return Plan(
+            samples=count, global_batch=self._size, micro_batch=1, drop_last=self._drop_last
+        )
 
     def first(self, epoch: int) -> int:
         known = max(number for number in self._firsts if number <= epoch)
@@ -126,7 +150,8 @@ class ByBatch:
     def resume(self, epoch: int, first: int) -> None:
         if self._firsts.get(epoch, first) != first:
             raise UsageError(
-                f"the state's epoch {epoch} begins with step {first}, here it does with step {self._firsts[epoch]}: it is another run's"
+                f"the state's epoch {epoch} begins with step {first}, here it does with step"
+                f" {self._firsts[epoch]}: it is another run's"
             )
         self._firsts[epoch] = first
 
@@ -146,7 +171,10 @@ class ByBatch:
         return found
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
-        made = f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__} makes them"
+        made = (
+            f"{counted(self._size, 'micro-batch', 'es')} a step, as {type(self.order).__name__}"
+            " makes them"
+        )
         return f"{made}; {shares(self._size, size, owner, by_rank)}"
 
     def fields(self) -> dict[str, Any]:

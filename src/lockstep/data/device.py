@@ -13,13 +13,17 @@ import torch
 _PLAIN = (str, bytes, int, float, type(None))
 
 
-def to_device(batch: Any, device: torch.device, *, non_blocking: bool = False, only_visible: bool = False) -> Any:
+def to_device(
+    batch: Any, device: torch.device, *, non_blocking: bool = False, only_visible: bool = False
+) -> Any:
     """The batch with every tensor in it on `device`.
 
-    Goes through dicts, lists, tuples, named tuples, dataclasses and whatever has a `to` of its own (PackedSequence, BatchEncoding), and
-    keeps their types; everything else is returned as it is. Where all tensors are on `device` already, the same object is returned.
-    With `only_visible` what has a `to` of its own stays where it is, so that `tensors_in` finds all that was moved.
-    Does not look into other objects, and does not wait for a `non_blocking` copy: work on the current stream comes after it anyway.
+    Goes through dicts, lists, tuples, named tuples, dataclasses and whatever has a `to` of its own
+    (PackedSequence, BatchEncoding), and keeps their types; everything else is returned as it is.
+    Where all tensors are on `device` already, the same object is returned. With `only_visible` what
+    has a `to` of its own stays where it is, so that `tensors_in` finds all that was moved. Does not
+    look into other objects, and does not wait for a `non_blocking` copy: work on the current stream
+    comes after it anyway.
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
@@ -76,7 +80,9 @@ def _with_values(batch: Mapping[Any, Any], moved: dict[Any, Any]) -> Any:
 
 
 def _with_fields(batch: Any, moved: dict[str, Any]) -> Any:
-    """A copy with other field values. Not dataclasses.replace: it runs __init__ again, which need not take every field."""
+    """A copy with other field values. Not dataclasses.replace: it runs __init__ again, which
+    need not take every field.
+    """
     result = copy.copy(batch)
     for name, value in moved.items():
         object.__setattr__(result, name, value)  # also where it is frozen

@@ -1,4 +1,6 @@
-"""Slots that are drawn: where the ranks take a step's micro-batches from a counter one after the other, in place of fixed shares."""
+"""Slots that are drawn: where the ranks take a step's micro-batches from a counter one after the
+other, in place of fixed shares.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from lockstep.data.windows import Plan
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What this rank does next: `slots` of the step at `place` in its epoch. Or, without slots, it meets the others.
+    """What this rank does next: `slots` of the step at `place` in its epoch. Or, without slots, it
+    meets the others.
 
     Then all steps before `place` are done, and `over` says whether the epoch is.
     """
@@ -21,8 +24,12 @@ class Drawn:
 
 
 class Draws(Protocol):
-    """Who deals out the slots. Every rank walks the same epochs, each with as many windows as it gets."""
+    """Who deals out the slots. Every rank walks the same epochs, each with as many windows as it
+    gets.
+    """
 
     def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> Drawn:
-        """The next of an epoch that begins with the step number `first` over all epochs, and of which this run does those from `begin` on."""
+        """The next of an epoch that begins with the step number `first` over all epochs, and of
+        which this run does those from `begin` on.
+        """
         ...

@@ -1,7 +1,9 @@
-"""The user's data set as the loader's processes see it: every sample, and every batch, made under its own random stream.
+"""The user's data set as the loader's processes see it: every sample, and every batch, made under
+its own random stream.
 
-Augmentation then depends on (seed, epoch, index) alone: not on the rank, not on the number of loader workers, not on what was fetched
-before. Batches are made here too, because a collate function may draw as well (masked tokens, mixed images).
+Augmentation then depends on (seed, epoch, index) alone: not on the rank, not on the number of
+loader workers, not on what was fetched before. Batches are made here too, because a collate
+function may draw as well (masked tokens, mixed images).
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get_worker_info
 
-from lockstep import randomness
 from lockstep.data.generators import Enter, Streams
 from lockstep.launcher import failures, processes, stalls
-from lockstep.orphans import die_with_maker, die_with_parent, heed_parent_only
+from lockstep.runtime import randomness
+from lockstep.runtime.process_lifetime import die_with_maker, die_with_parent, heed_parent_only
 
 IDLE = -1
 Note = Callable[[int], None]
@@ -29,11 +31,13 @@ Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's sam
 
 
 class KeyedDataset(Dataset[Any]):
-    """Makes a whole micro-batch from the keys of its samples; leaves the random states of the process as they were.
+    """Makes a whole micro-batch from the keys of its samples; leaves the random states of the
+    process as they were.
 
-    A data set with a `__getitems__` of its own is asked once for all samples. Nobody can seed it between them, so it draws from the
-    stream of the first sample. A micro-batch may be fetched twice (data/generators.py), in the first batches that draw at all.
-    `progress` is shared with the workers' parent and says which sample each of them is at.
+    A data set with a `__getitems__` of its own is asked once for all samples. Nobody can seed it
+    between them, so it draws from the stream of the first sample. A micro-batch may be fetched
+    twice (data/generators.py), in the first batches that draw at all. `progress` is shared with the
+    workers' parent and says which sample each of them is at.
     """
 
     def __init__(
@@ -58,7 +62,11 @@ class KeyedDataset(Dataset[Any]):
     def __getitems__(self, keys: Keys) -> Any:
         if self._process is None or self._process[0] != os.getpid():
             worker = get_worker_info()
-            note = None if worker is None or self._progress is None else _noting(self._progress, worker.id)
+            note = (
+                None
+                if worker is None or self._progress is None
+                else _noting(self._progress, worker.id)
+            )
             self._process = os.getpid(), Streams(keep=worker is None), note
         _, streams, note = self._process
         batch = streams.make(partial(self._batch, *keys, note=note))
@@ -66,8 +74,12 @@ class KeyedDataset(Dataset[Any]):
             note(IDLE)
         return batch
 
-    def _batch(self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None = None) -> Any:
-        samples = (self._at_one_go if self._at_once else self._one_by_one)(epoch, indices, enter, note)
+    def _batch(
+        self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None = None
+    ) -> Any:
+        samples = (self._at_one_go if self._at_once else self._one_by_one)(
+            epoch, indices, enter, note
+        )
         if enter is not None:
             enter(randomness.collate_key(self._seed, epoch, indices[0]))
         try:
@@ -76,7 +88,9 @@ class KeyedDataset(Dataset[Any]):
             self._tell(error, epoch, indices, ", while they were made a batch")
             raise
 
-    def _at_one_go(self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None) -> Any:
+    def _at_one_go(
+        self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None
+    ) -> Any:
         if note is not None:
             note(indices[0])
         if enter is not None:
@@ -87,7 +101,9 @@ class KeyedDataset(Dataset[Any]):
             self._tell(error, epoch, indices)
             raise
 
-    def _one_by_one(self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None) -> list[Any]:
+    def _one_by_one(
+        self, epoch: int, indices: list[int], enter: Enter | None, note: Note | None
+    ) -> list[Any]:
         dataset, seed = self._dataset, self._seed
         ahead = iter(indices)
         try:
@@ -102,16 +118,26 @@ class KeyedDataset(Dataset[Any]):
                 samples.append(dataset[index])
         except Exception as error:
             index = indices[-length_hint(ahead) - 1]
-            error.add_note(f"This was sample {index} of {type(dataset).__name__}, in epoch {epoch}, {self._where()}.")
+            error.add_note(
+                f"This was sample {index} of {type(dataset).__name__}, in epoch {epoch},"
+                f" {self._where()}."
+            )
             raise
         return samples
 
     def _tell(self, error: Exception, epoch: int, indices: list[int], when: str = "") -> None:
-        error.add_note(f"These were samples {listed(indices)} of {type(self._dataset).__name__}, in epoch {epoch}, {self._where()}{when}.")
+        error.add_note(
+            f"These were samples {listed(indices)} of {type(self._dataset).__name__}, in epoch"
+            f" {epoch}, {self._where()}{when}."
+        )
 
     def _where(self) -> str:
         worker = get_worker_info()
-        return f"on rank {self._rank}" if worker is None else f"in loader worker {worker.id} of rank {self._rank}"
+        return (
+            f"on rank {self._rank}"
+            if worker is None
+            else f"in loader worker {worker.id} of rank {self._rank}"
+        )
 
 
 def listed(indices: Sequence[int], most: int = 8) -> str:
@@ -121,12 +147,16 @@ def listed(indices: Sequence[int], most: int = 8) -> str:
 
 
 def fetches_at_once(dataset: object) -> bool:
-    """Whether the data set has a way of its own to fetch several samples in one call; torch's wrappers have what they wrap has."""
+    """Whether the data set has a way of its own to fetch several samples in one call; torch's
+    wrappers have what they wrap has.
+    """
     if isinstance(dataset, Subset):
         return fetches_at_once(dataset.dataset)
     if isinstance(dataset, StackDataset):
         children = dataset.datasets
-        return any(map(fetches_at_once, children.values() if isinstance(children, dict) else children))
+        return any(
+            map(fetches_at_once, children.values() if isinstance(children, dict) else children)
+        )
     return callable(getattr(dataset, "__getitems__", None))
 
 
@@ -137,7 +167,8 @@ def shared_progress(workers: int) -> Any:
 
 def _noting(progress: Any, worker: int) -> Note:
     """What writes a sample's number into the worker's place."""
-    return partial(memoryview(progress).cast("B").cast("q").__setitem__, worker)  # a third of what ctypes takes
+    # a third of what ctypes takes
+    return partial(memoryview(progress).cast("B").cast("q").__setitem__, worker)
 
 
 def made(batch: Any) -> Any:
@@ -146,10 +177,12 @@ def made(batch: Any) -> Any:
 
 
 def worker_setup() -> Callable[[int], None] | None:
-    """What a worker that this process is about to start does first: bind its life to this process's.
+    """What a worker that this process is about to start does first: bind its life to this
+    process's.
 
-    Linux binds it to the *thread* that starts it. From any thread but the main one, which may end before the workers shall, nothing is
-    bound: torch's workers look for their parent every few seconds.
+    Linux binds it to the *thread* that starts it. From any thread but the main one, which may end
+    before the workers shall, nothing is bound: torch's workers look for their parent every few
+    seconds.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -160,8 +193,11 @@ def _bind(parent: int, worker: int) -> None:
     heed_parent_only()
     records = os.environ.get(failures.DIRECTORY)
     if records is not None:
-        processes.stacks_into(stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid()))
-    if multiprocessing.get_start_method() == "forkserver":  # whose children keep the server alive, and it them
+        processes.stacks_into(
+            stalls.stack_of(Path(records), int(os.environ.get("RANK", "0")), os.getpid())
+        )
+    if multiprocessing.get_start_method() == "forkserver":
+        # whose children keep the server alive, and it them
         die_with_parent(os.getppid())
         die_with_maker()
     else:

@@ -1,7 +1,9 @@
-"""The Loader: windows of micro-batches, on torch's DataLoader, with no sample padded, repeated or dropped unasked.
+"""The Loader: windows of micro-batches, on torch's DataLoader, with no sample padded, repeated or
+dropped unasked.
 
-Which samples a step consumes follows from the cut alone (data/windows.py, data/course.py); the rank only decides which of its
-micro-batches are fetched here, so what a micro-batch holds, augmentation included (data/keyed.py), is the same at every world size.
+Which samples a step consumes follows from the cut alone (data/windows.py, data/course.py); the rank
+only decides which of its micro-batches are fetched here, so what a micro-batch holds, augmentation
+included (data/keyed.py), is the same at every world size.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lockstep.balance import Balance
+from lockstep.config.balance import Balance
 from lockstep.data.ahead import Copies, copies_to
 from lockstep.data.choice import choose_course, choose_shares, default_device, place_of
 from lockstep.data.draws import Draws
@@ -26,43 +28,55 @@ from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
 from lockstep.data.windows import BY_RANKS, Plan, whole
 from lockstep.errors import UsageError
 
+ENDLESS = 2**62
+"""As the count of `epochs`: until somebody breaks off."""
+
 
 class Loader:
-    """Loads a map-style `dataset` as windows: the micro-batches of one optimizer step that are this rank's.
+    """Loads a map-style `dataset` as windows: the micro-batches of one optimizer step that are this
+    rank's.
 
-    Sizes belong to the training, the number of ranks does not. `depends_on_world_size` says where it does, and `describe()`, the line to print.
+    Sizes belong to the training, the number of ranks does not. `depends_on_world_size` says where
+    it does, and `describe()`, the line to print.
 
-    torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index), in the workers as in this process,
-    whose own random states are left alone. Never pads: a ragged tail keeps its true size.
+    torch, numpy's global generator and `random` are seeded for each sample by (seed, epoch, index),
+    in the workers as in this process, whose own random states are left alone. Never pads: a ragged
+    tail keeps its true size.
 
     An iterable dataset gives a StreamLoader (data/iterable/loader.py), which has the same methods.
 
     Args:
         dataset: map-style, or iterable.
-        order: what comes when, in place of `shuffle`: an Order of lockstep.data.orders, whose positions are cut in the same way; a torch Sampler,
-            which is asked for the whole epoch on every rank; or, with `micro_batches`, something that makes the micro-batches itself: a Batches
-            or a torch batch sampler.
+        order: what comes when, in place of `shuffle`: an Order of lockstep.data.orders, whose
+            positions are cut in the same way; a torch Sampler, which is asked for the whole epoch
+            on every rank; or, with `micro_batches`, something that makes the micro-batches itself:
+            a Batches or a torch batch sampler.
         global_batch: samples of a step, over all ranks.
-        batch_per_rank: in place of `global_batch`: the step grows with the ranks (weak scaling), another recipe at every world size.
-        micro_batch: samples of a forward. Without, every rank has one micro-batch a step, as with plain DDP: then what BatchNorm and dropout
-            see depends on the number of ranks.
+        batch_per_rank: in place of `global_batch`: the step grows with the ranks (weak scaling),
+            another recipe at every world size.
+        micro_batch: samples of a forward. Without, every rank has one micro-batch a step, as with
+            plain DDP: then what BatchNorm and dropout see depends on the number of ranks.
         micro_batches: micro-batches of a step, for an `order` that makes them itself.
         seed: keys the order and the randomness of samples.
         shuffle: whether every epoch has an order of its own, the default without `order`.
-        num_workers: processes that load for this rank, as DataLoader's; they live as long as the Loader, and a rank without samples starts none.
+        num_workers: processes that load for this rank, as DataLoader's; they live as long as the
+            Loader, and a rank without samples starts none.
         pin_memory: as DataLoader's; default: where the device is a GPU.
         collate_fn: as DataLoader's: list of samples -> batch.
         drop_last: leave out the short last step, on all ranks.
-        device: where batches arrive; default: this rank's. A GPU's are fetched and copied one window ahead.
+        device: where batches arrive; default: this rank's. A GPU's are fetched and copied one
+            window ahead.
         rank: default: torch's process group's.
         size: how many ranks there are; default: torch's process group's.
-        balance: for ranks of different speed: a number for each rank, in proportion to which micro-batches are dealt out; or "auto": shares
-            follow what a Stepper measures, from window to window. Only who computes what depends on it. A resumed run begins evenly again.
+        balance: for ranks of different speed: a number for each rank, in proportion to which
+            micro-batches are dealt out; or "auto": shares follow what a Stepper measures, from
+            window to window. Only who computes what depends on it. A resumed run begins evenly
+            again.
         sharding: of an iterable dataset: who divides it.
 
     Raises:
-        UsageError: an empty dataset, sizes that cannot be cut, a rank that does not exist, num_workers < 0, or
-            several ranks in the environment and no process group open.
+        UsageError: an empty dataset, sizes that cannot be cut, a rank that does not exist,
+            num_workers < 0, or several ranks in the environment and no process group open.
     """
 
     def __new__(cls, dataset: Any = None, **options: Any) -> Any:
@@ -98,7 +112,8 @@ class Loader:
         samples = _length(dataset)
         if sharding is not None:
             raise UsageError(
-                f"sharding={sharding!r} is for iterable datasets; the samples of {type(dataset).__name__} have numbers, which are dealt out"
+                f"sharding={sharding!r} is for iterable datasets; the samples of"
+                f" {type(dataset).__name__} have numbers, which are dealt out"
             )
         seed = whole("seed", seed, least=-(2**63))
         self.course, self.depends_on_world_size = choose_course(
@@ -114,10 +129,17 @@ class Loader:
             size=self.size,
         )
         self.balance = None if balance is None else Balance.of(balance)
-        self.balancer, self._fixed = choose_shares(self.balance, self.course.plan(0).slots, self.size, depends=self.depends_on_world_size)
+        self.balancer, self._fixed = choose_shares(
+            self.balance, self.course.plan(0).slots, self.size, depends=self.depends_on_world_size
+        )
         self.device = torch.device(device) if device is not None else default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
-        self._fingerprint = {"dataset length": samples, "order": self.order.fingerprint(), "seed": seed, **self.course.fields()}
+        self._fingerprint = {
+            "dataset length": samples,
+            "order": self.order.fingerprint(),
+            "seed": seed,
+            **self.course.fields(),
+        }
         if micro_batch is None and "micro_batch" in self._fingerprint:
             self._fingerprint["micro_batch"] = "one a rank"
         self._position = Position(0, 0)  # of the next window
@@ -135,23 +157,34 @@ class Loader:
             pin_memory=self._pinned,
             persistent_workers=workers > 0,
             prefetch_factor=ahead,
-            generator=torch.Generator(),  # its own: starting an epoch does not touch the caller's random state
+            # its own: starting an epoch does not touch the caller's random state
+            generator=torch.Generator(),
         )
         self.draws: Draws | None = None
-        """Where the slots of a step are no fixed share of each rank: who deals them out (`Stepper.draws`)."""
-        self._copies: Copies | None = None  # made when the first walk begins: a stream takes its GPU
+        """Where the slots of a step are no fixed share of each rank: who deals them out
+        (`Stepper.draws`).
+        """
+        # made when the first walk begins: a stream takes its GPU
+        self._copies: Copies | None = None
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
-        """(workers, batches that each fetches ahead): together the micro-batches of a window, so that the next one is always under way."""
+        """(workers, batches that each fetches ahead): together the micro-batches of a window, so
+        that the next one is always under way.
+        """
         cut = self.course.plan(0).cut(0)._replace(by_rank=self.by_rank)
         ours = len(self.share)
-        never = ours == 0 or (isinstance(self.order, Order) and not cut.filled(self.rank, self.size))  # the first step is the fullest
+        # the first step is the fullest
+        never = ours == 0 or (
+            isinstance(self.order, Order) and not cut.filled(self.rank, self.size)
+        )
         never = never and self.balancer is None
         return (0, None) if wanted == 0 or never else (wanted, max(2, -(-ours // wanted)))
 
     @property
     def plan(self) -> Plan:
-        """How the next epoch is cut into steps: equal for all epochs, but with an order that makes the micro-batches itself."""
+        """How the next epoch is cut into steps: equal for all epochs, but with an order that
+        makes the micro-batches itself.
+        """
         return self.course.plan(self._position.epoch)
 
     @property
@@ -170,12 +203,16 @@ class Loader:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What must be equal on all ranks for their windows to fit together, by name; a foreign sampler's order is in it as a digest.
+        """What must be equal on all ranks for their windows to fit together, by name; a foreign
+        sampler's order is in it as a digest.
 
         Always the same object. A Stepper compares it among the ranks in its first step.
         """
         if self._recipe is None:
-            shared = {BY_RANKS: self.depends_on_world_size, "balance": None if self.balance is None else str(self.balance)}
+            shared = {
+                BY_RANKS: self.depends_on_world_size,
+                "balance": None if self.balance is None else str(self.balance),
+            }
             self._recipe = self._fingerprint | self._digest(self._position.epoch) | shared
         return self._recipe
 
@@ -190,18 +227,29 @@ class Loader:
         return self.plan.steps_per_epoch
 
     def describe(self, owner: str = "rank") -> str:
-        """One line: how the global batch is cut and shared among `owner`s, and whether that depends on the world size."""
+        """One line: how the global batch is cut and shared among `owner`s, and whether that
+        depends on the world size.
+        """
         line = self.course.describe(self.size, owner, self.by_rank)
         line += ", by measured speed" if self.balancer is not None else ""
-        return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
+        return (
+            f"{line} (this recipe depends on the world size)"
+            if self.depends_on_world_size
+            else line
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        raise UsageError("a Loader is walked by epochs and windows: `for epoch in loader.epochs(n): for window in epoch: ...`")
+        raise UsageError(
+            "a Loader is walked by epochs and windows: `for epoch in loader.epochs(n): for window"
+            " in epoch: ...`"
+        )
 
     def epochs(self, count: int, start: int | None = None) -> Iterator[Epoch]:
-        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time: beginning one ends any other.
+        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time:
+        beginning one ends any other.
 
-        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that state was taken.
+        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that
+        state was taken.
         """
         whole("count", count, least=0)
         return self._epochs(count, start if start is None else whole("start", start, least=0))
@@ -212,29 +260,42 @@ class Loader:
             yield Epoch(self, number, first.place if number == first.epoch else 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training stands in the data: {"epoch", "step_in_epoch", "step", "fingerprint"}, of the first step not yet done.
+        """Where the training stands in the data: {"epoch", "step_in_epoch", "step", "fingerprint"},
+        of the first step not yet done.
 
-        The window last handed out counts as done, so take the state after its `stepper.step()`, not before; fetched ahead counts nothing.
-        After an epoch's last window it is the beginning of the next epoch. It is the same on every rank, plain JSON, and valid for any
-        number of ranks and of loader workers.
+        The window last handed out counts as done, so take the state after its `stepper.step()`, not
+        before; fetched ahead counts nothing. After an epoch's last window it is the beginning of
+        the next epoch. It is the same on every rank, plain JSON, and valid for any number of ranks
+        and of loader workers.
         """
         at = self._position
-        walked = at.epoch if at.place else at.epoch - 1  # an epoch whose order is known without running ahead of a foreign sampler
+        # an epoch whose order is known without running ahead of a foreign sampler
+        walked = at.epoch if at.place else at.epoch - 1
         fingerprint = self._fingerprint | (self._digest(walked) if walked >= 0 else {})
-        return {"epoch": at.epoch, "step_in_epoch": at.place, "step": self.course.first(at.epoch) + at.place, "fingerprint": fingerprint}
+        return {
+            "epoch": at.epoch,
+            "step_in_epoch": at.place,
+            "step": self.course.first(at.epoch) + at.place,
+            "fingerprint": fingerprint,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is under way ends.
+        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is
+        under way ends.
 
-        Takes no time for an order of Lockstep's; a foreign sampler repeats the epoch's indices, no sample is fetched.
-        Raises UsageError, naming what differs, for the state of another dataset, order, seed or batch sizes.
+        Takes no time for an order of Lockstep's; a foreign sampler repeats the epoch's indices, no
+        sample is fetched. Raises UsageError, naming what differs, for the state of another dataset,
+        order, seed or batch sizes.
         """
         position, step = read_state(state, self._fingerprint, self._digest)
         first = step - position.place
         self.course.resume(position.epoch, first)
         steps = self.course.plan(position.epoch).steps_per_epoch
         if position.place >= steps and position.place:
-            raise UsageError(f"the state's step_in_epoch={position.place} does not lie in epoch {position.epoch}, which has {steps} steps")
+            raise UsageError(
+                f"the state's step_in_epoch={position.place} does not lie in epoch"
+                f" {position.epoch}, which has {steps} steps"
+            )
         self._turns.next()
         self._position, self._loaded, self._recipe = position, True, None
 
@@ -245,10 +306,18 @@ class Loader:
     def _walk(self, epoch: int, steps: range, slots: range) -> Walk:
         if self._copies is None:
             self._copies = copies_to(self.device, pinned=self._pinned)
-        return Walk(self._loader, self._keys, Span(self.course, epoch, steps, slots, self.rank), self._copies, self._turns)
+        return Walk(
+            self._loader,
+            self._keys,
+            Span(self.course, epoch, steps, slots, self.rank),
+            self._copies,
+            self._turns,
+        )
 
     def close(self) -> None:
-        """End the workers now, not when the Loader is collected; what was not fetched is lost. A later epoch starts new ones."""
+        """End the workers now, not when the Loader is collected; what was not fetched is lost. A
+        later epoch starts new ones.
+        """
         self._turns.next()
         end_workers(self._loader)
 
@@ -263,6 +332,11 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def _length(dataset: Any) -> int:
-    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(dataset, "__len__"):
-        raise UsageError(f"{type(dataset).__name__} is no dataset: it needs __len__ and __getitem__, or __iter__ for a stream")
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")) or not hasattr(
+        dataset, "__len__"
+    ):
+        raise UsageError(
+            f"{type(dataset).__name__} is no dataset: it needs __len__ and __getitem__, or __iter__"
+            " for a stream"
+        )
     return len(dataset)

@@ -1,15 +1,19 @@
-"""A shuffled order as a function: a keyed permutation of [0, n) that answers for any position without having stored the others.
+"""A shuffled order as a function: a keyed permutation of [0, n) that answers for any position
+without having stored the others.
 
-Up to a few thousand elements the order is that of keyed hashes, which is a uniformly random permutation. Beyond, the positions are laid
-out as a table of `rows` x `columns`, the smallest near-square one that holds n, and go through a Feistel network: each round shifts one
-coordinate, round its side, by a keyed function of the other, which can be undone, so the whole permutes the table.
+Up to a few thousand elements the order is that of keyed hashes, which is a uniformly random
+permutation. Beyond, the positions are laid out as a table of `rows` x `columns`, the smallest
+near-square one that holds n, and go through a Feistel network: each round shifts one coordinate,
+round its side, by a keyed function of the other, which can be undone, so the whole permutes the
+table.
 
         position = row * columns + column
         even rounds     row    += f(column)  mod rows
         odd rounds      column += f(row)     mod columns
 
-The table has fewer than sqrt(n) + 1 places more than n; what falls on one of them is sent through again (cycle walking: Black and
-Rogaway, CT-RSA 2002). Halves of a bit string, the usual form, need up to twice n places and as many tries.
+The table has fewer than sqrt(n) + 1 places more than n; what falls on one of them is sent through
+again (cycle walking: Black and Rogaway, CT-RSA 2002). Halves of a bit string, the usual form, need
+up to twice n places and as many tries.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
-from lockstep.randomness import derive
+from lockstep.runtime.randomness import derive
 
 Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
@@ -34,7 +38,9 @@ _HALF = np.uint64(32)
 
 
 class Permutation:
-    """A permutation of [0, n), 1 <= n <= 2^62, chosen by `key`. Memory does not grow with n. Raises UsageError for another n."""
+    """A permutation of [0, n), 1 <= n <= 2^62, chosen by `key`. Memory does not grow with n.
+    Raises UsageError for another n.
+    """
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= _LARGEST:
@@ -42,18 +48,23 @@ class Permutation:
         self.n = n
         self._key = key
         rows = math.isqrt(n - 1) + 1
-        self._sides = np.uint64(rows), np.uint64(-(-n // rows))  # each at most 2^31, so that no sum or product below overflows
+        # each at most 2^31, so that no sum or product below overflows
+        self._sides = np.uint64(rows), np.uint64(-(-n // rows))
         self._rounds = [np.uint64(derive(key, number)) for number in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
-        """The elements at `positions`, each in [0, n); int64, same shape. Raises UsageError for positions outside."""
+        """The elements at `positions`, each in [0, n); int64, same shape. Raises UsageError for
+        positions outside.
+        """
         self._check("positions", positions)
         if self.n <= _SMALL:
             return _by_hash(self.n, self._key)[0][positions]
         return self._walk(positions, forward=True)
 
     def inverse(self, elements: Indices) -> Indices:
-        """The positions of `elements`; int64, same shape. Raises UsageError for elements outside [0, n)."""
+        """The positions of `elements`; int64, same shape. Raises UsageError for elements outside
+        [0, n).
+        """
         self._check("elements", elements)
         if self.n <= _SMALL:
             return _by_hash(self.n, self._key)[1][elements]
@@ -61,7 +72,9 @@ class Permutation:
 
     def _check(self, name: str, values: Indices) -> None:
         if values.size and not (values.min() >= 0 and values.max() < self.n):
-            raise UsageError(f"{name} from {values.min()} to {values.max()} do not lie in [0, {self.n})")
+            raise UsageError(
+                f"{name} from {values.min()} to {values.max()} do not lie in [0, {self.n})"
+            )
 
     def _walk(self, values: Indices, *, forward: bool) -> Indices:
         found = self._network(values.astype(np.uint64).ravel(), forward)
@@ -85,7 +98,9 @@ class Permutation:
         return row
 
     def _amount(self, other: _Words, number: int, side: np.uint64) -> _Words:
-        """A number in [0, side) from the other coordinate and this round's key: the upper 32 bits of a well mixed word, scaled."""
+        """A number in [0, side) from the other coordinate and this round's key: the upper 32
+        bits of a well mixed word, scaled.
+        """
         mixed = (other ^ self._rounds[number]) * _M1
         mixed ^= mixed >> _HALF
         mixed *= _M2
@@ -96,7 +111,9 @@ class Permutation:
 
 
 def _shift(coordinate: _Words, amount: _Words, side: np.uint64, forward: bool) -> None:
-    """Add `amount` modulo `side` in place, or take it away. The lesser of two candidates is right: the other is too large or wrapped round."""
+    """Add `amount` modulo `side` in place, or take it away. The lesser of two candidates is
+    right: the other is too large or wrapped round.
+    """
     if forward:
         coordinate += amount
         np.minimum(coordinate, coordinate - side, out=coordinate)
@@ -108,7 +125,9 @@ def _shift(coordinate: _Words, amount: _Words, side: np.uint64, forward: bool) -
 @lru_cache(maxsize=8)
 def _by_hash(n: int, key: int) -> tuple[Indices, Indices]:
     """The permutation that sorts keyed hashes of 0 .. n - 1, and its inverse."""
-    hashes = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(derive(key, 0))
+    hashes = np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        derive(key, 0)
+    )
     for shift, factor in ((30, _M1), (27, _M2)):
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * factor
     order = np.argsort(hashes ^ (hashes >> np.uint64(31)), kind="stable").astype(np.int64)

@@ -1,4 +1,6 @@
-"""Where a training stands in its data, as a checkpoint keeps it, and whether a state belongs to the run that is to go on with it."""
+"""Where a training stands in its data, as a checkpoint keeps it, and whether a state belongs to
+the run that is to go on with it.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,42 @@ class Position:
     """Its number in its epoch."""
 
 
-def read_state(state: Mapping[str, Any], ours: Mapping[str, Any], digest: Callable[[int], Mapping[str, str]]) -> tuple[Position, int]:
+def read_state(
+    state: Mapping[str, Any], ours: Mapping[str, Any], digest: Callable[[int], Mapping[str, str]]
+) -> tuple[Position, int]:
     """The position and the step's number over all epochs in a Loader's state.
 
-    `ours` is this Loader's fingerprint, `digest` gives a foreign sampler's of an epoch. Raises UsageError naming what differs.
+    `ours` is this Loader's fingerprint, `digest` gives a foreign sampler's of an epoch. Raises
+    UsageError naming what differs.
     """
-    if not isinstance(state, Mapping) or not {"epoch", "step_in_epoch", "step", "fingerprint"} <= state.keys():
-        raise UsageError("this is not the state of a Loader: it has no epoch, step_in_epoch, step and fingerprint")
-    position = Position(whole("epoch", state["epoch"], least=0), whole("step_in_epoch", state["step_in_epoch"], least=0))
+    if (
+        not isinstance(state, Mapping)
+        or not {"epoch", "step_in_epoch", "step", "fingerprint"} <= state.keys()
+    ):
+        raise UsageError(
+            "this is not the state of a Loader: it has no epoch, step_in_epoch, step and"
+            " fingerprint"
+        )
+    position = Position(
+        whole("epoch", state["epoch"], least=0),
+        whole("step_in_epoch", state["step_in_epoch"], least=0),
+    )
     step = whole("step", state["step"], least=position.place)
     walked = position.epoch if position.place else position.epoch - 1
     ours = {**ours, **(digest(walked) if walked >= 0 else {})}
     theirs = state["fingerprint"]
-    differing = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+    differing = [
+        name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)
+    ]
     if differing:
-        said = "; ".join(f"{name} was {_shown(theirs.get(name))} and is {_shown(ours.get(name))}" for name in differing)
-        raise UsageError(f"the state belongs to another training: {said}. Resume with what it was taken with, or begin anew")
+        said = "; ".join(
+            f"{name} was {_shown(theirs.get(name))} and is {_shown(ours.get(name))}"
+            for name in differing
+        )
+        raise UsageError(
+            f"the state belongs to another training: {said}. Resume with what it was taken with, or"
+            " begin anew"
+        )
     return position, step
 
 

@@ -1,4 +1,5 @@
-"""A distributed sampler in one readable file: which indices of a data set are this rank's, for a plain DataLoader.
+"""A distributed sampler in one readable file: which indices of a data set are this rank's, for a
+plain DataLoader.
 
     10 samples, 4 ranks         interleaved (torch's)         blocks
     padded by the head          rank 0   0 4 8                0 1 2
@@ -6,7 +7,8 @@
     have equally many           rank 2   2 6 0                6 7 8
                                 rank 3   3 7 1                9 0 1
 
-Blocks keep neighbours together, which reads files faster; with sorted, unshuffled data they give every rank other classes.
+Blocks keep neighbours together, which reads files faster; with sorted, unshuffled data they give
+every rank other classes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from lockstep.errors import UsageError
-from lockstep.place import rank_and_size
+from lockstep.runtime.environment import rank_and_size
 
 Split = Literal["interleaved", "blocks"]
 
@@ -27,12 +29,14 @@ Split = Literal["interleaved", "blocks"]
 class DistributedSampler(Sampler[int]):
     """torch's DistributedSampler, index for index, with `split="blocks"` besides.
 
-    Every rank draws the same order from (seed + epoch), pads it by repeating it from its head until it divides by the number of ranks (or,
-    with `drop_last`, cuts it until it does), and takes its part. Call `set_epoch` before each epoch: iterating does not advance it, so every
-    epoch would repeat the order.
+    Every rank draws the same order from (seed + epoch), pads it by repeating it from its head until
+    it divides by the number of ranks (or, with `drop_last`, cuts it until it does), and takes its
+    part. Call `set_epoch` before each epoch: iterating does not advance it, so every epoch would
+    repeat the order.
 
-    Prefer a `lockstep.Loader` where you can: it advances the epoch by itself, gives the same batches at every world size and needs no
-    padding, which trains some samples twice and, in an evaluation, counts them twice.
+    Prefer a `lockstep.Loader` where you can: it advances the epoch by itself, gives the same
+    batches at every world size and needs no padding, which trains some samples twice and, in an
+    evaluation, counts them twice.
 
     Args:
         dataset: map-style; only its length is asked for.
@@ -40,11 +44,14 @@ class DistributedSampler(Sampler[int]):
         rank: this one's number; default: torch's process group's, 0 without one.
         shuffle: whether each epoch has an order of its own.
         seed: what the orders are drawn from, with the epoch; equal on all ranks.
-        drop_last: leave out up to num_replicas - 1 samples an epoch; the short last batch is DataLoader's `drop_last`, another matter.
-        split: "interleaved": rank r has every num_replicas-th sample; "blocks": one block for each rank.
+        drop_last: leave out up to num_replicas - 1 samples an epoch; the short last batch is
+            DataLoader's `drop_last`, another matter.
+        split: "interleaved": rank r has every num_replicas-th sample; "blocks": one block for each
+            rank.
 
     Raises:
-        UsageError: a rank that does not exist, an unknown split, an empty dataset or one without a length.
+        UsageError: a rank that does not exist, an unknown split, an empty dataset or one without a
+            length.
     """
 
     def __init__(
@@ -57,22 +64,34 @@ class DistributedSampler(Sampler[int]):
         drop_last: bool = False,
         split: Split = "interleaved",
     ) -> None:
-        default_rank, default_replicas = rank_and_size() if num_replicas is None or rank is None else (rank, num_replicas)
+        default_rank, default_replicas = (
+            rank_and_size() if num_replicas is None or rank is None else (rank, num_replicas)
+        )
         self.num_replicas = default_replicas if num_replicas is None else num_replicas
         self.rank = default_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
-            raise UsageError(f"rank={self.rank} and num_replicas={self.num_replicas}: ranks go from 0 to num_replicas - 1")
+            raise UsageError(
+                f"rank={self.rank} and num_replicas={self.num_replicas}: ranks go from 0 to"
+                " num_replicas - 1"
+            )
         if split not in ("interleaved", "blocks"):
             raise UsageError(f"split={split!r}: choose 'interleaved' or 'blocks'")
         if not hasattr(dataset, "__len__"):
-            raise UsageError(f"{type(dataset).__name__} has no length: a sampler needs a map-style dataset, with __len__ and __getitem__")
+            raise UsageError(
+                f"{type(dataset).__name__} has no length: a sampler needs a map-style dataset, with"
+                " __len__ and __getitem__"
+            )
         self.dataset = dataset
         self.samples = len(dataset)
         if self.samples == 0:
             raise UsageError("the dataset is empty: there is nothing to sample from")
         self.shuffle, self.seed, self.drop_last, self.split = shuffle, seed, drop_last, split
         self.epoch = 0
-        self.num_samples = self.samples // self.num_replicas if drop_last else -(-self.samples // self.num_replicas)
+        self.num_samples = (
+            self.samples // self.num_replicas
+            if drop_last
+            else -(-self.samples // self.num_replicas)
+        )
         self.total_size = self.num_samples * self.num_replicas
 
     def set_epoch(self, epoch: int) -> None:
@@ -90,7 +109,11 @@ class DistributedSampler(Sampler[int]):
     def _places(self) -> Tensor:
         """This rank's places in the padded (or cut) order."""
         own = torch.arange(self.num_samples)
-        return own + self.rank * self.num_samples if self.split == "blocks" else own * self.num_replicas + self.rank
+        return (
+            own + self.rank * self.num_samples
+            if self.split == "blocks"
+            else own * self.num_replicas + self.rank
+        )
 
     def __len__(self) -> int:
         """Indices of this rank, equally many on all."""

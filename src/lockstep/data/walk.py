@@ -1,4 +1,6 @@
-"""One walk through one epoch: batches from torch's DataLoader, in order and once, and whose fault it was when none comes."""
+"""One walk through one epoch: batches from torch's DataLoader, in order and once, and whose
+fault it was when none comes.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lockstep import status
 from lockstep.data.ahead import Ahead, Copies
 from lockstep.data.course import Course
 from lockstep.data.keyed import IDLE, Keys, listed, worker_setup
 from lockstep.errors import LoaderWorkerKilled, LockstepError, UsageError
+from lockstep.runtime import status
 
 _PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
 _LIKELY = {
-    signal.SIGKILL: "; most likely the host ran out of memory: take fewer num_workers, or let a sample need less",
+    signal.SIGKILL: (
+        "; most likely the host ran out of memory: take fewer num_workers, or let a sample need"
+        " less"
+    ),
     signal.SIGBUS: "; most likely /dev/shm is full: make it larger, or take fewer num_workers",
     signal.SIGSEGV: "; native code crashed: try num_workers=0 under `python -X faulthandler`",
     signal.SIGABRT: "; native code gave up: try num_workers=0 under `python -X faulthandler`",
@@ -38,7 +43,9 @@ _LIKELY = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a walk goes: the micro-batches of these slots in these steps of one epoch, for one rank."""
+    """Where a walk goes: the micro-batches of these slots in these steps of one epoch, for one
+    rank.
+    """
 
     course: Course
     epoch: int
@@ -47,11 +54,17 @@ class Span:
     rank: int
 
     def keys(self) -> Iterator[Keys]:
-        return zip(repeat(self.epoch), self.course.indices(self.epoch, self.steps, self.slots), strict=False)
+        return zip(
+            repeat(self.epoch),
+            self.course.indices(self.epoch, self.steps, self.slots),
+            strict=False,
+        )
 
 
 class KeysSampler(Sampler[Keys]):
-    """DataLoader's batch sampler: the keys of a span's micro-batches. Remembers those that have not come back."""
+    """DataLoader's batch sampler: the keys of a span's micro-batches. Remembers those that have
+    not come back.
+    """
 
     def __init__(self) -> None:
         self.span: Span | None = None
@@ -80,11 +93,19 @@ class KeysSampler(Sampler[Keys]):
 class Walk:
     """The batches of one span.
 
-    torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a walk ends when a later one begins or
-    when a fetch fails; from then on it raises, where it could only give the batches of other slots.
+    torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a
+    walk ends when a later one begins or when a fetch fails; from then on it raises, where it could
+    only give the batches of other slots.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: KeysSampler, span: Span, copies: Copies, turns: Turns) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: KeysSampler,
+        span: Span,
+        copies: Copies,
+        turns: Turns,
+    ) -> None:
         self._loader, self._sampler, self._span, self._turns = loader, sampler, span, turns
         self._turn = turns.next()
         self._failed = False
@@ -93,7 +114,8 @@ class Walk:
         self._dataset = type(loader.dataset._dataset).__name__  # type: ignore[attr-defined]
         sampler.span = span
         if loader.num_workers:
-            loader.worker_init_fn = worker_setup()  # now, not in the constructor: the process may have forked since
+            # now, not in the constructor: the process may have forked since
+            loader.worker_init_fn = worker_setup()
         self._workers = loader.num_workers > 0
         self._batches: Any = _begun(loader, sampler, self._dataset, span.rank)
 
@@ -125,7 +147,9 @@ class Walk:
             with _watched(self._batches):
                 batch = next(self._batches)
         except Exception as error:
-            if isinstance(error, (ConnectionError, EOFError)) and "DataLoader worker process" not in str(error):
+            if isinstance(
+                error, (ConnectionError, EOFError)
+            ) and "DataLoader worker process" not in str(error):
                 self._await_end()  # what it left in shared memory went before it did
             if death := self._death():
                 raise death from error
@@ -136,7 +160,8 @@ class Walk:
 
     def _late(self, why: str) -> LockstepError:
         return LockstepError(
-            f"a window of epoch {self._span.epoch} has batches that were not fetched before {why}: walk a window before you go on"
+            f"a window of epoch {self._span.epoch} has batches that were not fetched before {why}:"
+            " walk a window before you go on"
         )
 
     def _death(self) -> LockstepError | None:
@@ -145,27 +170,47 @@ class Walk:
         for number, worker in enumerate(workers):
             if worker.exitcode is not None:
                 samples = self._under_way(number, len(workers))
-                what = f" while it fetched {samples} of {self._dataset} in epoch {self._span.epoch}" if samples else ""
+                what = (
+                    f" while it fetched {samples} of {self._dataset} in epoch {self._span.epoch}"
+                    if samples
+                    else ""
+                )
                 end_workers(self._loader)
-                if worker.exitcode == 1 and not self._sampler.received and _start_method() != "fork":
+                if (
+                    worker.exitcode == 1
+                    and not self._sampler.received
+                    and _start_method() != "fork"
+                ):
                     return LockstepError(
-                        f"rank {self._span.rank}'s loader worker {number} ended as it started: {_start_method()} has it import the script first "
-                        '(what it said of that stands above). Put what the script does under `if __name__ == "__main__":`'
+                        f"rank {self._span.rank}'s loader worker {number} ended as it started:"
+                        f" {_start_method()} has it import the script first (what it said of that"
+                        " stands above). Put what the script does under `if __name__ =="
+                        ' "__main__":`'
                     )
                 return _dead(worker, number, self._span.rank, what)
         return None
 
     def _under_way(self, number: int, workers: int) -> str:
-        """What worker `number` was at: the sample that it noted, or the first micro-batch that has not come from it."""
+        """What worker `number` was at: the sample that it noted, or the first micro-batch that
+        has not come from it.
+        """
         progress = getattr(self._loader.dataset, "_progress", None)
         if progress is not None:
             return "" if progress[number] == IDLE else f"sample {progress[number]}"
-        arrived = getattr(self._batches, "_task_info", {})  # also what lies here to be handed out after others
-        waiting = [place for place in self._sampler.sent if place % workers == number and len(arrived.get(place, ())) < 2]
+        # also what lies here to be handed out after others
+        arrived = getattr(self._batches, "_task_info", {})
+        waiting = [
+            place
+            for place in self._sampler.sent
+            if place % workers == number and len(arrived.get(place, ())) < 2
+        ]
         return f"samples {listed(self._sampler.sent[min(waiting)][1])}" if waiting else ""
 
     def _await_end(self) -> None:
-        wait([worker.sentinel for worker in getattr(self._batches, "_workers", ())], timeout=_PATIENCE_SECONDS)
+        wait(
+            [worker.sentinel for worker in getattr(self._batches, "_workers", ())],
+            timeout=_PATIENCE_SECONDS,
+        )
 
 
 class Turns:
@@ -184,7 +229,8 @@ def end_workers(loader: DataLoader[Any]) -> None:
     iterator, loader._iterator = loader._iterator, None
     if iterator is None:
         return
-    event = getattr(iterator, "_workers_done_event", None)  # with a lock that all workers share, and look at it under
+    # with a lock that all workers share, and look at it under
+    event = getattr(iterator, "_workers_done_event", None)
     if event is not None and not event._cond.acquire(
         timeout=_PATIENCE_SECONDS
     ):  # a worker was killed as it had it: it is nobody's for ever
@@ -200,7 +246,10 @@ def end_workers(loader: DataLoader[Any]) -> None:
 def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
     who = f"rank {rank}'s loader worker {number} (pid {worker.pid})"
     if worker.exitcode >= 0:
-        return LockstepError(f"{who} ended with exit code {worker.exitcode}{what}: a dataset must not leave its process")
+        return LockstepError(
+            f"{who} ended with exit code {worker.exitcode}{what}: a dataset must not leave its"
+            " process"
+        )
     cause = -worker.exitcode
     name = signal.Signals(cause).name if cause in signal.valid_signals() else f"signal {cause}"
     return LoaderWorkerKilled(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}", cause)
@@ -208,13 +257,18 @@ def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
     """torch's iterator, with its workers started."""
-    dead = [(number, worker) for number, worker in enumerate(getattr(loader._iterator, "_workers", ())) if worker.exitcode is not None]
+    dead = [
+        (number, worker)
+        for number, worker in enumerate(getattr(loader._iterator, "_workers", ()))
+        if worker.exitcode is not None
+    ]
     if dead:
         end_workers(loader)
         raise _dead(dead[0][1], dead[0][0], rank, " between two epochs")
     if not loader.num_workers:
         return _here(loader, sampler)
-    multiprocessing.util.get_temp_dir()  # this process's, for the sockets of its workers too: one that is killed with it removes none
+    # this process's, for the sockets of its workers too: one that is killed with it removes none
+    multiprocessing.util.get_temp_dir()
     try:
         with _watched(loader._iterator):
             iterator: Any = iter(loader)
@@ -222,8 +276,9 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         method = _start_method()
         if method != "fork" and (why := _unpicklable(loader.dataset)) is not None:
             raise UsageError(
-                f"{name} cannot be sent to num_workers={loader.num_workers} loader workers, which are started by {method} and get a pickled "
-                f"copy ({why}): make it picklable (no lambdas, open files or local classes), or set num_workers=0"
+                f"{name} cannot be sent to num_workers={loader.num_workers} loader workers, which"
+                f" are started by {method} and get a pickled copy ({why}): make it picklable (no"
+                " lambdas, open files or local classes), or set num_workers=0"
             ) from error
         _say_full(error)
         raise
@@ -243,7 +298,11 @@ def _say_full(error: Exception) -> None:
 def _here(loader: DataLoader[Any], sampler: KeysSampler) -> Iterator[Any]:
     """What DataLoader does without workers, less what it spends on every batch."""
     batches = map(loader.dataset.__getitems__, sampler.keys())  # type: ignore[attr-defined]
-    return map(pin_memory, batches) if loader.pin_memory and torch.accelerator.is_available() else batches
+    return (
+        map(pin_memory, batches)
+        if loader.pin_memory and torch.accelerator.is_available()
+        else batches
+    )
 
 
 def _start_method() -> str:
@@ -260,9 +319,11 @@ def _unpicklable(keyed: Any) -> str | None:
 
 @contextmanager
 def _watched(iterator: Any) -> Iterator[None]:
-    """torch raises a worker's death from a signal handler, wherever this thread is then: also in the user's backward, without a name.
+    """torch raises a worker's death from a signal handler, wherever this thread is then: also in
+    the user's backward, without a name.
 
-    So it is told about its workers while a batch is being waited for, and only then. One that died in between is found here.
+    So it is told about its workers while a batch is being waited for, and only then. One that died
+    in between is found here.
     """
     workers = getattr(iterator, "_workers", None)
     if not workers:

@@ -1,10 +1,15 @@
-"""The cut: which samples an optimizer step consumes, in which micro-batches, and which of them are this rank's.
+"""The cut: which samples an optimizer step consumes, in which micro-batches, and which of them are
+this rank's.
 
-Everything but `Window` is a pure function of integers, so that every rank, every worker and every resumed run computes the same.
+Everything but `Window` is a pure function of integers, so that every rank, every worker and every
+resumed run computes the same.
 
-    step        consumes positions [start, stop) of its epoch's order: `global_batch` of them, fewer at an epoch's end
-    slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in order, so a short step leaves the last empty
-    share       a rank's contiguous range of slots; the world size, and who is faster (data/shares.py), decide nothing else
+    step        consumes positions [start, stop) of its epoch's order: `global_batch` of them, fewer
+                at an epoch's end
+    slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in
+                order, so a short step leaves the last empty
+    share       a rank's contiguous range of slots; the world size, and who is faster
+                (data/shares.py), decide nothing else
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ BY_RANKS = "cut by the number of ranks"
 """In a recipe: whether another number of ranks would see other micro-batches."""
 
 
-class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass takes four times as long to make
+class Cut(NamedTuple):
+    # one is made in every step, and a frozen dataclass takes four times as long to make
     """One optimizer step: positions [start, stop) of an epoch's order, cut into micro-batches."""
 
     step: int
@@ -47,7 +53,9 @@ class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass take
         return range(begin, min(begin + self.micro_batch, self.stop))
 
     def share(self, rank: int, size: int) -> range:
-        """The slots of one rank. Evenly: the first `slots % size` ranks have one more; with more ranks than slots the last have none."""
+        """The slots of one rank. Evenly: the first `slots % size` ranks have one more; with more
+        ranks than slots the last have none.
+        """
         return _share(self.slots, self.slots, rank, size, self.by_rank)
 
     def first(self, size: int) -> int:
@@ -56,7 +64,9 @@ class Cut(NamedTuple):  # one is made in every step, and a frozen dataclass take
 
     def filled(self, rank: int, size: int) -> range:
         """The slots of one rank that hold samples: all of its share, but in a short step."""
-        return _share(self.slots, -(-(self.stop - self.start) // self.micro_batch), rank, size, self.by_rank)
+        return _share(
+            self.slots, -(-(self.stop - self.start) // self.micro_batch), rank, size, self.by_rank
+        )
 
 
 @lru_cache(maxsize=1024)  # asked for in every step, and nearly always alike
@@ -81,7 +91,9 @@ class Plan:
     global_batch: int
     """Samples of an optimizer step. More than there are: one short step an epoch."""
     micro_batch: int
-    """Samples of a forward. Where it does not divide `global_batch`, a step's last micro-batch is smaller."""
+    """Samples of a forward. Where it does not divide `global_batch`, a step's last micro-batch
+    is smaller.
+    """
     drop_last: bool = False
     """Leave out the short last step of every epoch, on all ranks."""
 
@@ -92,12 +104,13 @@ class Plan:
         whole("micro_batch", self.micro_batch)
         if self.micro_batch > self.global_batch:
             raise UsageError(
-                f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a step is cut into micro-batches, "
-                "so lower the one or raise the other"
+                f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a"
+                " step is cut into micro-batches, so lower the one or raise the other"
             )
         if self.drop_last and self.samples < self.global_batch:
             raise UsageError(
-                f"drop_last=True drops the only step: the dataset's {self.samples} samples are fewer than global_batch={self.global_batch}"
+                f"drop_last=True drops the only step: the dataset's {self.samples} samples are"
+                f" fewer than global_batch={self.global_batch}"
             )
 
     @property
@@ -125,39 +138,62 @@ class Plan:
     def cuts(self, epoch: int, begin: int = 0, first: int | None = None) -> Iterator[Cut]:
         """The steps of one epoch from its step `begin` on, in order.
 
-        `first` is the number of the epoch's first step, where the epochs before it had other lengths.
+        `first` is the number of the epoch's first step, where the epochs before it had other
+        lengths.
         """
         number = epoch * self.steps_per_epoch if first is None else first
-        return (self.at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch))
+        return (
+            self.at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch)
+        )
 
     def at(self, place: int, epoch: int, step: int) -> Cut:
         """Step number `place` of an epoch, which is number `step` over all epochs."""
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.samples)
-        return Cut(step=step, epoch=epoch, start=start, stop=stop, micro_batch=self.micro_batch, slots=self.slots)
+        return Cut(
+            step=step,
+            epoch=epoch,
+            start=start,
+            stop=stop,
+            micro_batch=self.micro_batch,
+            slots=self.slots,
+        )
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
-        """One line: how a step is cut and shared among `size` ranks, or whatever has a share; `by_rank` where that is not evenly."""
-        line = f"global batch {self.global_batch} = {counted(self.slots, 'micro-batch', 'es')} x {self.micro_batch}"
+        """One line: how a step is cut and shared among `size` ranks, or whatever has a share;
+        `by_rank` where that is not evenly.
+        """
+        line = (
+            f"global batch {self.global_batch} = {counted(self.slots, 'micro-batch', 'es')} x"
+            f" {self.micro_batch}"
+        )
         if rest := self.global_batch % self.micro_batch:
             line += f", the last {rest}"
         line += f"; {shares(self.slots, size, owner, by_rank)}"
         if idle := self.idle(size, by_rank):
-            line += f"; the dataset's {counted(self.samples, 'sample')} leave{'s' * (self.samples == 1)} {idle} of them without any"
+            line += (
+                f"; the dataset's {counted(self.samples, 'sample')}"
+                f" leave{'s' * (self.samples == 1)} {idle} of them without any"
+            )
         if self.dropped:
             line += f"; {counted(self.dropped, 'sample')} of an epoch dropped"
         return line
 
     def idle(self, size: int, by_rank: tuple[int, ...] = ()) -> int:
-        """Ranks that own micro-batches and yet never get a sample: the first step, the fullest, does not reach them."""
+        """Ranks that own micro-batches and yet never get a sample: the first step, the fullest,
+        does not reach them.
+        """
         first = self.at(0, 0, 0)._replace(by_rank=by_rank)
         return sum(
-            len(first.share(rank, size)) > 0 and not first.filled(rank, size) for rank in range(size if by_rank else min(size, self.slots))
+            len(first.share(rank, size)) > 0 and not first.filled(rank, size)
+            for rank in range(size if by_rank else min(size, self.slots))
         )
 
 
 def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
-    """How `slots` micro-batches are shared among `size` owners, in words; `by_rank` where that is not evenly."""
+    """How `slots` micro-batches are shared among `size` owners, in words; `by_rank` where that
+    is not evenly.
+    """
     ranks = counted(size, owner)
     if len(set(by_rank)) > 1:
         return f"{ranks}: {in_words(by_rank)}"
@@ -187,17 +223,22 @@ def whole(name: str, value: object, *, least: int = 1) -> int:
 
 
 class Window(Sequence[Any]):
-    """This rank's micro-batches of one step. It can be walked more than once; batches are fetched on the first walk and then kept.
+    """This rank's micro-batches of one step. It can be walked more than once; batches are fetched
+    on the first walk and then kept.
 
-    `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the epoch's order of `window[i]`, and
-    `counts[i]` how many samples it holds: as many as places, but where an order makes the micro-batches itself; a place is then a
-    micro-batch's. `recipe` is what must be equal on all ranks for their windows to fit together, the Loader's own.
-    A rank without a share has an empty window, and still takes part in the step. `drawn`: its slots are no fixed share, but were drawn.
-    The argument `counts` gives the samples in the micro-batches of any slots of the step; None, and giving None: as many as places.
+    `slots` are the numbers of the micro-batches that hold samples, `positions[i]` the places in the
+    epoch's order of `window[i]`, and `counts[i]` how many samples it holds: as many as places, but
+    where an order makes the micro-batches itself; a place is then a micro-batch's. `recipe` is what
+    must be equal on all ranks for their windows to fit together, the Loader's own. A rank without a
+    share has an empty window, and still takes part in the step. `drawn`: its slots are no fixed
+    share, but were drawn. The argument `counts` gives the samples in the micro-batches of any slots
+    of the step; None, and giving None: as many as places.
     """
 
     balancer: Balancer | None = None
-    """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work has taken."""
+    """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work
+    has taken.
+    """
     moved: Moved | None = None
     """What is new from this window on, where shares have moved."""
 
@@ -243,7 +284,9 @@ class Window(Sequence[Any]):
         return sum(self.counts)
 
     def samples_by_rank(self, rank: int, size: int) -> tuple[int, ...]:
-        """Samples of each of `size` ranks, by the way the step is cut. `rank` is this one; a window that was drawn knows of no other."""
+        """Samples of each of `size` ranks, by the way the step is cut. `rank` is this one; a
+        window that was drawn knows of no other.
+        """
         if self.drawn:
             return tuple(self.samples if each == rank else 0 for each in range(size))
         return tuple(sum(self._counted(self.cut.filled(each, size))) for each in range(size))
@@ -273,7 +316,10 @@ class Window(Sequence[Any]):
             yield self._batches[place]
 
     def __repr__(self) -> str:
-        return f"Window(step {self.step}, epoch {self.epoch}, slots {list(self.slots)}, {self.samples} samples)"
+        return (
+            f"Window(step {self.step}, epoch {self.epoch}, slots {list(self.slots)}, {self.samples}"
+            " samples)"
+        )
 
     def drain(self) -> None:
         """Fetch what nobody walked: the next window's batches come after it."""
@@ -284,4 +330,5 @@ class Window(Sequence[Any]):
             assert self._fetch is not None
             self._batches.append(self._fetch())
             if len(self._batches) == len(self.slots):
-                self._fetch = None  # a window that somebody keeps does not keep the loader's processes
+                # a window that somebody keeps does not keep the loader's processes
+                self._fetch = None

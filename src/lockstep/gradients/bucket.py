@@ -1,21 +1,32 @@
-"""A bucket's memory: one flat tensor that the parameters' `.grad` are views of."""
+"""A bucket's memory: one flat tensor that the parameters' `.grad` are views of; and where the
+compiler cuts a model by buckets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.gradients.layout import BucketPlan, Span
+from lockstep.gradients.layout import FIRST_BUCKET, BucketPlan, Span
+
+_ATTRIBUTE = "_active_ddp_module"
 
 
 class Bucket:
-    """The gradients of some parameters in one flat tensor `sum`; `views[i]` is the place of `spans[i]`, shaped and strided as its parameter.
+    """The gradients of some parameters in one flat tensor `sum`; `views[i]` is the place of
+    `spans[i]`, shaped and strided as its parameter.
 
-    So gradient memory is one times the parameters, and what arrives from the other ranks is in `.grad` without a copy.
+    So gradient memory is one times the parameters, and what arrives from the other ranks is in
+    `.grad` without a copy.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], memory: Tensor) -> None:
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], memory: Tensor
+    ) -> None:
         self.index = plan.index
         self.spans: tuple[Span, ...] = plan.spans
         more = f" and {len(plan.spans) - 1} more" if len(plan.spans) > 1 else ""
@@ -23,10 +34,16 @@ class Bucket:
         self.sum = memory  # zeros, flat
         self.flag = None if plan.flag is None else self.sum[plan.flag : plan.flag + 1]
         self.parameters = [parameters[span.parameter] for span in plan.spans]
-        self.views = [view_of(self.sum, span, parameter) for span, parameter in zip(plan.spans, self.parameters, strict=True)]
+        self.views = [
+            view_of(self.sum, span, parameter)
+            for span, parameter in zip(plan.spans, self.parameters, strict=True)
+        ]
 
     def __repr__(self) -> str:
-        return f"Bucket({self.index}, {len(self.spans)} gradients, {self.sum.numel() * self.sum.element_size() / 2**20:.1f} MiB {self.sum.dtype})"
+        return (
+            f"Bucket({self.index}, {len(self.spans)} gradients,"
+            f" {self.sum.numel() * self.sum.element_size() / 2**20:.1f} MiB {self.sum.dtype})"
+        )
 
 
 def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
@@ -34,17 +51,53 @@ def view_of(flat: Tensor, span: Span, parameter: Tensor) -> Tensor:
     piece = flat[span.start : span.stop]
     if not piece.numel() and parameter.numel():  # a gradient that travels by other ways
         return piece
-    # Autograd keeps a gradient in its parameter's memory format; a view of the same strides spares a strided copy (channels_last).
+    # Autograd keeps a gradient in its parameter's memory format; a view of the same strides spares
+    # a strided copy (channels_last).
     if _dense(parameter):
-        return piece.as_strided(parameter.shape, parameter.stride(), storage_offset=flat.storage_offset() + span.start)
+        return piece.as_strided(
+            parameter.shape, parameter.stride(), storage_offset=flat.storage_offset() + span.start
+        )
     return piece.view(parameter.shape)
 
 
 def _dense(tensor: Tensor) -> bool:
     """Whether the strides enumerate numel() elements without gap or overlap."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    ):
         if stride != expected:
             return False
         expected *= size
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    bucket_bytes_cap: int
+
+
+@contextmanager
+def cut_by_buckets(bucket_bytes: int, *, wanted: bool = True) -> Iterator[None]:
+    """What is compiled in this block is cut into graphs of about `bucket_bytes` of parameters.
+    Without `wanted` nothing is changed.
+
+    torch.compile makes one backward of a whole graph, and all gradients would land at its end.
+    Inside the forward of torch's DistributedDataParallel the compiler cuts the graph where that
+    wrapper's buckets end, so that gradients leave while the backward runs. It knows such a forward
+    by a class attribute, which holds an object with `bucket_bytes_cap`. There is no public way to
+    ask for the cut.
+    """
+    ddp: Any = nn.parallel.DistributedDataParallel
+    if not wanted or not hasattr(ddp, _ATTRIBUTE):
+        yield
+        return
+    before = getattr(ddp, _ATTRIBUTE)
+    # less is refused: the first cut is always there
+    setattr(ddp, _ATTRIBUTE, _Buckets(max(bucket_bytes, FIRST_BUCKET)))
+    try:
+        yield
+    finally:
+        setattr(ddp, _ATTRIBUTE, before)

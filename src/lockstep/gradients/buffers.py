@@ -1,19 +1,24 @@
-"""Buffers that a forward moves (BatchNorm statistics): one update a step, whatever the number of ranks and micro-batches.
+"""Buffers that a forward moves (BatchNorm statistics): one update a step, whatever the number of
+ranks and micro-batches.
 
-Every micro-batch of a step starts from the same value, the step's; when all are done a buffer moves by the weighted mean of what
-the micro-batches made of it. Without this, statistics would depend on how many micro-batches a rank happened to own, and differ
-between ranks. Integer buffers (`num_batches_tracked`) move by the same mean, rounded: they count steps.
+Every micro-batch of a step starts from the same value, the step's; when all are done a buffer moves
+by the weighted mean of what the micro-batches made of it. Without this, statistics would depend on
+how many micro-batches a rank happened to own, and differ between ranks. Integer buffers
+(`num_batches_tracked`) move by the same mean, rounded: they count steps.
 
-Which buffers move is found out, not declared: after the first step the ranks agree on those that any forward has changed; those of
-BatchNorm's family always belong to them. One that begins to move later is seen by the rank concerned (its version counter changes)
-and announced with the facts of that step; it is taken from rank 0 that once. A buffer that changes its shape is a cache, and left alone.
+Which buffers move is found out, not declared: after the first step the ranks agree on those that
+any forward has changed; those of BatchNorm's family always belong to them. One that begins to move
+later is seen by the rank concerned (its version counter changes) and announced with the facts of
+that step; it is taken from rank 0 that once. A buffer that changes its shape is a cache, and left
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +27,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.collectives.group import Group
 from lockstep.collectives.tree import ABSENT, add_rows
 
+BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The moving buffers of one dtype during a step: where they started, flat, and the sum of their movements, whole and by buffer.
+    """The moving buffers of one dtype during a step: where they started, flat, and the sum of their
+    movements, whole and by buffer.
 
     Sums have a row for each slot in exact mode, else one row.
     """
@@ -37,10 +45,16 @@ class _Kind:
 
 
 class MovingBuffers:
-    """The buffers of one model during training. `begin` opens a step, `open` and `shut` enclose a micro-batch, `finish` is collective."""
+    """The buffers of one model during training. `begin` opens a step, `open` and `shut` enclose
+    a micro-batch, `finish` is collective.
+    """
 
-    def __init__(self, model: nn.Module, group: Group, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, group: Group, device: torch.device, generation: int = 0
+    ) -> None:
         self._group = group
+        self.generation = generation
+        """Of the model's parameters (Reducer), when these buffers were found."""
         self._device = device
         # By owner and name: a forward may also assign a new tensor to a buffer.
         named: list[tuple[str, nn.Module, str]] = [
@@ -51,8 +65,13 @@ class MovingBuffers:
         ]
         self._names = [name for name, _, _ in named]
         self._owners = [(module, name) for _, module, name in named]
-        # Batch norm kernels write their statistics without touching the version counter, so these are never waited for to show up.
-        self._always = {number for number, (module, _) in enumerate(self._owners) if isinstance(module, _NormBase)}
+        # Batch norm kernels write their statistics without touching the version counter, so these
+        # are never waited for to show up.
+        self._always = {
+            number
+            for number, (module, _) in enumerate(self._owners)
+            if isinstance(module, _NormBase)
+        }
         self._agreed = False
         self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
         self._moving = self._by_dtype(range(len(self._owners)))
@@ -77,19 +96,36 @@ class MovingBuffers:
         return self._buffer(number).shape != self._shapes[number]
 
     def named(self) -> Sequence[tuple[str, Tensor]]:
-        """All buffers, which are equal on all ranks between steps; but for caches, which change their shape."""
-        return [(name, self._buffer(number)) for number, name in enumerate(self._names) if not self._resized(number)]
+        """All buffers, which are equal on all ranks between steps; but for caches, which change
+        their shape.
+        """
+        return [
+            (name, self._buffer(number))
+            for number, name in enumerate(self._names)
+            if not self._resized(number)
+        ]
 
     @torch.no_grad()
     def begin(self, slots: int = 0) -> None:
-        """A new step: keep the values that every micro-batch starts from. With `slots`, movements are added up along the tree of exact mode."""
+        """A new step: keep the values that every micro-batch starts from. With `slots`,
+        movements are added up along the tree of exact mode.
+        """
         self._start, self._kinds, self._fresh = {}, [], True
-        kinds = [list(numbers) for _, numbers in groupby(self._moving, lambda number: self._buffer(number).dtype)]
+        kinds = [
+            list(numbers)
+            for _, numbers in groupby(self._moving, lambda number: self._buffer(number).dtype)
+        ]
         flat = [_flat([self._buffer(number) for number in numbers]) for numbers in kinds]
-        wide = torch.float64 if any(start.dtype == torch.float64 for start in flat) else torch.float32
+        wide = (
+            torch.float64 if any(start.dtype == torch.float64 for start in flat) else torch.float32
+        )
         total = sum(start.numel() for start in flat)
-        self._moved = torch.full((max(1, slots), total), ABSENT if slots else 0.0, dtype=wide, device=self._device)
-        for numbers, start, piece in zip(kinds, flat, self._moved.split([start.numel() for start in flat], 1), strict=True):
+        self._moved = torch.full(
+            (max(1, slots), total), ABSENT if slots else 0.0, dtype=wide, device=self._device
+        )
+        for numbers, start, piece in zip(
+            kinds, flat, self._moved.split([start.numel() for start in flat], 1), strict=True
+        ):
             sizes = [real(self._buffer(number)).numel() for number in numbers]
             self._start.update(zip(numbers, start.split(sizes), strict=True))
             self._kinds.append(_Kind(numbers, start, piece, piece.split(sizes, 1)))
@@ -136,19 +172,27 @@ class MovingBuffers:
 
     def _marks(self) -> list[tuple[int, int]]:
         """What changes when a buffer is written to: the tensor itself, or its version."""
-        return [(id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))]
+        return [
+            (id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))
+        ]
 
     @property
     def newly_moving(self) -> bool:
-        """Whether a forward of this rank, also of the micro-batch that is open, has written to a buffer that was agreed not to move."""
+        """Whether a forward of this rank, also of the micro-batch that is open, has written to a
+        buffer that was agreed not to move.
+        """
         if not self._agreed:
             return False
         self._look()
-        return any(self._touched[number] for number in set(range(len(self._owners))) - set(self._moving))
+        return any(
+            self._touched[number] for number in set(range(len(self._owners))) - set(self._moving)
+        )
 
     @torch.no_grad()
     def finish(self, weight: float, newly_moving: bool) -> None:
-        """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing where that is 0."""
+        """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing
+        where that is 0.
+        """
         if self._moving:
             self._group.all_reduce_small(self._moved, place="for buffers").wait()
             self._moved[:1] = add_rows(self._moved).mul_(1 / weight if weight > 0 else 0.0)
@@ -169,7 +213,9 @@ class MovingBuffers:
             self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
             for number in sorted(moving - known) if take_from_first else ():
-                self._group.broadcast(self._buffer(number), place="for a buffer that began to move").wait()
+                self._group.broadcast(
+                    self._buffer(number), place="for a buffer that began to move"
+                ).wait()
             self._moving = self._by_dtype(moving)
         self._agreed = True
 
@@ -184,9 +230,13 @@ def _flat(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def movement(now: Tensor, before: Tensor) -> Tensor:
-    """How far elements have moved. Subtracted in their own dtype: a large counter that moves by 1 moves by 1; inf minus inf is no movement."""
+    """How far elements have moved. Subtracted in their own dtype: a large counter that moves by
+    1 moves by 1; inf minus inf is no movement.
+    """
     now, before = _countable(now), _countable(before)
-    return torch.where(now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before)
+    return torch.where(
+        now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before
+    )
 
 
 def moved_by(before: Tensor, moved: Tensor) -> Tensor:
@@ -210,7 +260,9 @@ def _countable(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def average_buffers(model: nn.Module, group: Group) -> None:
-    """Make the buffers equal on all ranks: floating-point statistics of BatchNorm's family by their mean, all others by rank 0's value."""
+    """Make the buffers equal on all ranks: floating-point statistics of BatchNorm's family by
+    their mean, all others by rank 0's value.
+    """
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -219,3 +271,96 @@ def average_buffers(model: nn.Module, group: Group) -> None:
                 group.all_reduce(buffer, "mean", place=f"for buffer {name}").wait()
             else:
                 group.broadcast(buffer, place=f"for buffer {name}").wait()
+
+
+class SharedBuffers:
+    """Buffers as torch's wrapper treats them: every forward begins with one rank's on all ranks, or
+    with what a hook makes of them.
+
+    They are looked up anew each time: a forward may assign another tensor.
+    """
+
+    def __init__(self, module: nn.Module, group: Group, ignored: Collection[str]) -> None:
+        self._module, self._group, self._ignored = module, group, ignored
+        self._hook: BufferHook | None = None
+        self._state: object = None
+        self.after_forward = False
+        """Whether a hook runs after the forward, not before it."""
+        self._futures: list[torch.futures.Future[Any]] = []
+
+    def named(self) -> dict[str, Tensor]:
+        return {
+            name: buffer
+            for name, buffer in self._module.named_buffers()
+            if name not in self._ignored
+        }
+
+    def register(self, state: object, hook: BufferHook, *, after_forward: bool) -> None:
+        """Have `hook(state, {name: buffer})` in place of the broadcast. It may return futures;
+        the backward ends by waiting for them.
+        """
+        self._hook, self._state, self.after_forward = hook, state, after_forward
+
+    @torch.no_grad()
+    def share(self, root: Callable[[], int]) -> None:
+        """Run the hook, or take the buffers of rank `root()`. A collective; nothing where the
+        module has no buffers.
+        """
+        named = self.named()
+        if not named:
+            return
+        if self._hook is not None:
+            self._futures = list(self._hook(self._state, named) or ())
+        else:
+            self.broadcast(named.values(), root())
+
+    @torch.no_grad()
+    def broadcast(self, buffers: Iterable[Tensor], root: int = 0) -> None:
+        """Overwrite the buffers by those of rank `root`, in one message. For autograd they have
+        not changed: no backward reads them.
+        """
+        if self._group.size == 1:
+            return
+        largest_first = sorted(
+            (buffer for buffer in buffers if buffer.layout == torch.strided),
+            key=lambda each: -each.element_size(),
+        )
+        # so all are aligned
+        flat = torch.cat(
+            [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in largest_first]
+        )
+        self._group.broadcast(flat, root, place="for the buffers").wait()
+        if self._group.rank != root:
+            with torch.autograd._unsafe_preserve_version_counter(tuple(largest_first)):
+                for buffer, octets in zip(
+                    largest_first,
+                    flat.split([buffer.nbytes for buffer in largest_first]),
+                    strict=True,
+                ):
+                    buffer.detach().copy_(octets.view(buffer.dtype).view(buffer.shape))
+
+    def wait(self) -> None:
+        """Wait for what a hook has begun."""
+        while self._futures:
+            self._futures.pop().wait()
+
+
+@torch.no_grad()
+def replicate(
+    module: nn.Module,
+    group: Group,
+    ignored: Collection[str] = (),
+    root: int = 0,
+    *,
+    buffers: bool = True,
+) -> None:
+    """Overwrite every parameter and buffer by those of rank `root`. Buffers too: BatchNorm
+    statistics are part of the model.
+    """
+    named = chain(module.named_parameters(), module.named_buffers() if buffers else ())
+    for work in [
+        group.broadcast(tensor.detach(), root, f"for {name} to be equal")
+        for name, tensor in named
+        if name not in ignored
+    ]:
+        work.wait()

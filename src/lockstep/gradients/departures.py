@@ -1,4 +1,6 @@
-"""When each bucket left this rank, and when its sum was there: how much of the communication went on behind the backward."""
+"""When each bucket left this rank, and when its sum was there: how much of the communication
+went on behind the backward.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Departure(NamedTuple):
 
 
 class Departures:
-    """Of one window. Nobody waits for a look: a sum that came unseen counts as there when somebody looks, or waits for it."""
+    """Of one window. Nobody waits for a look: a sum that came unseen counts as there when
+    somebody looks, or waits for it.
+    """
 
     def __init__(self) -> None:
         self.reset()
@@ -39,7 +43,11 @@ class Departures:
 
     def look(self) -> None:
         """Sums come in the order in which they left: note those that have."""
-        while self._looked < len(self._asks) and (done := self._asks[self._looked]) is not None and done():
+        while (
+            self._looked < len(self._asks)
+            and (done := self._asks[self._looked]) is not None
+            and done()
+        ):
             self._arrived[self._looked] = time.monotonic_ns()
             self._looked += 1
 
@@ -54,10 +62,15 @@ class Departures:
 
     def times(self) -> Sequence[Departure]:
         """By bucket, in the order in which they left."""
-        return [Departure(left / _SECOND, None if at is None else at / _SECOND) for left, at in zip(self._left, self._arrived, strict=True)]
+        return [
+            Departure(left / _SECOND, None if at is None else at / _SECOND)
+            for left, at in zip(self._left, self._arrived, strict=True)
+        ]
 
     def hidden(self) -> float:
-        """Seconds in which something was on its way while the backward went on. What only begins when it is waited for was not."""
+        """Seconds in which something was on its way while the backward went on. What only begins
+        when it is waited for was not.
+        """
         total = reached = 0
         for asked, left, arrived in zip(self._asks, self._left, self._arrived, strict=True):
             if asked is not None and self._over is not None and left < self._over:

@@ -1,23 +1,25 @@
 """What all ranks must know of a step besides its gradients: a few float64 numbers in one message.
 
-They leave before the last micro-batch's backward, so they cost no time: by the end of it they have arrived. They are exact in
-whatever dtype the gradients travel, and because everybody gets the same sums, everybody draws the same conclusions (the divisor,
-whether to skip, whether to stop) without another message.
+They leave before the last micro-batch's backward, so they cost no time: by the end of it they have
+arrived. They are exact in whatever dtype the gradients travel, and because everybody gets the same
+sums, everybody draws the same conclusions (the divisor, whether to skip, whether to stop) without
+another message.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Group
+from lockstep.collectives.group import Group, Work
 from lockstep.collectives.tree import ABSENT, add_rows
-from lockstep.gradients.reading import Reading
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)
-_ROWS = ("samples", "losses", "busy", "waited", "each", "digests", "digesting")  # one number of each rank
+# one number of each rank
+_ROWS = ("samples", "losses", "busy", "waited", "each", "digests", "digesting")
 
 
 def numbers(ranks: int) -> int:
@@ -27,10 +29,12 @@ def numbers(ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer begin to move; by rank, samples and losses.
+    """Summed over all ranks: the weights, the losses, how many asked to stop, how many saw a buffer
+    begin to move; by rank, samples and losses.
 
-    And how the step before went, by rank, in seconds: what it computed, what it waited for others, and what one of its micro-batches took it,
-    loading included (0: it had none). `digests_by_rank` are of what a step overwrites (0: not taken), each taken in `digesting_by_rank` seconds.
+    And how the step before went, by rank, in seconds: what it computed, what it waited for others,
+    and what one of its micro-batches took it, loading included (0: it had none). `digests_by_rank`
+    are of what a step overwrites (0: not taken), each taken in `digesting_by_rank` seconds.
     """
 
     weight: float
@@ -47,14 +51,18 @@ class Facts:
 
 
 class FactsMessage:
-    """This rank's share of the facts: filled while the window is walked, sent once, waited for once.
+    """This rank's share of the facts: filled while the window is walked, sent once, waited for
+    once.
 
-    With `slots` weights and losses travel slot by slot, and are added up along the tree of exact mode.
+    With `slots` weights and losses travel slot by slot, and are added up along the tree of exact
+    mode.
     """
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group = group
-        self._values = torch.zeros(numbers(group.size) + 2 * slots, dtype=torch.float64, device=device)
+        self._values = torch.zeros(
+            numbers(group.size) + 2 * slots, dtype=torch.float64, device=device
+        )
         self._sum: Reading | None = None
         self._slots = slots
         self._by_slot = self._values[numbers(group.size) :].view(2, slots)
@@ -83,7 +91,9 @@ class FactsMessage:
         self._values[self._mine("each")] = each
 
     def add_digest(self, digest: int, seconds: float) -> None:
-        """A digest of what this rank began the step with (52 bits, so that float64 has it exactly), and what it took."""
+        """A digest of what this rank began the step with (52 bits, so that float64 has it
+        exactly), and what it took.
+        """
         self._values[self._mine("digests")] = digest
         self._values[self._mine("digesting")] = seconds
 
@@ -95,18 +105,74 @@ class FactsMessage:
             self._values[_STOP] = 1
         if newly_moving:
             self._values[_NEWLY_MOVING] = 1
-        self._sum = Reading(self._values, self._group.all_reduce_small(self._values, place="for the facts of a step"))
+        self._sum = Reading(
+            self._values,
+            self._group.all_reduce_small(self._values, place="for the facts of a step"),
+        )
 
     def wait(self) -> Facts:
         assert self._sum is not None, "the facts leave before they are waited for"
         weight, stop, newly_moving, *rest = self._sum.list()
         size = self._group.size
-        samples, losses, *others = (tuple(rest[place * size : (place + 1) * size]) for place in range(len(_ROWS)))
+        samples, losses, *others = (
+            tuple(rest[place * size : (place + 1) * size]) for place in range(len(_ROWS))
+        )
         loss = sum(losses)
         if self._slots:
-            weight, loss = (add_rows(torch.tensor(each, dtype=torch.float64)).item() for each in _halves(rest[len(_ROWS) * size :]))
+            weight, loss = (
+                add_rows(torch.tensor(each, dtype=torch.float64)).item()
+                for each in _halves(rest[len(_ROWS) * size :])
+            )
         return Facts(weight, loss, stop, newly_moving, tuple(map(int, samples)), losses, *others)
 
 
 def _halves(values: list[float]) -> tuple[list[float], list[float]]:
     return values[: len(values) // 2], values[len(values) // 2 :]
+
+
+class Reading:
+    """Numbers on their way from a device to the host, waited for where somebody looks at them.
+
+    What `values` holds when the work queued so far is done. `values` must not change afterwards.
+
+    On a GPU the numbers are copied to pinned memory behind that work, and only `list()` waits, for
+    the copy alone: what was queued later goes on meanwhile. `work`, a collective under way on
+    `values`, is waited for by the copy and not by the current stream.
+    """
+
+    def __init__(self, values: Tensor, work: Work | None = None) -> None:
+        self._values = values.detach()
+        self._work = work
+        self._copied: torch.cuda.Event | None = None
+        if values.is_cuda:
+            side = _side_stream(values.device)
+            side.wait_stream(torch.cuda.current_stream(values.device))
+            with torch.cuda.stream(side):
+                self._finish_work()
+                self._copy()
+
+    def _finish_work(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def _copy(self) -> None:
+        host = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
+        host.copy_(self._values, non_blocking=True)
+        self._values.record_stream(torch.cuda.current_stream(self._values.device))
+        self._values = host
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def list(self) -> list[float]:
+        """The numbers, flat."""
+        self._finish_work()
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: list[float] = self._values.reshape(-1).tolist()
+        return found
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -2,86 +2,98 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.collectives.group import Group
 from lockstep.data.windows import Cut
 from lockstep.gradients.bucket import Bucket
 
 
-class Fold(Protocol):
+class Fold(ABC):
     """What a Reducer asks of it. Parameters go by their numbers."""
 
     def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements of a bucket each parameter's gradient takes."""
-        ...
-
-    def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
-        """Gradients have new places."""
-        ...
-
-    def begin(self, cut: Cut | None) -> bool:
-        """A window begins, in which nothing has landed. True where its gradients need other memory: the buckets must be laid again."""
-        ...
-
-    def open(self) -> None:
-        """A micro-batch of this rank begins."""
-        ...
-
-    def land(self, number: int, scale: float) -> None:
-        """Take a parameter's gradient, `.grad`, times `scale`."""
-        ...
-
-    def sets_order(self, *, closing: bool) -> bool:
-        """Whether buckets shall follow the order in which gradients arrive in this micro-batch."""
-        ...
-
-    def shut(self) -> None:
-        """A micro-batch is over that was not the last."""
-        ...
-
-    def fill(self, number: int, scale: float) -> None:
-        """A parameter gets no further gradient in this window: what there is of it is complete."""
-        ...
-
-    def complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are complete: it is about to leave."""
-        ...
-
-    def deliver(self) -> None:
-        """The sums over all ranks are there: make them the parameters' `.grad`."""
-        ...
-
-    def cleared(self, number: int, *, landing: bool) -> bool:
-        """Whether somebody has replaced a gradient that landed; `landing`: while the next micro-batch's is about to land."""
-        ...
-
-
-class InPlace:
-    """A micro-batch after the other is added to the same memory, by autograd itself: `.grad` is a view of the bucket all the time."""
-
-    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         return [parameter.numel() for parameter in parameters]
 
+    @abstractmethod
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        homes = {span.parameter: view for bucket in buckets for span, view in zip(bucket.spans, bucket.views, strict=True)}
-        self._views = [homes[number] for number in range(len(parameters))]
-        for view, parameter in zip(self._views, parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.shape == view.shape and not parameter.grad.is_sparse:
-                parameter.grad = view.copy_(parameter.grad)
+        """Gradients have new places."""
 
     def begin(self, cut: Cut | None) -> bool:
+        """A window begins, in which nothing has landed. True where its gradients need other
+        memory: the buckets must be laid again.
+        """
         return False
 
     def open(self) -> None:
-        pass
+        """A micro-batch of this rank begins."""
+        return
+
+    @abstractmethod
+    def land(self, number: int, scale: float) -> None:
+        """Take a parameter's gradient, `.grad`, times `scale`."""
+
+    def keeps_sparse(self, number: int) -> bool:
+        """Whether a parameter's sparse gradient stays sparse."""
+        return False
+
+    @abstractmethod
+    def sets_order(self, *, closing: bool) -> bool:
+        """Whether buckets shall follow the order in which gradients arrive in this micro-batch."""
+
+    def shut(self) -> None:
+        """A micro-batch is over that was not the last."""
+        return
+
+    @abstractmethod
+    def fill(self, number: int, scale: float) -> None:
+        """A parameter gets no further gradient in this window: what there is of it is complete."""
+
+    def complete(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are complete: it is about to leave."""
+        return
+
+    def deliver(self) -> None:
+        """The sums over all ranks are there: make them the parameters' `.grad`."""
+        return
+
+    @abstractmethod
+    def cleared(self, number: int, *, landing: bool) -> bool:
+        """Whether somebody has replaced a gradient that landed; `landing`: while the next
+        micro-batch's is about to land.
+        """
+
+
+class InPlace(Fold):
+    """A micro-batch after the other is added to the same memory, by autograd itself: `.grad` is
+    a view of the bucket all the time.
+    """
+
+    def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        homes = {
+            span.parameter: view
+            for bucket in buckets
+            for span, view in zip(bucket.spans, bucket.views, strict=True)
+        }
+        self._views = [homes[number] for number in range(len(parameters))]
+        for view, parameter in zip(self._views, parameters, strict=True):
+            if (
+                parameter.grad is not None
+                and parameter.grad.shape == view.shape
+                and not parameter.grad.is_sparse
+            ):
+                parameter.grad = view.copy_(parameter.grad)
 
     def land(self, number: int, scale: float) -> None:
-        """Make `.grad` the view, scaled. What autograd put elsewhere is copied once, in the same pass; later micro-batches it adds in place."""
+        """Make `.grad` the view, scaled. What autograd put elsewhere is copied once, in the same
+        pass; later micro-batches it adds in place.
+        """
         view, parameter = self._views[number], self._parameters[number]
         grad = parameter.grad
         if grad is None:
@@ -102,17 +114,85 @@ class InPlace:
     def sets_order(self, *, closing: bool) -> bool:
         return closing
 
-    def shut(self) -> None:
-        pass
-
     def fill(self, number: int, scale: float) -> None:
         self.land(number, scale)
 
-    def complete(self, bucket: Bucket) -> None:
-        pass
-
-    def deliver(self) -> None:
-        pass
-
     def cleared(self, number: int, *, landing: bool) -> bool:
         return self._parameters[number].grad is not self._views[number]
+
+
+def sparse_parameters(module: nn.Module) -> list[Tensor]:
+    """The weights that get sparse gradients: those of embeddings with sparse=True."""
+    return [
+        child.weight
+        for child in module.modules()
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse
+    ]
+
+
+class KeepsSparse(InPlace):
+    """As InPlace, but the gradients of sparse embeddings stay sparse, and take no room in buckets.
+
+    The rows that any rank's batch has touched travel after the buckets, and are added up over all
+    ranks.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._module, self._group = module, group
+        self._sparse: dict[int, str] = {}
+
+    def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        sparse = set(map(id, sparse_parameters(self._module)))
+        return [0 if id(parameter) in sparse else parameter.numel() for parameter in parameters]
+
+    def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
+        super().lay(buckets, parameters)
+        self._sparse = {
+            span.parameter: span.name
+            for bucket in buckets
+            for span in bucket.spans
+            if span.start == span.stop and parameters[span.parameter].numel()
+        }
+
+    def land(self, number: int, scale: float) -> None:
+        if number not in self._sparse:
+            super().land(number, scale)
+            return
+        parameter = self._parameters[number]
+        if parameter.grad is None:
+            return
+        # tied to a layer with dense ones
+        gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
+        parameter.grad = gradient * scale if scale != 1 else gradient
+
+    def keeps_sparse(self, number: int) -> bool:
+        return number in self._sparse
+
+    def deliver(self) -> None:
+        for number, name in sorted(self._sparse.items()):
+            self._parameters[number].grad = self._sum(self._parameters[number], name)
+
+    def cleared(self, number: int, *, landing: bool) -> bool:
+        return number not in self._sparse and super().cleared(number, landing=landing)
+
+    def _sum(self, parameter: nn.Parameter, name: str) -> Tensor | None:
+        """All ranks' rows of one gradient; None where no rank has any."""
+        place = f"for the rows of {name}"
+        if parameter.grad is None:
+            rows, values = parameter.new_zeros(0, dtype=torch.int64), parameter.detach()[:0]
+        else:
+            mine = parameter.grad.coalesce()
+            rows, values = mine.indices()[0], mine.values()
+        counts: list[int] = self._group.all_gather(
+            torch.tensor(len(rows), device=rows.device), place=place
+        ).tolist()
+        if self._group.size == 1 or not max(counts):
+            return parameter.grad
+        longest = max(counts)
+        rows = nn.functional.pad(rows, (0, longest - len(rows)))
+        values = torch.cat([values, values.new_zeros(longest - len(values), *values.shape[1:])])
+        all_rows = self._group.all_gather(rows, place=place).split(longest)
+        all_values = self._group.all_gather(values, place=place).split(longest)
+        joined = torch.cat([piece[:count] for piece, count in zip(all_rows, counts, strict=True)])
+        added = torch.cat([piece[:count] for piece, count in zip(all_values, counts, strict=True)])
+        return torch.sparse_coo_tensor(joined[None], added, parameter.shape).coalesce()

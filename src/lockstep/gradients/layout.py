@@ -1,8 +1,9 @@
 """Which parameter's gradient lies where: a pure plan of flat buckets.
 
-Gradients travel in buckets, because one message a tensor pays the latency once a tensor. A bucket holds gradients of one dtype on
-one device; inside it every gradient starts at a multiple of 64 elements, so that a slice of a bucket never cuts through the
-vector width of an optimizer kernel. The plan depends on the parameters and the order alone, never on the world size.
+Gradients travel in buckets, because one message a tensor pays the latency once a tensor. A bucket
+holds gradients of one dtype on one device; inside it every gradient starts at a multiple of 64
+elements, so that a slice of a bucket never cuts through the vector width of an optimizer kernel.
+The plan depends on the parameters and the order alone, never on the world size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One gradient's place in a bucket: elements [start, stop). `parameter` is its number in the list that was planned."""
+    """One gradient's place in a bucket: elements [start, stop). `parameter` is its number in the
+    list that was planned.
+    """
 
     parameter: int
     name: str
@@ -47,7 +50,9 @@ class BucketPlan:
     numel: int
     spans: tuple[Span, ...]
     flag: int | None = None
-    """In the last bucket, an element behind its gradients: every rank adds how many gradients it is missing. It travels at no cost."""
+    """In the last bucket, an element behind its gradients: every rank adds how many gradients it
+    is missing. It travels at no cost.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,10 @@ class Layout:
     def bytes(self) -> int:
         return sum(bucket.numel * bucket.dtype.itemsize for bucket in self.buckets)
 
+    def kinds(self) -> tuple[list[int], list[torch.dtype]]:
+        """Elements and dtype of each bucket, as shared memory is asked for them."""
+        return [each.numel for each in self.buckets], [each.dtype for each in self.buckets]
+
 
 def aligned(numel: int) -> int:
     """`numel` rounded up to the alignment."""
@@ -68,17 +77,25 @@ def aligned(numel: int) -> int:
 
 
 def plan(
-    entries: Sequence[Entry], order: Sequence[int], *, bucket: int = BUCKET, first_bucket: int = FIRST_BUCKET, caps: Sequence[int] = ()
+    entries: Sequence[Entry],
+    order: Sequence[int],
+    *,
+    bucket: int = BUCKET,
+    first_bucket: int = FIRST_BUCKET,
+    caps: Sequence[int] = (),
 ) -> Layout:
-    """Put the entries into buckets, in `order`. A bucket is closed as soon as it holds `bucket` bytes (the first: `first_bucket`).
-    With `caps`, bucket n is closed at caps[n] bytes, and those after the last at its bytes.
+    """Put the entries into buckets, in `order`. A bucket is closed as soon as it holds `bucket`
+    bytes (the first: `first_bucket`). With `caps`, bucket n is closed at caps[n] bytes, and those
+    after the last at its bytes.
 
-    So none but the last of a kind is small: a large gradient takes the small ones before it along, as in torch's wrapper.
-    Buckets are closed per (dtype, device) and numbered in the order in which their last gradient is expected.
+    So none but the last of a kind is small: a large gradient takes the small ones before it along,
+    as in torch's wrapper. Buckets are closed per (dtype, device) and numbered in the order in which
+    their last gradient is expected.
     """
     assert sorted(order) == list(range(len(entries))), "order is a permutation of the entries"
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    held: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes in the bucket that is being filled
+    # bytes in the bucket that is being filled
+    held: dict[tuple[torch.dtype, torch.device], int] = {}
     closed: list[list[int]] = []
     caps = caps or (first_bucket, bucket)
     for number in order:
@@ -105,4 +122,6 @@ def _bucket(index: int, members: Sequence[int], entries: Sequence[Entry]) -> Buc
         entry = entries[number]
         spans.append(Span(number, entry.name, start, start + entry.numel))
         start += aligned(entry.numel)
-    return BucketPlan(index, entries[members[0]].dtype, entries[members[0]].device, start, tuple(spans))
+    return BucketPlan(
+        index, entries[members[0]].dtype, entries[members[0]].device, start, tuple(spans)
+    )

@@ -1,15 +1,18 @@
 """How a bucket becomes the sum over all ranks.
 
-A reduction only sums. What the sum is divided by (the weights of the step, or the world size) is its caller's affair.
+A reduction only sums. What the sum is divided by (the weights of the step, or the world size) is
+its caller's affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from functools import partial
 from time import perf_counter
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,80 +20,102 @@ from torch import Tensor
 
 from lockstep.collectives import by_schedule
 from lockstep.collectives.central import central_all_reduce
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Done, Group, Memory, Work
 from lockstep.collectives.handle import Later
-from lockstep.errors import UsageError
+from lockstep.collectives.shared_memory.resident import Across, Sum
+from lockstep.errors import CollectiveTimeout, UsageError
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.hierarchical import Hierarchical
 from lockstep.gradients.layout import Layout
+from lockstep.runtime import status
 
 
-class Reduction(Protocol):
-    """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the same order."""
+class Reduction(ABC):
+    """Starts the sum of one bucket over all ranks; every rank starts the same buckets in the
+    same order.
+    """
 
     name: str
-    divisor: float | None
-    """What the sums are divided by, on all ranks alike: whoever waits for them sets it before. None where a reduction only sums."""
-
-    @property
-    def carries_all(self) -> bool:
-        """Whether what lies behind the gradients in a bucket is summed with them, on every rank."""
-        ...
+    carries_all = True
+    """Whether what lies behind the gradients in a bucket is summed with them, on every rank."""
+    divisor: float | None = None
+    """What the sums are divided by, on all ranks alike: whoever waits for them sets it before.
+    None where a reduction only sums.
+    """
 
     def memory(self, layout: Layout) -> list[Tensor]:
-        """Flat zeros for every bucket, where this reduction wants them. Every rank calls it alike."""
-        ...
+        """Flat zeros for every bucket, where this reduction wants them. Every rank calls it
+        alike.
+        """
+        return [
+            torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets
+        ]
 
     def scatter(self) -> None:
         """From now on only each rank's own slice of a bucket has to be summed. It may do more."""
-        ...
+        return
 
+    @abstractmethod
     def start(self, bucket: Bucket) -> Work: ...
 
+    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """What checkpoints keep of it (checkpoints/pieces.py, Keeps): what all ranks have alike,
+        and what only this one has.
+        """
+        return {}, {}
 
-def private(layout: Layout) -> list[Tensor]:
-    """Memory of this process's own."""
-    return [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets]
+    def take_back(
+        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        return
 
 
-class Native:
+class Alone(Reduction):
+    """Of a rank that steps alone: a gradient is its own sum. The buckets lie where `meeting`
+    sums them over all ranks, when they meet.
+    """
+
+    def __init__(self, meeting: Reduction) -> None:
+        self.meeting, self.name = meeting, meeting.name
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        return self.meeting.memory(layout)
+
+    def start(self, bucket: Bucket) -> Work:
+        return Done()
+
+    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        return self.meeting.kept()
+
+    def take_back(
+        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        self.meeting.take_back(common, by_rank)
+
+
+class Native(Reduction):
     """The backend's own all-reduce of the whole bucket; it goes on while backward does."""
 
     name = "native"
-    carries_all = True
-    divisor: float | None = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
-
-    def scatter(self) -> None:
-        pass
-
-    def memory(self, layout: Layout) -> list[Tensor]:
-        return private(layout)
 
     def start(self, bucket: Bucket) -> Work:
         return self._group.all_reduce(bucket.sum, place=bucket.place)
 
 
-class Central:
-    """Through rank 0, one gradient at a time: the naive reference that every fast reduction is tested against.
+class Central(Reduction):
+    """Through rank 0, one gradient at a time: the naive reference that every fast reduction is
+    tested against.
 
-    Nothing happens before `wait`: in the middle of a backward no rank may wait for another one's program.
+    Nothing happens before `wait`: in the middle of a backward no rank may wait for another one's
+    program.
     """
 
     name = "central"
-    carries_all = True
-    divisor: float | None = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
-
-    def scatter(self) -> None:
-        pass
-
-    def memory(self, layout: Layout) -> list[Tensor]:
-        return private(layout)
 
     def start(self, bucket: Bucket) -> Work:
         return _Later(self._group, bucket)
@@ -104,33 +129,36 @@ class _Later:
         for span, view in zip(self._bucket.spans, self._bucket.views, strict=True):
             central_all_reduce(self._group, view, place=f"for the gradient of {span.name}")
         if self._bucket.flag is not None:
-            central_all_reduce(self._group, self._bucket.flag, place="for the number of missing gradients")
+            central_all_reduce(
+                self._group, self._bucket.flag, place="for the number of missing gradients"
+            )
 
 
-class BySchedule:
-    """By one of our own schedules, a message after the other: what the backend does inside, written out (collectives/algorithms/reducing.py).
+class BySchedule(Reduction):
+    """By one of our own schedules, a message after the other: what the backend does inside, written
+    out (collectives/algorithms/reducing.py).
 
-    On CPUs the messages of a bucket go while backward does, on the group's thread: a round waits for another rank's, and a hook must not.
-    On GPUs, whose streams belong to the thread that computes, they go in `wait`.
+    On CPUs the messages of a bucket go while backward does, on the group's thread: a round waits
+    for another rank's, and a hook must not. On GPUs, whose streams belong to the thread that
+    computes, they go in `wait`.
     """
-
-    carries_all = True
-    divisor: float | None = None
 
     def __init__(self, group: Group, algorithm: str) -> None:
         self._group, self._algorithm = group, algorithm
         self.name = algorithm.replace("_", "-")
 
-    def scatter(self) -> None:
-        pass
-
-    def memory(self, layout: Layout) -> list[Tensor]:
-        return private(layout)
-
     def start(self, bucket: Bucket) -> Work:
-        flat = bucket.sum.data  # shares no version with the gradients: what arrives is no change that somebody else has made
-        run = by_schedule.all_reduce(self._group, flat, "sum", self._algorithm, f" by {self.name}", place=bucket.place)
-        return Later(self._group.in_background(run)) if bucket.sum.device.type == "cpu" else _InWait(run)
+        # shares no version with the gradients: what arrives is no change that somebody else has
+        # made
+        flat = bucket.sum.data
+        run = by_schedule.all_reduce(
+            self._group, flat, "sum", self._algorithm, f" by {self.name}", place=bucket.place
+        )
+        return (
+            Later(self._group.in_background(run))
+            if bucket.sum.device.type == "cpu"
+            else _InWait(run)
+        )
 
 
 class _InWait:
@@ -141,41 +169,128 @@ class _InWait:
         self._run()
 
 
-class SharedMemory:
-    """In memory that all ranks of one host share: gradients land there, each rank adds up its slice of everybody's, nothing else is copied.
+def shared_memory_of(group: Group) -> Memory:
+    """Raises UsageError where the ranks have none."""
+    if group.memory is None:
+        raise UsageError(
+            "reduce='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more"
+            " than one of them: use auto"
+        )
+    return group.memory
 
-    Nothing is added up before the end: done while backward goes on, in its hooks or on another thread, it would only take the core from it
-    (docs/performance.md). By then the divisor is known, and the sum is divided while it is in the cache. With `scattered` a rank's slice
-    is summed on that rank only, for an update that is sharded in the same way.
+
+class SharedMemory(Reduction):
+    """In memory that all ranks of one host share: gradients land there, each rank adds up its slice
+    of everybody's, nothing else is copied.
+
+    Nothing is added up before the end: done while backward goes on, in its hooks or on another
+    thread, it would only take the core from it (docs/performance.md). By then the divisor is known,
+    and the sum is divided while it is in the cache. With `scattered` a rank's slice is summed on
+    that rank only, for an update that is sharded in the same way.
     """
 
     name = "shared memory"
 
     def __init__(self, group: Group) -> None:
-        if group.memory is None:
-            raise UsageError("reduce='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one of them: use auto")
-        self._memory = group.memory
+        self._memory = shared_memory_of(group)
         self._rank = group.rank
         self._parts: list[list[Tensor]] = []
-        self._scattered = False
-        self.divisor: float | None = 1.0
-
-    @property
-    def carries_all(self) -> bool:
-        return not self._scattered
+        self.divisor = 1.0
 
     def scatter(self) -> None:
-        self._scattered = True
+        self.carries_all = False
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self._parts = []
-        sizes, dtypes = [plan.numel for plan in layout.buckets], [plan.dtype for plan in layout.buckets]
-        self._parts = self._memory.allocate(sizes, dtypes, "for gradient buckets")
+        self._parts = self._memory.allocate(*layout.kinds(), "for gradient buckets")
         return [parts[self._rank] for parts in self._parts]
 
     def start(self, bucket: Bucket) -> Work:
         parts = self._parts[bucket.index]
-        return self._memory.sum_in_place(parts, bucket.place, divisor=lambda: self.divisor or 1.0, scattered=self._scattered)
+        return self._memory.sum_in_place(
+            parts, bucket.place, divisor=lambda: self.divisor or 1.0, scattered=not self.carries_all
+        )
+
+
+class Hierarchical(Reduction):
+    """Ranks on several CPU hosts: sums in each host's shared memory, then, slice by slice, the
+    backend's all-reduce between the hosts.
+
+        host A   rank 0  rank 1        each adds up its slice of both ranks' gradients, in shared memory
+                   |       |
+        host B   rank 2  rank 3        slice 0 goes between 0 and 2, slice 1 between 1 and 3; then everybody on a host has all of them
+
+    Between hosts goes one gradient a host and not one a rank. It goes while backward does: on a
+    thread of its own, because a slice has to wait for the other ranks of its host, and a hook must
+    not. A slice of one host's sum is not a slice among all ranks: `scatter` changes nothing.
+    """
+
+    name = "hierarchical"
+
+    def __init__(self, group: Group) -> None:
+        hosts = group.find_hosts()
+        if hosts is None:
+            raise UsageError(
+                "reduce='hierarchical' needs several x86 Linux hosts, ranks on their CPUs, and more"
+                " than one of them on a host: use auto"
+            )
+        self._local, self._across, self._owners = hosts.local, hosts.across, hosts.owners
+        self._shared: list[list[Tensor]] = []  # by bucket, then by rank of this host
+        if self._local.memory is not None:
+            self._local.memory.nap()
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        return self.allocate(*layout.kinds())
+
+    def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Flat zeros that `start_sum` can sum, where the other ranks of this host see them."""
+        self._shared = []
+        if self._local.memory is None:  # alone here, but not on every host
+            self._shared = [
+                [torch.zeros(size, dtype=dtype)] for size, dtype in zip(sizes, dtypes, strict=True)
+            ]
+        else:
+            self._shared = self._local.memory.allocate(sizes, dtypes, "for gradient buckets")
+        return [tensors[self._local.rank] for tensors in self._shared]
+
+    def start(self, bucket: Bucket) -> Work:
+        return self.start_sum(bucket.index, bucket.place)
+
+    def start_sum(self, number: int, place: str) -> Work:
+        """Start to replace allocated tensor `number` by the sum over all ranks of all hosts."""
+        tensors, memory = self._shared[number], self._local.memory
+
+        def between(piece: Tensor) -> None:
+            self._across.all_reduce(piece, place=place).wait()
+
+        if memory is None:
+            (alone,) = tensors
+            return _Crossing(self._local.in_background(lambda: between(alone.data)))
+        total = memory.sum_in_place(tensors, place, across=Across(self._owners, between))
+        return _Crossing(self._local.in_background(lambda: memory.finish(total)), total)
+
+
+class _Crossing:
+    """A sum that this host's threads are making."""
+
+    def __init__(self, future: Future[None], total: Sum | None = None) -> None:
+        self._future, self._total = future, total
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        status.waits(True)
+        try:
+            self._future.result(None if timeout is None else timeout.total_seconds())
+        except FutureTimeout as error:
+            raise CollectiveTimeout(
+                f"the sum between hosts was not there within {timeout}", []
+            ) from error
+        status.waits(False)
+        if self._total is not None:
+            self._total.await_others()
+
+    def done(self) -> bool:
+        """Whether this rank's part of it is, without waiting."""
+        return self._future.done()
 
 
 REDUCTIONS: dict[str, Callable[[Group], Reduction]] = {
@@ -188,7 +303,9 @@ REDUCTIONS: dict[str, Callable[[Group], Reduction]] = {
 
 
 def reduction(name: str, group: Group) -> Reduction:
-    """The reduction of that name. "auto" takes the fastest that the ranks can have, after a trial, never one slower than native. Collective."""
+    """The reduction of that name. "auto" takes the fastest that the ranks can have, after a
+    trial, never one slower than native. Collective.
+    """
     if name == "auto":
         return quickest_of(group)
     if name in ("shared_memory", "hierarchical") and group.size == 1:
@@ -204,17 +321,27 @@ _tried: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
 
 
 def quickest_of(group: Group) -> Reduction:
-    """Shared memory on one host, hierarchical on several, unless it takes longer than the backend's own all-reduce, which is tried once a group."""
+    """Shared memory on one host, hierarchical on several, unless it takes longer than the
+    backend's own all-reduce, which is tried once a group.
+    """
     if group.memory is not None:
         if group not in _tried:
-            _tried[group] = "shared_memory" if _is_quicker(group, partial(_sum, group.memory.all_reduce)) else "native"
+            _tried[group] = (
+                "shared_memory"
+                if _is_quicker(group, partial(_sum, group.memory.all_reduce))
+                else "native"
+            )
         return REDUCTIONS[_tried[group]](group)
     if group.size == 1 or _tried.get(group) == "native" or group.find_hosts() is None:
         return Native(group)
     found = Hierarchical(group)
     if group not in _tried:
         found.allocate([_TRIAL_BYTES // 4], [torch.float32])
-        _tried[group] = "hierarchical" if _is_quicker(group, lambda: found.start_sum(0, _TRIAL).wait()) else "native"
+        _tried[group] = (
+            "hierarchical"
+            if _is_quicker(group, lambda: found.start_sum(0, _TRIAL).wait())
+            else "native"
+        )
     return found if _tried[group] == "hierarchical" else Native(group)
 
 
@@ -226,7 +353,8 @@ def _sum(all_reduce: Callable[..., Work]) -> None:
 
 
 def _is_quicker(group: Group, candidate: Callable[[], object]) -> bool:
-    """Whether it takes no longer than the backend's all-reduce: both tried a few times, in turns, and the result agreed.
+    """Whether it takes no longer than the backend's all-reduce: both tried a few times, in turns,
+    and the result agreed.
 
     By the quickest run of each: what a busy machine adds to the others says nothing about the two.
     """

@@ -1,7 +1,7 @@
 """Communication hooks written for torch's DistributedDataParallel run on our buckets as they are.
 
-torch's GradBucket cannot be constructed from Python; hooks only call its six methods, and those are here. A hook returns a future of
-the *mean* over the ranks: it divides, so nobody else does.
+torch's GradBucket cannot be constructed from Python; hooks only call its six methods, and those are
+here. A hook returns a future of the *mean* over the ranks: it divides, so nobody else does.
 """
 
 from __future__ import annotations
@@ -15,27 +15,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep import status
 from lockstep.collectives.group import Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.layout import Layout
-from lockstep.gradients.reductions import private
+from lockstep.gradients.reductions import Reduction
+from lockstep.runtime import status
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 def check_hook(hook: object) -> None:
-    """Raise for what cannot be a communication hook, with torch's types: TypeError, or UsageError (a ValueError) for its annotations."""
+    """Raise for what cannot be a communication hook, with torch's types: TypeError, or
+    UsageError (a ValueError) for its annotations.
+    """
     if not callable(hook):
-        raise TypeError(f"a communication hook must be callable, and this is a {type(hook).__name__}: give a function of (state, bucket)")
+        raise TypeError(
+            f"a communication hook must be callable, and this is a {type(hook).__name__}: give a"
+            " function of (state, bucket)"
+        )
     signature = inspect.signature(hook)
     bucket = list(signature.parameters.values())[1:2]
     for what, given, allowed in (
-        ("bucket annotation", bucket[0].annotation if bucket else None, (dist.GradBucket, GradBucket)),
-        ("return annotation", signature.return_annotation, (torch.futures.Future[torch.Tensor], torch.futures.Future)),
+        (
+            "bucket annotation",
+            bucket[0].annotation if bucket else None,
+            (dist.GradBucket, GradBucket),
+        ),
+        (
+            "return annotation",
+            signature.return_annotation,
+            (torch.futures.Future[torch.Tensor], torch.futures.Future),
+        ),
     ):
-        if given is not inspect.Parameter.empty and not isinstance(given, str) and given not in allowed:
+        if (
+            given is not inspect.Parameter.empty
+            and not isinstance(given, str)
+            and given not in allowed
+        ):
             raise UsageError(f"Communication hook: {what} should be {allowed[0]}, and is {given}")
 
 
@@ -49,7 +65,9 @@ class GradBucket:
         return self._bucket.index
 
     def buffer(self) -> Tensor:
-        """The whole bucket, flat. Between the gradients are zeros, behind those of the last bucket a count."""
+        """The whole bucket, flat. Between the gradients are zeros, behind those of the last
+        bucket a count.
+        """
         return self._bucket.sum
 
     def set_buffer(self, tensor: Tensor) -> None:
@@ -58,38 +76,40 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """The gradients, as views of the buffer."""
-        return [view for view, span in zip(self._bucket.views, self._bucket.spans, strict=True) if span.start < span.stop]
+        return [
+            view
+            for view, span in zip(self._bucket.views, self._bucket.spans, strict=True)
+            if span.start < span.stop
+        ]
 
     def parameters(self) -> list[nn.Parameter]:
-        return [each for each, span in zip(self._bucket.parameters, self._bucket.spans, strict=True) if span.start < span.stop]
+        return [
+            each
+            for each, span in zip(self._bucket.parameters, self._bucket.spans, strict=True)
+            if span.start < span.stop
+        ]
 
     def is_last(self) -> bool:
         """Whether this bucket is the last of its backward."""
         return self._bucket.flag is not None
 
 
-class TorchHook:
+class TorchHook(Reduction):
     """A reduction by a communication hook."""
 
     name = "hook"
     carries_all = False  # PowerSGD and its like send the gradients, not the bucket
-    divisor: float | None = None
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state = state
         self._hook = hook
 
-    def scatter(self) -> None:
-        pass
-
-    def memory(self, layout: Layout) -> list[Tensor]:
-        return private(layout)
-
     def start(self, bucket: Bucket) -> Work:
         future = self._hook(self._state, GradBucket(bucket))
         if not isinstance(future, torch.futures.Future | torch._C.Future):
             raise UsageError(
-                f"communication hook: callback must return a torch.futures.Future, but got {type(future).__name__}: return a future of the mean"
+                "communication hook: callback must return a torch.futures.Future, but got"
+                f" {type(future).__name__}: return a future of the mean"
             )
         return _Promised(future, bucket)
 
@@ -107,9 +127,14 @@ class _Promised:
         status.waits(False)
         mean = result[0] if isinstance(result, (list, tuple)) else result
         if not isinstance(mean, Tensor) or mean.numel() != self._bucket.sum.numel():
-            found = f"a tensor of {mean.numel()}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
+            found = (
+                f"a tensor of {mean.numel()}"
+                if isinstance(mean, Tensor)
+                else f"a {type(mean).__name__}"
+            )
             raise UsageError(
-                f"communication hook: its future holds {found}, and the bucket has {self._bucket.sum.numel()} elements: return the bucket's mean"
+                f"communication hook: its future holds {found}, and the bucket has"
+                f" {self._bucket.sum.numel()} elements: return the bucket's mean"
             )
         if mean.data_ptr() != self._bucket.sum.data_ptr():
             self._bucket.sum.copy_(mean.view_as(self._bucket.sum))

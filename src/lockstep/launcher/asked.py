@@ -1,9 +1,12 @@
-"""A rank's side of being asked to stop: a signal is noted, and whoever trains ends at a step that all ranks agree on.
+"""A rank's side of being asked to stop: a signal is noted, and whoever trains ends at a step that
+all ranks agree on.
 
-    SIGTERM, SIGUSR1 -> noted, and told to the launcher, which tells the other ranks -> all stop after the same step, save, leave with 75
+    SIGTERM, SIGUSR1 -> noted, and told to the launcher, which tells the other ranks -> all stop
+    after the same step, save, leave with 75
 
-A handler does no more than that: the one that a signal meets may be anywhere. Without a launcher of ours the other ranks hear of it in the facts
-of their next step. (Loader workers, which some schedulers send the same signals: orphans.heed_parent_only.)
+A handler does no more than that: the one that a signal meets may be anywhere. Without a launcher of
+ours the other ranks hear of it in the facts of their next step. (Loader workers, which some
+schedulers send the same signals: orphans.heed_parent_only.)
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ from lockstep.launcher import failures
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 HEEDS, ASKED, SPARE = "heeds", "asked", "spare"
-"""Files that a rank leaves for the launcher: it will stop by itself when asked; it has been asked; the others can do without it if it is killed."""
+"""Files that a rank leaves for the launcher: it will stop by itself when asked; it has been
+asked; the others can do without it if it is killed.
+"""
 
 _asked = False
 
 
 def listen() -> Callable[[], None]:
-    """Heed signals from now on, in place of dying of them; gives what ends that. Handlers belong to the main thread: from another nothing is done."""
+    """Heed signals from now on, in place of dying of them; gives what ends that. Handlers belong
+    to the main thread: from another nothing is done.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before: dict[signal.Signals, Any] = {number: signal.signal(number, _note) for number in SIGNALS}

@@ -1,7 +1,10 @@
-"""A rank whose program is over and whose process is not: what Python waits for is said, where it was started and where it is now.
+"""A rank whose program is over and whose process is not: what Python waits for is said, where it
+was started and where it is now.
 
-Python ends a process when all threads that are not daemon threads have ended, then processes of multiprocessing, then exit handlers. Ranks wait for
-them too, however long that takes: a thread may be writing the user's file. Nobody waits silently: after five seconds the rank says what it waits for.
+Python ends a process when all threads that are not daemon threads have ended, then processes of
+multiprocessing, then exit handlers. Ranks wait for them too, however long that takes: a thread may
+be writing the user's file. Nobody waits silently: after five seconds the rank says what it waits
+for.
 
     rank       announce(tell)   a thread beside the one that waits, so that it also sees threads that are started meanwhile
     launcher   Endings          prints what ranks have left for it, and looks itself where a rank cannot say
@@ -12,29 +15,30 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import linecache
 import multiprocessing
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from traceback import extract_stack
 
-from lockstep import status
 from lockstep.launcher import processes
-from lockstep.launcher.failures import is_users, named
+from lockstep.launcher.failures import named
+from lockstep.launcher.processes import shown
 from lockstep.launcher.stalls import stack_of
+from lockstep.runtime import private, status
 
 PATIENCE = 5.0
 """Seconds for which a program's end is nobody's affair."""
-HELD = "held"
-"""Suffix of the file in which a rank tells its launcher what it waits for."""
 _LAUNCHERS_PATIENCE = 8.0  # a rank that is still there and has not said why cannot
 _LOOK_SECONDS = 1.0
-_ADVICE = "The run waits, as plain Python does; press Ctrl-C to end it. Join the thread in the program, or start it with daemon=True."
+_ADVICE = (
+    "The run waits, as plain Python does; press Ctrl-C to end it. Join the thread in the program,"
+    " or start it with daemon=True."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +48,24 @@ class Held:
     what: str
     stack: str
 
-    def said_of(self, who: str, several: bool) -> str:
+    def said_of(self, who: str, several: bool = False) -> str:
         """For a person: the stack, then the sentences."""
         words = (
-            "have finished, but their processes do not end: they wait"
+            "finished, but their processes do not end: they wait"
             if several
-            else "has finished, but its process does not end: it waits"
+            else "finished, but its process does not end: it waits"
         )
-        sentence = f"{who} {words} for {self.what}. {_ADVICE}"
-        return "\n".join(part for part in (self.stack.rstrip(), sentence) if part)
+        sentence = f"{who} {'have' if several else 'has'} {words} for {self.what}. {_ADVICE}"
+        return f"{self.stack.rstrip()}\n{sentence}".lstrip("\n")
 
 
-def announce(tell: Callable[[Held], object], after: float = PATIENCE) -> None:
-    """The program is over. If the process has not ended `after` seconds from now, `tell` hears once what it waits for."""
+def announce(tell: Callable[[Held], object]) -> None:
+    """The program is over. If the process has not ended `PATIENCE` seconds from now, `tell`
+    hears once what it waits for.
+    """
 
     def watch() -> None:
-        time.sleep(after)
+        time.sleep(PATIENCE)
         tell(waits_for())
 
     threading.Thread(target=watch, name="lockstep-ending", daemon=True).start()
@@ -67,48 +73,58 @@ def announce(tell: Callable[[Held], object], after: float = PATIENCE) -> None:
 
 def announce_to_terminal(rank: int) -> None:
     """`announce` where no launcher of ours listens: on this process's stderr."""
-    announce(lambda held: print(held.said_of(f"rank {rank} (pid {os.getpid()})", several=False), file=sys.stderr, flush=True))
-
-
-def announce_to_launcher(directory: Path, rank: int) -> None:
-    """`announce` by a file for the launcher."""
-    announce(lambda held: leave(directory, rank, held))
+    announce(
+        lambda held: print(
+            held.said_of(f"rank {rank} (pid {os.getpid()})"), file=sys.stderr, flush=True
+        )
+    )
 
 
 def leave(directory: Path, rank: int, held: Held) -> None:
-    """Tell the launcher, by a file that is whole or not there."""
-    file = _file(directory, rank)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(asdict(held)), encoding="utf-8")
-    unfinished.replace(file)
+    """Tell the launcher."""
+    private.leave(_file(directory, rank), asdict(held))
 
 
 def waits_for() -> Held:
-    """What keeps this process, as Python's end comes to it: threads, then processes, else an exit handler."""
+    """What keeps this process, as Python's end comes to it: threads, then processes, else an
+    exit handler.
+    """
     frames = sys._current_frames()
-    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    stacks = {
+        thread: extract_stack(frames[thread.ident])
+        for thread in threading.enumerate()
+        if thread.ident in frames
+    }
+    main = stacks.pop(threading.main_thread())
+    threads = {thread: stack for thread, stack in stacks.items() if not thread.daemon}
     if threads:
-        what = " and ".join(_thread(thread, frames) for thread in threads)
-        stacks = [f"Stack of {thread.name!r}:\n{_shown(frames.get(thread.ident or 0))}" for thread in threads]
-        return Held(what, "\n".join(stacks))
+        said = [
+            f"the thread {thread.name!r} (runs {_place(_function(thread))}; now at"
+            f" {processes.users_line(stack)})"
+            for thread, stack in threads.items()
+        ]
+        return Held(
+            " and ".join(said),
+            "\n".join(
+                f"Stack of {thread.name!r}:\n{shown(stack)}" for thread, stack in threads.items()
+            ),
+        )
     children = [child for child in multiprocessing.active_children() if not child.daemon]
-    main = _shown(frames.get(threading.main_thread().ident or 0))
     if children:
-        return Held(" and ".join(f"the process {child.name!r} (pid {child.pid}) that it has started" for child in children), main)
-    return Held("an exit handler, or the end of a library", main)
-
-
-def _thread(thread: threading.Thread, frames: Mapping[int, FrameType]) -> str:
-    """ "the thread 'uploader' (runs upload, train.py:12; now at train.py:14 upload)" """
-    started = _place(_function(thread))
-    now = processes.users_line(
-        [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in _walk(frames.get(thread.ident or 0))]
-    )
-    return f"the thread {thread.name!r} (runs {started}{f'; now at {now}' if now else ''})"
+        return Held(
+            " and ".join(
+                f"the process {child.name!r} (pid {child.pid}) that it has started"
+                for child in children
+            ),
+            shown(main),
+        )
+    return Held("an exit handler, or the end of a library", shown(main))
 
 
 def _function(thread: threading.Thread) -> object:
-    """What it was started to run: its target, the function of a Timer, the `run` of a class of the user's own."""
+    """What it was started to run: its target, the function of a Timer, the `run` of a class of
+    the user's own.
+    """
     return getattr(thread, "_target", None) or getattr(thread, "function", None) or type(thread).run
 
 
@@ -117,29 +133,11 @@ def _place(function: object) -> str:
         function = function.func
     code = getattr(inspect.unwrap(function) if callable(function) else function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    return name if code is None else f"{name}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-
-
-def _walk(frame: FrameType | None) -> list[tuple[FrameType, int]]:
-    """Innermost first."""
-    found = []
-    while frame is not None:
-        found.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return found
-
-
-def _shown(frame: FrameType | None) -> str:
-    """Outermost first, from the first frame of the user's own code on, if there is one."""
-    frames = _walk(frame)[::-1]
-    first = next((place for place, (each, _) in enumerate(frames) if is_users(each.f_code.co_filename)), 0)
-    lines = []
-    for each, number in frames[first:]:
-        file = each.f_code.co_filename
-        lines.append(f'  File "{file}", line {number}, in {each.f_code.co_name}')
-        if source := linecache.getline(file, number).strip():
-            lines.append(f"    {source}")
-    return "\n".join(lines)
+    return (
+        name
+        if code is None
+        else f"{name}, {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    )
 
 
 def waits(directory: Path, rank: int) -> bool:
@@ -148,7 +146,9 @@ def waits(directory: Path, rank: int) -> bool:
 
 
 class Endings:
-    """The launcher's side: looks now and then whether a rank waits at its end, and gives what is to be said of it, once for each."""
+    """The launcher's side: looks now and then whether a rank waits at its end, and gives what is
+    to be said of it, once for each.
+    """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory, self._clock = directory, clock
@@ -157,38 +157,87 @@ class Endings:
         self._said: set[int] = set()
 
     def look(self, pids: Mapping[int, int]) -> list[str]:
-        """What is to be said now; `pids` are those that live, by rank. Ranks that wait for the same are named together."""
+        """What is to be said now; `pids` are those that live, by rank. Ranks that wait for the
+        same are named together.
+        """
         now = self._clock()
         if now - self._looked < _LOOK_SECONDS:
             return []
         self._looked = now
         found: dict[Held, list[int]] = {}
         for rank in sorted(set(pids) - self._said):
-            held = self._told(rank) or self._seen(rank, pids[rank])
-            if held is not None:
-                found.setdefault(held, []).append(rank)
+            self._look_at(rank, pids[rank])
+            if (file := _file(self._directory, rank)).exists():
                 self._said.add(rank)
-        return [held.said_of(_who(ranks, pids), len(ranks) > 1) for held, ranks in found.items()]
+                found.setdefault(Held(**json.loads(file.read_text(encoding="utf-8"))), []).append(
+                    rank
+                )
+        return [
+            held.said_of(
+                named(ranks) if len(ranks) > 1 else f"rank {ranks[0]} (pid {pids[ranks[0]]})",
+                len(ranks) > 1,
+            )
+            for held, ranks in found.items()
+        ]
 
-    def _told(self, rank: int) -> Held | None:
-        file = _file(self._directory, rank)
-        return Held(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
-
-    def _seen(self, rank: int, pid: int) -> Held | None:
-        """Of a rank that should have said it by now: it is stopped, or native code holds the interpreter."""
+    def _look_at(self, rank: int, pid: int) -> None:
+        """Say it for a rank that should have said it by now: it is stopped, or native code holds
+        the interpreter.
+        """
         view = status.read(status.file_of(self._directory, rank))
-        if view is None or view.phase != "end" or self._looked - self._over.setdefault(rank, self._looked) < _LAUNCHERS_PATIENCE:
-            return None
-        held = Held("a signal to continue: it is stopped (SIGSTOP or a debugger)", "")
-        if processes.state(pid) != "T":
-            held = Held("something that it cannot name", processes.ask_for_stack(pid, stack_of(self._directory, rank)))
+        if (
+            view is None
+            or view.phase != "end"
+            or self._looked - self._over.setdefault(rank, self._looked) < _LAUNCHERS_PATIENCE
+        ):
+            return
+        if waits(self._directory, rank):
+            return
+        if processes.state(pid) == processes.STOPPED:
+            held = Held("a signal to continue: it is stopped (SIGSTOP or a debugger)", "")
+        else:
+            held = Held(
+                "something that it cannot name",
+                processes.ask_for_stack(pid, stack_of(self._directory, rank)),
+            )
         leave(self._directory, rank, held)
-        return held
 
 
 def _file(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.{HELD}"
+    return directory / f"rank-{rank}.held"
 
 
-def _who(ranks: list[int], pids: Mapping[int, int]) -> str:
-    return f"rank {ranks[0]} (pid {pids[ranks[0]]})" if len(ranks) == 1 else named(ranks)
+def note_groups() -> None:
+    """In a rank whose program is over: note whether torch has had a process group here, also one
+    that is closed again.
+
+    `lockstep.init()` notes it itself. torch leaves its own hook for exceptions, the name of the
+    rendezvous, or the open group.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is not None and (
+        getattr(sys.excepthook, "__module__", "") == c10d.__name__
+        or getattr(c10d, "_default_pg_init_method", None) is not None
+        or c10d.is_initialized()
+    ):
+        status.opened()
+
+
+def never_joined(size: int) -> str:
+    """What is said of ranks of which none has opened a process group: each has run the program
+    once, on the same data and into the same files.
+    """
+    return (
+        f"warning: the {size} ranks never joined: each ran the whole program by itself, on all of"
+        " its data. Call lockstep.init() or torch.distributed.init_process_group() in the program,"
+        " or start it with --workers 1."
+    )
+
+
+def of_strangers(directory: Path, ranks: Iterable[int], size: int) -> str:
+    """`never_joined` of ranks that have ended well; "" where one has opened a process group, or
+    has left without a word.
+    """
+    views = [status.read(status.file_of(directory, rank)) for rank in ranks]
+    alone = all(view is not None and view.phase == "end" and not view.opened for view in views)
+    return never_joined(size) if alone and size > 1 else ""

@@ -1,8 +1,9 @@
 """Why a rank ended, written down by the rank itself, and which of several was the cause.
 
-When one rank fails the others follow within milliseconds with errors about lost connections. A record therefore carries its kind
-and the monotonic time of its exception: deaths by signal and usage errors come before exceptions, these before timeouts, and these
-before complaints about a peer; within one class the earliest counts.
+When one rank fails the others follow within milliseconds with errors about lost connections. A
+record therefore carries its kind and the monotonic time of its exception: deaths by signal and
+usage errors come before exceptions, these before timeouts, and these before complaints about a
+peer; within one class the earliest counts.
 """
 
 from __future__ import annotations
@@ -13,29 +14,33 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from traceback import TracebackException, walk_tb
-from types import TracebackType
+from traceback import TracebackException, extract_tb
 from typing import Literal
 
 from lockstep.errors import ExitCode, LoaderWorkerKilled, LockstepError, PeerFailed, UsageError
+from lockstep.runtime import private
 
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
 
-Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit", "host"]
-"""loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited for, and ended by the launcher. host: not the
-rank but its whole host has gone."""
+Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit", "node"]
+"""loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited
+for, and ended by the launcher. host: not the rank but its whole host has gone.
+"""
 Standing = Literal["cause", "timeout", "consequence"]
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _IN_A_LOADER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|socket closed|failed to recv|recvValue failed", re.I
+    r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|socket closed|failed to"
+    r" recv|recvValue failed",
+    re.I,
 )
 _TIMED_OUT = re.compile(r"timed out|timeout", re.I)
 _STAMP = "_lockstep_monotonic_ns"
@@ -50,15 +55,23 @@ class Failure:
     message: str
     """One exception: its type and text. A usage error or an exit: the text alone."""
     code: int
-    """The exit code that the whole run takes from it: 1, 2, n of sys.exit(n), 128 + n for signal n."""
-    pid: int
-    host: str
-    monotonic_ns: int
-    """When it happened, on this host's monotonic clock; over several hosts on that of the one where they meet."""
+    """The exit code that the whole run takes from it: 1, 2, n of sys.exit(n), 128 + n for signal
+    n.
+    """
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=socket.gethostname)
+    monotonic_ns: int = field(default_factory=time.monotonic_ns)
+    """When it happened, on this host's monotonic clock; over several hosts on that of the one
+    where they meet.
+    """
     traceback: str = ""
-    """The exception with its frames, those of the launcher left out; "" where there is none to show."""
+    """The exception with its frames, those of the launcher left out; "" where there is none to
+    show.
+    """
     where: str = ""
-    """For a usage error, and for sys.exit: file and line in the user's own code, if it came from there."""
+    """For a usage error, and for sys.exit: file and line in the user's own code, if it came from
+    there.
+    """
     standing: Standing = "cause"
     doing: str = ""
     """ "at step 57, in backward": what it was doing when it was seen last, where that is known."""
@@ -71,12 +84,16 @@ class Failure:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal was the cause, or the loss of a host, which need not come back in another try."""
-        return self.kind in ("signal", "loader", "host")
+        """Whether a signal was the cause, or the loss of a node, which need not come back in
+        another try.
+        """
+        return self.kind in ("signal", "loader", "node")
 
 
 def note_time(error: BaseException) -> int:
-    """The monotonic time at which `error` was first noted. Call it early where unwinding can be slow."""
+    """The monotonic time at which `error` was first noted. Call it early where unwinding can be
+    slow.
+    """
     known = getattr(error, _STAMP, None)
     if isinstance(known, int):
         return known
@@ -88,41 +105,43 @@ def note_time(error: BaseException) -> int:
 
 def of_exception(error: BaseException, rank: int) -> Failure:
     """The record of an exception that ended this process, to be written by this process."""
-    when, pid, host = note_time(error), os.getpid(), socket.gethostname()
+    record = partial(Failure, rank=rank, monotonic_ns=note_time(error))
     if isinstance(error, UsageError):
-        return Failure(
-            rank=rank,
-            kind="usage",
-            message=_text(error),
-            code=ExitCode.USAGE,
-            pid=pid,
-            host=host,
-            monotonic_ns=when,
-            traceback=readable_traceback(error),
-            where=_user_line(error),
+        shown, where = readable_traceback(error), _user_line(error)
+        return record(
+            kind="usage", message=_text(error), code=ExitCode.USAGE, traceback=shown, where=where
         )
     if isinstance(error, SystemExit | KeyboardInterrupt):
         code, message = exit_code(error)
-        where = _user_line(error) if isinstance(error, SystemExit) else ""
-        return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, host=host, monotonic_ns=when, where=where)
-    return Failure(
-        rank=rank,
-        kind="loader" if isinstance(error, LoaderWorkerKilled) else "exception",
+        return record(
+            kind="exit",
+            message=message,
+            code=code,
+            where=_user_line(error) if isinstance(error, SystemExit) else "",
+        )
+    kind: Kind = "loader" if isinstance(error, LoaderWorkerKilled) else "exception"
+    code = 128 + error.signal if isinstance(error, LoaderWorkerKilled) else ExitCode.FAILED
+    return record(
+        kind=kind,
         message=_message(error),
-        code=128 + error.signal if isinstance(error, LoaderWorkerKilled) else ExitCode.FAILED,
-        pid=pid,
-        host=host,
-        monotonic_ns=when,
+        code=code,
         traceback=readable_traceback(error),
         standing=_standing(error),
     )
 
 
 def of_exit_inside(error: SystemExit, rank: int) -> Failure:
-    """The record of a sys.exit with which the user's code left this rank in the middle of Lockstep's own work. The run fails, whatever its code."""
+    """The record of a sys.exit with which the user's code left this rank in the middle of
+    Lockstep's own work. The run fails, whatever its code.
+    """
     failure = of_exception(error, rank)
     called = f"sys.exit({'' if error.code is None else repr(error.code)})"
-    return replace(failure, code=failure.code or ExitCode.FAILED, message=called, traceback=readable_traceback(error))
+    return replace(
+        failure,
+        code=failure.code or ExitCode.FAILED,
+        message=called,
+        traceback=readable_traceback(error),
+    )
 
 
 def _text(error: BaseException) -> str:
@@ -133,7 +152,9 @@ def _text(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """`ValueError: bad sample`. torch raises what a loader worker raised with that worker's whole traceback as its message; the end counts."""
+    """`ValueError: bad sample`. torch raises what a loader worker raised with that worker's
+    whole traceback as its message; the end counts.
+    """
     text = f"{type(error).__name__}: {_text(error)}".removesuffix(": ")
     caught = _IN_A_LOADER.search(text)
     if caught is None:
@@ -143,20 +164,19 @@ def _message(error: BaseException) -> str:
 
 
 def of_exit(code: int, rank: int, pid: int, *, message: str = "", traceback: str = "") -> Failure:
-    """The record of a rank that left none, from its exit code: below 0 it is the signal that killed it."""
-    kind: Kind = "signal" if code < 0 else "exit"
+    """The record of a rank that left none, from its exit code: below 0 it is the signal that
+    killed it.
+    """
     if code < 0:
-        message = signal_name(-code)
-    return Failure(
-        rank=rank,
-        kind=kind,
-        message=message,
-        code=128 - code if code < 0 else code,
-        pid=pid,
-        host=socket.gethostname(),
-        monotonic_ns=time.monotonic_ns(),
-        traceback=traceback,
-    )
+        return Failure(
+            rank=rank,
+            kind="signal",
+            message=signal_name(-code),
+            code=128 - code,
+            pid=pid,
+            traceback=traceback,
+        )
+    return Failure(rank=rank, kind="exit", message=message, code=code, pid=pid, traceback=traceback)
 
 
 def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
@@ -172,16 +192,29 @@ def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
 
 def write(failure: Failure, directory: Path) -> None:
     """Leave the record in `directory`, whole or not at all."""
-    file = directory / f"rank-{failure.rank}.json"
-    unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    unfinished.replace(file)
+    private.leave(directory / f"rank-{failure.rank}.json", asdict(failure))
 
 
 def read_all(directory: Path) -> list[Failure]:
     """All records in `directory`, by rank."""
-    found = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in directory.glob("rank-*.json")]
+    found = [
+        Failure(**json.loads(file.read_text(encoding="utf-8")))
+        for file in directory.glob("rank-*.json")
+    ]
     return sorted(found, key=lambda failure: failure.rank)
+
+
+def of_ranks(
+    directory: Path, codes: Mapping[int, int | None], pids: Mapping[int, int]
+) -> list[Failure]:
+    """The records that ranks left, and for those that died without one what the system says."""
+    found = {failure.rank: failure for failure in read_all(directory)}
+    for rank, code in codes.items():
+        if code and rank not in found:
+            stack = directory / f"rank-{rank}.stack"
+            dump = stack.read_text(errors="replace") if stack.exists() else ""
+            found[rank] = of_exit(code, rank, pids[rank], traceback=readable_stack(dump))
+    return list(found.values())
 
 
 def first(failures: Iterable[Failure]) -> Failure | None:
@@ -190,7 +223,9 @@ def first(failures: Iterable[Failure]) -> Failure | None:
 
 
 def render(failure: Failure) -> str:
-    """What the user reads: the rank's last words, its traceback, then a line that names it. A usage error is one sentence."""
+    """What the user reads: the rank's last words, its traceback, then a line that names it. A
+    usage error is one sentence.
+    """
     if failure.kind == "usage":
         return f"error: {failure.message}" + (f" ({failure.where})" if failure.where else "")
     shown = f"the last that rank {failure.rank} printed:\n{failure.tail}" if failure.tail else ""
@@ -200,28 +235,40 @@ def render(failure: Failure) -> str:
 
 def summary(failure: Failure) -> str:
     """One line: which rank, where it ran, what ended it."""
-    who = f"rank {failure.rank} (pid {failure.pid}, {failure.host}{f', log {failure.log}' if failure.log else ''})"
+    who = (
+        f"rank {failure.rank} (pid {failure.pid},"
+        f" {failure.host}{f', log {failure.log}' if failure.log else ''})"
+    )
     text = failure.message.strip().partition("\n")[0]
     doing = f" {failure.doing}" if failure.doing else ""
-    if failure.kind == "host":
-        return f"host {failure.host} {text}"
+    if failure.kind == "node":
+        return f"node {failure.host} {text}"
     if failure.kind == "signal":
-        hint = "; often the system's answer when memory runs out" if failure.code == 128 + signal.SIGKILL else ""
+        hint = (
+            "; often the system's answer when memory runs out"
+            if failure.code == 128 + signal.SIGKILL
+            else ""
+        )
         return f"{who} was killed by {text}{doing}{hint}"
     if failure.kind == "stall":
         return failure.message + (f" Its log: {failure.log}" if failure.log else "")
     if failure.kind == "exit":
         where = f" ({failure.where})" if failure.where else ""
         if failure.traceback:  # of_exit_inside
-            return f"{who} was ended by {text}{doing}{where}: the other ranks cannot go on without it"
-        return f"{who} exited with code {failure.code}{doing}{where}" + (f": {text}" if text else "")
+            return (
+                f"{who} was ended by {text}{doing}{where}: the other ranks cannot go on without it"
+            )
+        return f"{who} exited with code {failure.code}{doing}{where}" + (
+            f": {text}" if text else ""
+        )
     return f"{who} failed{doing}: {text}"
 
 
 def readable_traceback(error: BaseException) -> str:
     """The exception as Python prints it, beginning with the first frame of the user's own code.
 
-    What Lockstep raises on purpose ends with the last such frame; "" where there is none: the message says all.
+    What Lockstep raises on purpose ends with the last such frame; "" where there is none: the
+    message says all.
     """
     shown = TracebackException.from_exception(error)
     _strip(shown, error, set())
@@ -231,9 +278,15 @@ def readable_traceback(error: BaseException) -> str:
 
 
 def readable_stack(dump: str) -> str:
-    """A fatal signal's stack as faulthandler wrote it, without the launcher's frames and the list of extension modules."""
+    """A fatal signal's stack as faulthandler wrote it, without the launcher's frames and the
+    list of extension modules.
+    """
     lines = dump.partition("\nExtension modules:")[0].splitlines()
-    return "\n".join(line for line in lines if not (_PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line)
+    return "\n".join(
+        line
+        for line in lines
+        if not (_PACKAGE in line and "launcher" in line) and "<frozen runpy>" not in line
+    )
 
 
 def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> None:
@@ -260,42 +313,48 @@ def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> N
 
 
 def _is_ours(file: str) -> bool:
-    return file.startswith(_PACKAGE) or "runpy" in file or file.endswith((f"nn{os.sep}modules{os.sep}module.py", "contextlib.py"))
+    return (
+        file.startswith(_PACKAGE)
+        or "runpy" in file
+        or file.endswith((f"nn{os.sep}modules{os.sep}module.py", "contextlib.py"))
+    )
 
 
 def is_users(file: str) -> bool:
-    """Whether a frame's file belongs neither to this package nor to an installed one nor to Python."""
-    return not _is_ours(file) and "site-packages" not in file and not file.startswith(("<", _STANDARD_LIBRARY))
+    """Whether a frame's file belongs neither to this package nor to an installed one nor to
+    Python.
+    """
+    return (
+        not _is_ours(file)
+        and "site-packages" not in file
+        and not file.startswith(("<", _STANDARD_LIBRARY))
+    )
 
 
 def _user_line(error: BaseException) -> str:
     """The innermost line that belongs neither to this package nor to an installed one."""
-    found = ""
-    trace: TracebackType | None = error.__traceback__
-    for frame, line in walk_tb(trace):
-        file = frame.f_code.co_filename
-        if is_users(file):
-            found = f"{file}:{line}"
-    return found
+    theirs = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
 
 
 def _standing(error: BaseException) -> Standing:
-    text = _text(error)
+    text, cause = _text(error), error.__cause__
     if isinstance(error, PeerFailed | ConnectionError) or _PEER_GONE.search(text):
         return "consequence"
-    if error.__cause__ is not None and _standing(error.__cause__) == "consequence":
+    if cause is not None and _standing(cause) == "consequence":
         return "consequence"
-    if (
-        isinstance(error, TimeoutError)
-        or "Timeout" in type(error).__name__
-        or (isinstance(error, RuntimeError) and _TIMED_OUT.search(text))
-    ):
-        return "timeout"
-    return "cause"
+    timed_out = isinstance(error, RuntimeError) and _TIMED_OUT.search(text)
+    return (
+        "timeout"
+        if timed_out or isinstance(error, TimeoutError) or "Timeout" in type(error).__name__
+        else "cause"
+    )
 
 
 def finished_early(failures: Iterable[Failure], finished: Iterable[int]) -> str:
-    """The note for a cause that is only a complaint, when some ranks had ended well before: they were missed."""
+    """The note for a cause that is only a complaint, when some ranks had ended well before: they
+    were missed.
+    """
     cause, ranks = first(failures), named(finished)
     if cause is None or cause.standing == "cause" or not ranks:
         return ""

@@ -1,7 +1,8 @@
-"""A command that torchrun, srun, mpirun or a cluster has started once for each rank: it is a rank, and starts none.
+"""A command that torchrun, srun, mpirun or a cluster has started once for each rank: it is a rank,
+and starts none.
 
-There is no launcher of ours then that would say in the end what went wrong. Every rank says it for itself: its own failure in full, and in one
-line what is only the consequence of another rank's.
+There is no launcher of ours then that would say in the end what went wrong. Every rank says it for
+itself: its own failure in full, and in one line what is only the consequence of another rank's.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from lockstep import status
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import alone, ending, failures
-from lockstep.place import Placement, started_by_others
+from lockstep.launcher import ending, failures
+from lockstep.runtime import status
+from lockstep.runtime.environment import Placement, started_by_others
 
 
 def rank_here(workers: str | int | None) -> Placement | None:
-    """This process's place if another launcher has started it as one of several ranks; `workers` is what the command was asked for.
+    """This process's place if another launcher has started it as one of several ranks; `workers` is
+    what the command was asked for.
 
-    Raises UsageError where another number was asked for, and in a shell of a job whose tasks nobody has started, unless a number was asked for.
+    Raises UsageError where another number was asked for, and in a shell of a job whose tasks nobody
+    has started, unless a number was asked for.
     """
     try:
         place = started_by_others(os.environ)
@@ -31,23 +34,28 @@ def rank_here(workers: str | int | None) -> Placement | None:
     if place is not None and workers is not None and str(workers) != str(place.size):
         sizes = place.source.split(" and ")[1]
         raise UsageError(
-            f"--workers {workers} but {sizes}={place.size}: this command was started as rank {place.rank} of {place.size} and starts no ranks; "
-            f"leave --workers out, or give {place.size}, or start the command once"
+            f"--workers {workers} but {sizes}={place.size}: this command was started as rank"
+            f" {place.rank} of {place.size} and starts no ranks; leave --workers out, or give"
+            f" {place.size}, or start the command once"
         )
     return place
 
 
 def refuse_watching(place: Placement, asked: bool) -> None:
-    """--max-restarts, --on-stall, --stall-after and --debug are for a launcher of ours, which watches its ranks. Raises UsageError where one was given."""
+    """Options of a launcher of ours, which starts its ranks and watches them. Raises UsageError
+    where one was given.
+    """
     if asked:
         raise UsageError(
-            f"--max-restarts, --on-stall, --stall-after and --debug are for the launcher of the ranks, but {place.source} say that another one has started "
-            f"rank {place.rank} of {place.size}: leave them out, or start the command once"
+            "--max-restarts, --on-stall, --stall-after, --debug and --cold are for the launcher of"
+            f" the ranks, but {place.source} say that another one has started rank {place.rank} of"
+            f" {place.size}: leave them out, or start the command once"
         )
 
 
 def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
-    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code that `lockstep run` would pass on.
+    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code
+    that `lockstep run` would pass on.
 
     `may_exit`: the work is the user's own program, which may end with sys.exit(0).
     """
@@ -68,9 +76,9 @@ def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = Tr
                 stream.flush()
         os._exit(failure.code)  # threads of a communication library must not keep it
     else:
-        alone.note_groups()
+        ending.note_groups()
         if place.rank == 0 and place.size > 1 and not status.was_opened():
-            os.write(terminal, f"{alone.sentence(place.size)}\n".encode())
+            os.write(terminal, f"{ending.never_joined(place.size)}\n".encode())
         ending.announce_to_terminal(place.rank)
     finally:
         os.close(terminal)
@@ -81,7 +89,11 @@ def said(failure: failures.Failure) -> str:
     if failure.kind == "exit" and not failure.message:
         return ""
     if failure.kind == "usage":
-        return f"error (rank {failure.rank}): {failure.message}\n" if failure.rank else f"{failures.render(failure)}\n"
+        return (
+            f"error (rank {failure.rank}): {failure.message}\n"
+            if failure.rank
+            else f"{failures.render(failure)}\n"
+        )
     if failure.standing == "consequence":
         return f"{failures.summary(failure)}\n"
     return f"{failures.render(failure)}\n"

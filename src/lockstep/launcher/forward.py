@@ -1,33 +1,43 @@
-"""What ranks print, on its way to the terminal: read from each rank's own pipes, joined (joined.py), written out.
+"""What ranks print, on its way to the terminal: read from each rank's own pipes, joined, written
+out.
+
+What several ranks say within a moment is said once, `[0-7] text`.
 
     rank N   stdout -> rank-N.out, a FIFO in the run's directory      the launcher's thread -> stdout
              stderr -> rank-N.err                                                           -> stderr
 
-The log files are not written here but by the ranks themselves: nothing is missing there when this process is killed.
-Where the launcher's stream is a terminal rank 0 has it directly, so that colours, bars and a debugger work.
+The log files are not written here but by the ranks themselves: nothing is missing there when this
+process is killed. Where the launcher's stream is a terminal rank 0 has it directly, so that
+colours, bars and a debugger work.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-
-from lockstep.launcher.joined import WINDOW, Joiner, Lines
 
 _STREAMS = {"out": 1, "err": 2}
 _READ = 2**16
+WINDOW = 0.1
+"""Seconds that a line waits for the same line of other ranks, at most."""
+_LONGEST = 2**16  # bytes of a line without an end; what is longer comes in pieces
+_MOST = 200  # lines that wait; with more the first go at once
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @contextmanager
-def forwarded(directory: Path, ranks: int, window: float = WINDOW) -> Iterator[None]:
-    """While the block runs, print what ranks write to their pipes in `directory`; at its end, everything that is left in them.
+def forwarded(directory: Path, ranks: range, window: float = WINDOW) -> Iterator[None]:
+    """While the block runs, print what ranks write to their pipes in `directory`; at its end,
+    everything that is left in them.
 
     A line waits `window` seconds for the same line of other ranks, at most.
     """
@@ -45,7 +55,9 @@ def forwarded(directory: Path, ranks: int, window: float = WINDOW) -> Iterator[N
 
 
 def connect(directory: Path, rank: int) -> None:
-    """In a rank: have file descriptors 1 and 2 lead into its pipes, where the launcher has made them."""
+    """In a rank: have file descriptors 1 and 2 lead into its pipes, where the launcher has made
+    them.
+    """
     for name, descriptor in _STREAMS.items():
         path = pipe_of(directory, rank, name)
         if path.exists():
@@ -62,33 +74,40 @@ def pipe_of(directory: Path, rank: int, stream: str) -> Path:
 class _Forwarding:
     """The launcher's ends of all pipes, and the thread's loop."""
 
-    def __init__(self, directory: Path, ranks: int, window: float) -> None:
+    def __init__(self, directory: Path, ranks: range, window: float) -> None:
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
-        self._joiners = {name: Joiner(ranks, window) for name in _STREAMS}
+        self._joiners = {name: Joiner(len(ranks), window) for name in _STREAMS}
         self._open = set(_STREAMS)  # streams of ours that somebody still reads
         for name, descriptor in _STREAMS.items():
-            for rank in range(1 if os.isatty(descriptor) else 0, ranks):
+            for rank in ranks[1 if os.isatty(descriptor) else 0 :]:
                 path = pipe_of(directory, rank, name)
                 os.mkfifo(path, 0o600)
-                # For writing too: the pipe then has no end as long as this process holds it, whoever comes and goes.
+                # For writing too: the pipe then has no end as long as this process holds it,
+                # whoever comes and goes.
                 end = os.open(path, os.O_RDWR | os.O_NONBLOCK)
                 self._selector.register(end, selectors.EVENT_READ, (rank, name, Lines()))
 
     def run(self) -> None:
         """Until stopped: read, join, write. Then what is left."""
+        pipes = [key for key in self._selector.get_map().values() if key.data is not None]
         stopped = False
         while not stopped:
-            stopped = self._read(self._seconds())
-            self._print_ready()
-        for key in self._pipes():
+            due = [when for joiner in self._joiners.values() if (when := joiner.due()) is not None]
+            for key, _ in self._selector.select(
+                max(0.0, min(due) - time.monotonic()) if due else None
+            ):
+                stopped = stopped or key.data is None
+                if key.data is not None:
+                    self._take(key)
+            for name, joiner in self._joiners.items():
+                self._print(name, joiner.ready(time.monotonic()))
+        for key in pipes:
             while self._take(key):
                 pass
-        for key in self._pipes():
-            rank, name, lines = key.data
-            for line in lines.end():
-                self._print(name, self._joiners[name].take(rank, line, time.monotonic()))
+        for rank, name, lines in (key.data for key in pipes):
+            self._join(rank, name, lines.end())
         for name, joiner in self._joiners.items():
             self._print(name, joiner.end())
 
@@ -101,23 +120,6 @@ class _Forwarding:
         self._selector.close()
         os.close(self._waker)
 
-    def _pipes(self) -> list[selectors.SelectorKey]:
-        return [key for key in self._selector.get_map().values() if key.data is not None]
-
-    def _seconds(self) -> float | None:
-        due = [when for joiner in self._joiners.values() if (when := joiner.due()) is not None]
-        return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def _read(self, seconds: float | None) -> bool:
-        """Take in what is there, waiting for it up to `seconds`; True when asked to stop."""
-        stopped = False
-        for key, _ in self._selector.select(seconds):
-            if key.data is None:
-                stopped = True
-            else:
-                self._take(key)
-        return stopped
-
     def _take(self, key: selectors.SelectorKey) -> bool:
         """Read from one pipe once; False if it is empty."""
         rank, name, lines = key.data
@@ -125,15 +127,13 @@ class _Forwarding:
             data = os.read(key.fd, _READ)
         except BlockingIOError:
             return False
-        now = time.monotonic()
-        for line in lines.feed(data):
-            self._print(name, self._joiners[name].take(rank, line, now))
+        self._join(rank, name, lines.feed(data))
         return bool(data)
 
-    def _print_ready(self) -> None:
+    def _join(self, rank: int, name: str, lines: list[str]) -> None:
         now = time.monotonic()
-        for name, joiner in self._joiners.items():
-            self._print(name, joiner.ready(now))
+        for line in lines:
+            self._print(name, self._joiners[name].take(rank, line, now))
 
     def _print(self, name: str, lines: list[str]) -> None:
         """Nobody who reads any more ends the printing, not the run."""
@@ -153,3 +153,104 @@ def write_all(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             select.select([], [descriptor], [])
+
+
+class Lines:
+    """One rank's bytes, cut into lines. Of a line that was redrawn (\\r) only the last version
+    counts.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes."""
+        *whole, rest = (self._rest + data).split(b"\n")
+        rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
+        while len(rest) > _LONGEST:
+            whole.append(rest[:_LONGEST])
+            rest = rest[_LONGEST:]
+        self._rest = rest
+        return [_shown(line) for line in whole]
+
+    def end(self) -> list[str]:
+        """What is left without an end, as a line."""
+        rest, self._rest = _shown(self._rest), b""
+        return [rest] if rest else []
+
+
+def _shown(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+@dataclass(slots=True, eq=False)
+class _Said:
+    text: str
+    key: str
+    ranks: list[int]
+    since: float
+
+
+class Joiner:
+    """Joins equal lines of different ranks that come within the window. The order of each rank's
+    own lines is kept.
+
+    Nothing waits longer than the window, and no more than `_MOST` lines wait, whatever comes.
+    """
+
+    def __init__(self, ranks: int, window: float = WINDOW) -> None:
+        self._count, self._window = ranks, window
+        self._waiting: list[_Said] = []
+        self._latest: dict[int, _Said] = {}  # of each rank: its last line that waits
+
+    def take(self, rank: int, line: str, now: float) -> list[str]:
+        """Hear a line; returns what has to be printed because too much is waiting."""
+        key = _COLOUR.sub("", line)
+        begin = self._waiting.index(self._latest[rank]) + 1 if rank in self._latest else 0
+        said = next((each for each in self._waiting[begin:] if each.key == key), None)
+        if said is None:
+            # Right behind this rank's last line and not at the end: what others have said since can
+            # still be joined by its next lines.
+            said = _Said(line, key, [rank], now)
+            self._waiting.insert(begin, said)
+        else:
+            said.ranks.append(rank)
+            if rank == min(said.ranks):
+                said.text = line
+        self._latest[rank] = said
+        return self._leave(1) if len(self._waiting) > _MOST else []
+
+    def ready(self, now: float) -> list[str]:
+        """The lines whose time has come, those before them, and what all ranks have said."""
+        late = [
+            place for place, said in enumerate(self._waiting, 1) if now - said.since >= self._window
+        ]
+        count = late[-1] if late else 0
+        while count < len(self._waiting) and len(self._waiting[count].ranks) == self._count:
+            count += 1
+        return self._leave(count)
+
+    def due(self) -> float | None:
+        """When to ask again; None while nothing waits."""
+        return min(said.since for said in self._waiting) + self._window if self._waiting else None
+
+    def end(self) -> list[str]:
+        """Everything that waits."""
+        return self._leave(len(self._waiting))
+
+    def _leave(self, count: int) -> list[str]:
+        gone, self._waiting = self._waiting[:count], self._waiting[count:]
+        for rank in [rank for rank, said in self._latest.items() if said in gone]:
+            del self._latest[rank]
+        return [f"[{spans(said.ranks)}] {said.text}".rstrip() for said in gone]
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """`0-7`, `3`, `0,2-5`."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

@@ -1,8 +1,10 @@
-"""A run that outlives its workers: a row of generations, each with a fixed number of them, from checkpoint to checkpoint.
+"""A run that outlives its workers: a row of generations, each with a fixed number of them, from
+checkpoint to checkpoint.
 
-A worker that is killed, or one of whose loader's processes is, ends its generation. The next has one fewer, not below the least that was
-asked for; it ends by itself at its next checkpoint, and the one after that has them all again. An exception in Python begins no generation:
-in a deterministic run it would come back.
+A worker that is killed, or one of whose loader's processes is, ends its generation. The next has
+one fewer, not below the least that was asked for; it ends by itself at its next checkpoint, and the
+one after that has them all again. An exception in Python begins no generation: in a deterministic
+run it would come back.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ class Workers:
         """`4`, or `1:4`. Raises UsageError for anything else."""
         first, colon, last = text.partition(":")
         if not first.isdigit() or (colon and not last.isdigit()):
-            raise UsageError(f"--workers {text}: give a number, or the least and the most as in 1:4")
+            raise UsageError(
+                f"--workers {text}: give a number, or the least and the most as in 1:4"
+            )
         least, most = int(first), int(last or first)
         if not 1 <= least <= most:
-            raise UsageError(f"--workers {text}: give at least 1, and the least before the most as in 1:4")
+            raise UsageError(
+                f"--workers {text}: give at least 1, and the least before the most as in 1:4"
+            )
         return cls(least, most)
 
     @property
@@ -41,11 +47,18 @@ class Workers:
 
 
 def run_generations(
-    start: Callable[[int], Outcome], workers: Workers, restarts: int, stopped_to_grow: Callable[[], bool], *, after_stalls: bool = False
+    start: Callable[[int], Outcome],
+    workers: Workers,
+    restarts: int,
+    stopped_to_grow: Callable[[], bool],
+    *,
+    after_stalls: bool = False,
 ) -> Outcome:
-    """Call `start(count)` for one generation after the other, and return how the last one ended. `after_stalls`: also after one that hung.
+    """Call `start(count)` for one generation after the other, and return how the last one ended.
+    `after_stalls`: also after one that hung.
 
-    `stopped_to_grow()` says whether a generation that ended well did so at a checkpoint, for more workers.
+    `stopped_to_grow()` says whether a generation that ended well did so at a checkpoint, for more
+    workers.
     """
     count, left = workers.most, restarts
     while True:
@@ -55,11 +68,18 @@ def run_generations(
             _say(f"going on with {_counted(count)} again")
             continue
         failure = outcome.failure
-        if failure is None or left == 0 or not (failure.killed or (after_stalls and failure.kind == "stall")):
+        if (
+            failure is None
+            or left == 0
+            or not (failure.killed or (after_stalls and failure.kind == "stall"))
+        ):
             return outcome
         left -= 1
         count = max(workers.least, count - 1)
-        _say(f"going on with {_counted(count)} from the newest checkpoint (restart {restarts - left} of {restarts})")
+        _say(
+            f"going on with {_counted(count)} from the newest checkpoint (restart {restarts - left}"
+            f" of {restarts})"
+        )
 
 
 def _say(line: str) -> None:

@@ -1,65 +1,97 @@
-"""Where a rank's output goes: the terminal, its own file, or both."""
+"""Where a rank's output goes: the terminal, its own file, or both; and where these files lie.
+
+They lie in the directory that was asked for, or in one that is kept only where a rank failed.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import re
+import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
+from lockstep.errors import UsageError
 from lockstep.launcher.forward import connect
-from lockstep.launcher.log_place import log_of
+from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
 Console = Literal["first", "all", "joined"]
-"""Who may write to the terminal: rank 0; every rank, line by line; every rank, by way of the launcher, which joins equal lines."""
+"""Who may write to the terminal: rank 0; every rank, line by line; every rank, by way of the
+launcher, which joins equal lines.
+"""
 
+COLLECTIVES = "LOCKSTEP_DEBUG_FILE"
+"""Environment variable: the file to which this rank adds a line for every collective
+(collectives/record.py).
+"""
 _REDRAW = re.compile(r"\x1b\[\??\d*[ABCDGHJKhl]|\r(?!\n)")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
-def redirect(rank: int, console: Console, directory: Path | None, *, pipes: Path | None = None, c_to_log: bool = False) -> None:
-    """Set up this rank's stdout and stderr, whole lines at a time, so that ranks do not write into each other's lines.
+def redirect(
+    rank: int,
+    console: Console,
+    directory: Path | None,
+    *,
+    pipes: Path | None = None,
+    c_to_log: bool = False,
+) -> None:
+    """Set up this rank's stdout and stderr, whole lines at a time, so that ranks do not write into
+    each other's lines.
 
-    A rank that may not use the terminal has everything sent to `directory`/rank-N.log, what libraries written in C print included;
-    without a directory that output is dropped. A rank that may use it keeps it, and copies Python's output to the file.
+    A rank that may not use the terminal has everything sent to `directory`/rank-N.log, what
+    libraries written in C print included; without a directory that output is dropped. A rank that
+    may use it keeps it, and copies Python's output to the file.
 
     Args:
         pipes: for "joined", where the launcher has made a pipe for each stream of each rank.
-        c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries that have been told to be talkative.
+        c_to_log: send what C writes to stderr to the file and not to the terminal, for libraries
+            that have been told to be talkative.
     """
     if pipes is not None:
         connect(pipes, rank)
     whole_lines()
     on_console = console != "first" or rank == 0
     if not on_console:
-        handle = os.open(os.devnull if directory is None else log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        handle = _opened(os.devnull if directory is None else log_of(directory, rank))
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         os.close(handle)
     elif directory is not None:
-        copy = open(os.open(log_of(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
+        copy = open(_opened(log_of(directory, rank)), "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
         if c_to_log:
             sys.stderr.flush()
-            sys.stderr = open(os.dup(2), "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115 - as above
+            encoding = sys.stderr.encoding
+            sys.stderr = open(os.dup(2), "w", 1, encoding, "backslashreplace")  # noqa: SIM115 - as above
             os.dup2(copy.fileno(), 2)
-        sys.stdout = Tee(sys.stdout, copy)
-        sys.stderr = Tee(sys.stderr, copy)
+        sys.stdout = cast(TextIO, Tee(sys.stdout, copy))
+        sys.stderr = cast(TextIO, Tee(sys.stderr, copy))
+
+
+def _opened(file: str | Path) -> int:
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 def whole_lines() -> None:
-    """Have this process print whole lines, each as it ends: ranks share a terminal, a file or a notebook's cell. `python -u` would write words."""
+    """Have this process print whole lines, each as it ends: ranks share a terminal, a file or a
+    notebook's cell. `python -u` would write words.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-class Tee(io.TextIOBase):
-    """A terminal stream whose text is copied to a file. Redraws of a live display stay out of the copy, and so do colours.
+class Tee:
+    """A terminal stream whose text is copied to a file. Redraws of a live display stay out of the
+    copy, and so do colours.
 
-    `stream` may be replaced for a while by one that leads there too; `copy` may be written to by whoever draws on the terminal itself.
+    `stream` may be replaced for a while by one that leads there too; `copy` may be written to by
+    whoever draws on the terminal itself.
     """
 
     def __init__(self, stream: TextIO, copy: TextIO) -> None:
@@ -73,27 +105,112 @@ class Tee(io.TextIOBase):
                 self.copy.write(_COLOUR.sub("", text))
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
     def flush(self) -> None:
         self.stream.flush()
         with suppress(OSError):
             self.copy.flush()
 
-    def __del__(self) -> None:
-        """It owns nothing: a stream would be flushed here, which others may have closed."""
+    def __getattr__(self, name: str) -> Any:
+        """All else is the stream's."""
+        if name == "stream":  # it is being made, or copied
+            raise AttributeError(name)
+        return getattr(self.stream, name)
 
-    def isatty(self) -> bool:
-        return bool(self.stream.isatty())
 
-    def fileno(self) -> int:
-        return int(self.stream.fileno())
+KEPT = 10
+"""How many directories of failed runs are kept; older ones are removed."""
+_MARK = "kept"
 
-    def writable(self) -> bool:
-        return True
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # a plain attribute in the base class, but never assigned here
-        return str(self.stream.encoding)
+@dataclass(slots=True)
+class LogPlace:
+    """The directory of one run. Set `keep` where somebody will want to read what is in it."""
 
-    @property
-    def buffer(self) -> object:
-        return self.stream.buffer
+    path: Path
+    keep: bool = False
+
+
+@contextmanager
+def log_place(asked: Path | None) -> Iterator[LogPlace]:
+    """The directory `asked`, which stays; without one a new directory of this user's own, which
+    stays if `keep` was set.
+
+    What launchers that were killed left, and what is older than the ten newest that were kept, is
+    removed first.
+    """
+    if asked is not None:
+        yield LogPlace(asked)
+        return
+    home = user_directory()
+    _sweep(home)
+    place = LogPlace(new_directory(home, "logs"))
+    try:
+        yield place
+    finally:
+        if place.keep:
+            (place.path / _MARK).touch()
+        else:
+            shutil.rmtree(place.path, ignore_errors=True)
+
+
+def directory_for_logs(asked: Path | None) -> Path | None:
+    """Make the directory that --log names. Raises UsageError where it cannot be."""
+    if asked is None:
+        return None
+    try:
+        asked.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--log {asked}: no directory can be made there ({error.strerror}); give another"
+        ) from error
+    if not os.access(asked, os.W_OK | os.X_OK):
+        raise UsageError(
+            f"--log {asked}: nothing can be written there by this user; give another directory"
+        )
+    return asked.absolute()
+
+
+def log_of(directory: Path, rank: int) -> Path:
+    """A rank's own file."""
+    return directory / f"rank-{rank}.log"
+
+
+def tail(file: Path, lines: int = 15) -> str:
+    """The last lines of a file, "" if there is none; read from its end, however long it is."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - 400 * lines))
+            text = opened.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def _sweep(home: Path) -> None:
+    old = list(home.glob("logs-*"))
+    kept = sorted(
+        (folder for folder in old if (folder / _MARK).exists()),
+        key=lambda folder: folder.stat().st_mtime,
+    )
+    left = [folder for folder in old if folder not in kept and not owner_lives(folder)]
+    for folder in (*left, *kept[: max(0, len(kept) - KEPT + 1)]):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def switch_debug_on(rank: int, directory: Path) -> None:
+    """--debug: have libraries and collectives write to this rank's log what they do. A variable
+    that the user has set stays as it is.
+
+    Before torch is imported. Not TORCH_DISTRIBUTED_DEBUG: DETAIL, its useful value, crashes torch's
+    DDP over gloo on CPUs (torch 2.13 and 2.14).
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "INFO")
+    if "NCCL_DEBUG" not in os.environ:
+        os.environ["NCCL_DEBUG"] = "INFO"
+        os.environ.setdefault("NCCL_DEBUG_FILE", str(directory / f"rank-{rank}.nccl.log"))
+    os.environ.setdefault(COLLECTIVES, str(log_of(directory, rank)))

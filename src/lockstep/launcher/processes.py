@@ -1,93 +1,156 @@
-"""Processes of this host seen from outside: what the system says of them, and where in Python they are, without their help."""
+"""Processes of this host seen from outside: what the system says of them, and where in Python
+they are, without their help.
+"""
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 import signal
-import sys
 import time
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
+from traceback import FrameSummary, StackSummary
+
+import psutil
 
 from lockstep.launcher.failures import is_users
 
 STACK_SIGNAL = signal.SIGUSR2
+STOPPED: str = psutil.STATUS_STOPPED
+DISK: str = psutil.STATUS_DISK_SLEEP
+DEAD: str = psutil.STATUS_ZOMBIE
 _PATIENCE = 1.0  # seconds for a stack to be written
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+def name_this(name: str) -> None:
+    """What `ps` and `top` call this process; those that it starts keep the name that it had."""
+    file = Path("/proc/self/comm")
+    with suppress(OSError):
+        before = file.read_text()
+        file.write_text(name)
+        os.register_at_fork(after_in_child=lambda: _rename(file, before))
+
+
+def _rename(file: Path, name: str) -> None:
+    with suppress(OSError):
+        file.write_text(name)
 
 
 def stacks_into(file: Path) -> None:
-    """Have this process write the stacks of its threads to `file` whenever it gets STACK_SIGNAL, also while native code holds the interpreter."""
+    """Have this process write the stacks of its threads to `file` whenever it gets STACK_SIGNAL,
+    also while native code holds the interpreter.
+    """
     import faulthandler
 
     faulthandler.register(STACK_SIGNAL, written_to(file), all_threads=True, chain=False)
 
 
 def written_to(file: Path) -> int:
-    """Its descriptor, for a signal handler. It is open for as long as the process lives, and belongs to nobody who could close it."""
+    """Its descriptor, for a signal handler. It is open for as long as the process lives, and
+    belongs to nobody who could close it.
+    """
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
 
 def ask_for_stack(pid: int, file: Path) -> str:
-    """What `stacks_into(file)` of process `pid` writes now; "" where it does not, as one that is stopped or waits for a disk."""
+    """What `stacks_into(file)` of process `pid` writes now; "" where it does not, as one that is
+    stopped or waits for a disk.
+    """
     if not file.exists():
         return ""
-    before = file.stat().st_size
+    before = size = file.stat().st_size
     with suppress(ProcessLookupError):
         os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + _PATIENCE
-    size = before
     while time.monotonic() < deadline:
         time.sleep(0.02)
         now = file.stat().st_size
         if now > before and now == size:
             break
         size = now
-    with file.open(errors="replace") as stream:
-        stream.seek(before)
-        return stream.read()
+    return file.read_bytes()[before:].decode(errors="replace")
 
 
-def main_thread(dump: str) -> list[tuple[str, int, str]]:
-    """(file, line, function) of the main thread's frames, innermost first. It is the last that is listed."""
+def main_thread(dump: str) -> list[FrameSummary]:
+    """The main thread's frames, outermost first. It is the last that is listed."""
+    linecache.checkcache()
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
-    return [(match[1], int(match[2]), match[3]) for line in threads[-1].splitlines() if (match := _FRAME.match(line))]
+    found = [
+        FrameSummary(match[1], int(match[2]), match[3])
+        for line in threads[-1].splitlines()
+        if (match := _FRAME.match(line))
+    ]
+    return found[::-1]
 
 
-def users_line(frames: list[tuple[str, int, str]]) -> str:
-    """ "dataset.py:88 read_shard": the innermost frame in the user's own code, else the innermost of all."""
-    theirs = next((frame for frame in frames if is_users(frame[0])), None) or next(iter(frames), None)
-    return "" if theirs is None else f"{os.path.basename(theirs[0])}:{theirs[1]} {theirs[2]}"
+def shown(frames: Sequence[FrameSummary]) -> str:
+    """As in a traceback, from the first frame of the user's own code on, if there is one."""
+    first = next((place for place, frame in enumerate(frames) if is_users(frame.filename)), 0)
+    return "".join(StackSummary.from_list(frames[first:]).format())
+
+
+def users_line(frames: Sequence[FrameSummary]) -> str:
+    """ "dataset.py:88 read_shard": the innermost frame in the user's own code, else the innermost
+    of all.
+    """
+    inwards = frames[::-1]
+    theirs = next((frame for frame in inwards if is_users(frame.filename)), None) or next(
+        iter(inwards), None
+    )
+    return (
+        ""
+        if theirs is None
+        else f"{os.path.basename(theirs.filename)}:{theirs.lineno} {theirs.name}"
+    )
 
 
 def state(pid: int) -> str:
-    """ "R" runs, "S" sleeps, "T" is stopped, "D" waits for a disk, "Z" has ended; "" where the system does not say."""
-    if sys.platform != "linux":
-        return ""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    """As psutil calls it: STOPPED, DISK (waits for one), DEAD, also where it is gone, or
+    something else.
+    """
+    found = DEAD
+    with suppress(psutil.NoSuchProcess):
+        found = psutil.Process(pid).status()
+    return found
 
 
-def group(leader: int) -> dict[int, str]:
-    """The living processes of the process group of `leader`, which is not one of them any more: their names by pid. Linux only; {} elsewhere."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*") if sys.platform == "linux" else ():
-        with suppress(OSError, ValueError):
-            name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-            fields = rest.split()
-            if int(fields[2]) == leader and fields[0] not in "ZX":
-                found[int(entry.name)] = name
+def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:
+    """The living processes of the process groups of these leaders: by leader, their names by
+    pid. Groups without any are left out.
+    """
+    found: dict[int, dict[int, str]] = {}
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            group = os.getpgid(process.pid)
+            if group in leaders and process.status() not in (DEAD, psutil.STATUS_DEAD):
+                found.setdefault(group, {})[process.pid] = process.name()
     return found
 
 
 def children(pid: int) -> list[int]:
     """Processes that `pid` has started and that live."""
-    found = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    with suppress(psutil.Error):
+        return [child.pid for child in psutil.Process(pid).children()]
+    return []
+
+
+def oom_kills(of: Path = Path("/proc/self/cgroup"), groups: Path = _CONTROL_GROUPS) -> int:
+    """Processes that were killed for want of memory in this process's control group since it
+    exists; 0 where the system does not count.
+    """
+    try:
+        path = (
+            next(line for line in of.read_text().splitlines() if line.startswith("0::"))
+            .removeprefix("0::")
+            .strip("/")
+        )
+        events = (groups / path / "memory.events").read_text()
+    except (OSError, StopIteration):
+        return 0
+    found = re.search(r"^oom_kill (\d+)$", events, re.MULTILINE)
+    return int(found[1]) if found else 0

@@ -1,62 +1,79 @@
-"""What a launcher asks itself twenty times a second while ranks run: must they stop, do they get on, was it memory that killed one?"""
+"""What a launcher asks itself twenty times a second while ranks run: must they stop, do they get
+on, was it memory that killed one?
+"""
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
-from lockstep import status
+from lockstep.config.launching import OnStall
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import stalls
+from lockstep.launcher import processes, stalls
 from lockstep.launcher.ending import Endings
 from lockstep.launcher.failures import Failure
-from lockstep.launcher.memory import oom_kills
-from lockstep.launcher.stalls import Elsewhere, Stall, Watcher
+from lockstep.launcher.stalls import Stall, Watcher
 from lockstep.launcher.stopping import Stop, say
+from lockstep.runtime import status
+
+if TYPE_CHECKING:
+    from lockstep.launcher.ray.stalled import Asked
 
 TIMEOUT = "LOCKSTEP_TIMEOUT"
 """Environment variable: seconds that a collective may take, where `init` is not told."""
-OnStall = Literal["wait", "abort", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stalls:
-    """What is done about ranks that do not get on. Raises UsageError for values that cannot work."""
+    """What is done about ranks that do not get on. Raises UsageError for values that cannot
+    work.
+    """
 
     then: OnStall = "abort"
-    """wait: it is said, and nothing done; abort: the run ends with exit code 76; restart: as after a kill."""
+    """wait: it is said, and nothing done; abort: the run ends with exit code 76; restart: as
+    after a kill.
+    """
     after: float = stalls.FLOOR
     """Seconds without any change, at least; more where the run has shown that it needs more."""
 
     def __post_init__(self) -> None:
         if self.then not in get_args(OnStall):
-            raise UsageError(f"on_stall={self.then!r} is unknown: choose one of {', '.join(get_args(OnStall))}")
+            raise UsageError(
+                f"on_stall={self.then!r} is unknown: choose one of {', '.join(get_args(OnStall))}"
+            )
         if not self.after > 0:
             raise UsageError(f"stall_after={self.after}: give seconds, a number above 0")
 
 
 def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
-    """What has `lockstep.init()` allow a collective so many seconds. Raises UsageError for a number that is not above 0."""
+    """What has `lockstep.init()` allow a collective so many seconds. Raises UsageError for a
+    number that is not above 0.
+    """
     if seconds is None:
         return {}
     if not seconds > 0:
-        raise UsageError(f"timeout={seconds}: give the seconds that one collective may take, a number above 0")
+        raise UsageError(
+            f"timeout={seconds}: give the seconds that one collective may take, a number above 0"
+        )
     return {TIMEOUT: str(seconds)}
 
 
 class Watch:
     """Of one generation, whose ranks leave their pages and records in `directory`."""
 
-    def __init__(self, directory: Path, stop: Stop, stalls: Stalls, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(
+        self, directory: Path, stop: Stop, stalls: Stalls, elsewhere: Asked | None = None
+    ) -> None:
         """`elsewhere`: the other hosts, whose ranks these might be waiting for."""
-        self.directory, self.stop, self._stalls, self._elsewhere = directory, stop, stalls, elsewhere
+        self.directory = directory
+        self.stop = stop
+        self._stalls = stalls
+        self._elsewhere = elsewhere
         self._watcher = Watcher(directory, stalls.after, elsewhere=elsewhere)
         self._endings = Endings(directory)
-        self._oom_kills = oom_kills()
+        self._oom_kills = processes.oom_kills()
         self.failure: Failure | None = None
         """A rank that was waited for, once the ranks are to be ended because of it."""
 
@@ -83,9 +100,21 @@ class Watch:
     def explained(self, failure: Failure) -> Failure:
         """With what the rank was doing last, and whether the kernel has killed for memory."""
         view = status.read(status.file_of(self.directory, failure.rank))
-        doing = "" if view is None or not view.step else f"at step {view.step}, {stalls.DOING[view.phase]}"
-        killed = oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
-        return replace(failure, doing=doing, note=f"cgroup oom_kill +{killed}: the host's memory ran out" if killed > 0 else failure.note)
+        doing = (
+            ""
+            if view is None or not view.step
+            else f"at step {view.step}, {stalls.DOING[view.phase]}"
+        )
+        killed = processes.oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
+        return replace(
+            failure,
+            doing=doing,
+            note=(
+                f"cgroup oom_kill +{killed}: the host's memory ran out"
+                if killed > 0
+                else failure.note
+            ),
+        )
 
 
 def _failure(stall: Stall, pids: Mapping[int, int]) -> Failure:
@@ -95,7 +124,5 @@ def _failure(stall: Stall, pids: Mapping[int, int]) -> Failure:
         message=stall.message,
         code=ExitCode.HANG,
         pid=pids.get(stall.rank, 0),
-        host=socket.gethostname(),
-        monotonic_ns=time.monotonic_ns(),
         traceback=stall.stack,
     )

@@ -1,4 +1,6 @@
-"""How long a rank was at work, without making it wait: on a GPU by events in its stream, read when everything is done."""
+"""How long a rank was at work, without making it wait: on a GPU by events in its stream, read
+when everything is done.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,13 @@ from time import perf_counter
 
 import torch
 
-from lockstep import status
+from lockstep.runtime import status
 
 
 class Clock:
-    """`busy` around pieces of work, `read` for their seconds. Pieces inside a piece do not count twice."""
+    """`busy` around pieces of work, `read` for their seconds. Pieces inside a piece do not count
+    twice.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -22,7 +26,9 @@ class Clock:
 
     @contextmanager
     def busy(self, phase: str) -> Iterator[None]:
-        """Count the block, a piece of this phase. Between two pieces a rank waits for others: `waiting` around them all."""
+        """Count the block, a piece of this phase. Between two pieces a rank waits for others:
+        `waiting` around them all.
+        """
         if self._inside:
             yield
             return
@@ -46,7 +52,9 @@ class Clock:
 
     @contextmanager
     def waiting(self, *, notes: bool) -> Iterator[None]:
-        """In this block, what is not busy waits for other stages. `notes`: pieces are phases of a step."""
+        """In this block, what is not busy waits for other stages. `notes`: pieces are phases of
+        a step.
+        """
         self._notes = notes
         status.waits(True)
         try:
@@ -58,7 +66,9 @@ class Clock:
         """Seconds since the last reading. On a GPU: waits until the work is done."""
         if self._events:
             torch.cuda.synchronize()
-        found: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        found: float = (
+            self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events) / 1000
+        )
         self._seconds = 0.0
         self._events.clear()
         return found

@@ -1,12 +1,15 @@
-"""A model as consecutive layers: where nothing but one tensor goes from what is before to what comes after, it may be cut.
+"""A model as consecutive layers: where nothing but one tensor goes from what is before to what
+comes after, it may be cut.
 
-The forward is followed by torch.fx, into nn.Sequential but not into other modules, and the places are found where a single value is alive:
+The forward is followed by torch.fx, into nn.Sequential but not into other modules, and the places
+are found where a single value is alive:
 
     text -> bytes ──┐
          -> positions ── + ─|─ blocks.0 ─|─ blocks.1 ─|─ norm ─|─ head          | may be cut
 
-A residual connection around several modules leaves no place between them. What has no module (an addition) joins the layer before it, at the
-very beginning the one after it. A forward that cannot be followed needs `Parts(layers=...)`, which names the modules itself.
+A residual connection around several modules leaves no place between them. What has no module (an
+addition) joins the layer before it, at the very beginning the one after it. A forward that cannot
+be followed needs `Parts(layers=...)`, which names the modules itself.
 """
 
 from __future__ import annotations
@@ -18,38 +21,44 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from lockstep.config.parts import Parts
 from lockstep.errors import TaskError
-from lockstep.mesh.parts import Parts
 
 _NO_TENSOR = ("size", "dim", "numel", "stride", "element_size")
 _FIX = "give Parts(layers=...), a function from the model to its layers in order"
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class CutLayer:
     """What lies between two places where the model may be cut."""
 
     name: str
-    """The dotted name of the first module in it; that of a module's second call has ":2" behind it."""
+    """The dotted name of the first module in it; that of a module's second call has ":2" behind
+    it.
+    """
     nodes: tuple[fx.Node, ...] = ()
-    """Where the forward was followed: its piece of the graph; its last node is the tensor that goes on."""
+    """Where the forward was followed: its piece of the graph; its last node is the tensor that
+    goes on.
+    """
     module: nn.Module | None = None
     """Where Parts gave the layers: the module."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layers(Sequence[Layer]):
-    """The layers of a model, in order. They hold the model's own modules and parameters, not copies."""
+class Layers(Sequence[CutLayer]):
+    """The layers of a model, in order. They hold the model's own modules and parameters, not
+    copies.
+    """
 
     model: nn.Module
-    layers: tuple[Layer, ...]
+    layers: tuple[CutLayer, ...]
     graph: fx.Graph | None = None
     """None where Parts gave the layers."""
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def __getitem__(self, index: int) -> Layer:  # type: ignore[override]  # no slices
+    def __getitem__(self, index: int) -> CutLayer:  # type: ignore[override]  # no slices
         return self.layers[index]
 
     @property
@@ -62,37 +71,54 @@ class Layers(Sequence[Layer]):
         if layer.module is not None:
             return type(layer.module).__name__
         called = [str(node.target) for node in layer.nodes if node.op == "call_module"]
-        return type(self.model.get_submodule(called[-1])).__name__ if called else type(self.model).__name__
+        return (
+            type(self.model.get_submodule(called[-1])).__name__
+            if called
+            else type(self.model).__name__
+        )
 
 
 def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | None = None) -> Layers:
-    """The layers of `model`. `arguments`: with how many positional ones it is called; None: with those that have no default.
+    """The layers of `model`. `arguments`: with how many positional ones it is called; None: with
+    those that have no default.
 
-    Raises TaskError for a forward that cannot be followed, or `parts.layers` that are not the model's.
+    Raises TaskError for a forward that cannot be followed, or `parts.layers` that are not the
+    model's.
     """
     if parts is not None and parts.layers is not None:
         return Layers(model, tuple(_given(model, parts.layers)))
     graph = _followed(model, arguments)
     layers = tuple(_named(_joined(_between_cuts(graph))))
     if not layers:
-        raise TaskError(f"{type(model).__name__}: its forward calls no module, so there is nothing to put on a stage; {_FIX}")
+        raise TaskError(
+            f"{type(model).__name__}: its forward calls no module, so there is nothing to put on a"
+            f" stage; {_FIX}"
+        )
     return Layers(model, layers, graph)
 
 
-def _given(model: nn.Module, layers: Callable[[nn.Module], Sequence[nn.Module]]) -> Iterator[Layer]:
+def _given(
+    model: nn.Module, layers: Callable[[nn.Module], Sequence[nn.Module]]
+) -> Iterator[CutLayer]:
     found = list(layers(model))
     names = {module: name for name, module in model.named_modules()}
     for number, module in enumerate(found):
         if not isinstance(module, nn.Module) or not names.get(module):
             what = type(module).__name__
             raise TaskError(
-                f"Parts: layers returned a {what} as number {number}, which is no module inside {type(model).__name__}: give its own"
+                f"Parts: layers returned a {what} as number {number}, which is no module inside"
+                f" {type(model).__name__}: give its own"
             )
         if any(module is other for other in found[:number]):
-            raise TaskError(f"Parts: layers returned {names[module]!r} twice; a layer is applied once")
-        yield Layer(names[module], module=module)
+            raise TaskError(
+                f"Parts: layers returned {names[module]!r} twice; a layer is applied once"
+            )
+        yield CutLayer(names[module], module=module)
     if not found:
-        raise TaskError(f"Parts: layers returned none for {type(model).__name__}: give its modules, in the order in which they are applied")
+        raise TaskError(
+            f"Parts: layers returned none for {type(model).__name__}: give its modules, in the"
+            " order in which they are applied"
+        )
 
 
 class _Tracer(fx.Tracer):
@@ -103,7 +129,9 @@ class _Tracer(fx.Tracer):
 
 
 def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
-    """The forward as a graph; the same in training and in evaluation, or it is refused: a graph has room for one of them."""
+    """The forward as a graph; the same in training and in evaluation, or it is refused: a graph
+    has room for one of them.
+    """
     training = model.training
     try:
         model.training = True  # that of the root alone: no other module's forward is run
@@ -114,8 +142,9 @@ def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
         model.training = training
     if str(graph) != str(evaluating):
         raise TaskError(
-            f"{type(model).__name__}: its forward does something else in training than in evaluation outside of its modules (such as "
-            f"F.dropout(x, p, self.training)): make it a module of its own (nn.Dropout), or {_FIX}"
+            f"{type(model).__name__}: its forward does something else in training than in"
+            " evaluation outside of its modules (such as F.dropout(x, p, self.training)): make it"
+            f" a module of its own (nn.Dropout), or {_FIX}"
         )
     return graph
 
@@ -125,25 +154,35 @@ def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
     fixed = {
         each.name: each.default
         for number, each in enumerate(parameters)
-        if each.default is not each.empty and (arguments is None or number >= arguments or each.kind is each.KEYWORD_ONLY)
+        if each.default is not each.empty
+        and (arguments is None or number >= arguments or each.kind is each.KEYWORD_ONLY)
     }
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "was not able to add an assertion": they are taken out again
+            # "was not able to add an assertion": they are taken out again
+            warnings.simplefilter("ignore")
             graph = _Tracer().trace(model, concrete_args=fixed or None)
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise TaskError(f"{type(model).__name__}: its forward cannot be followed to cut it into layers ({reason}): {_FIX}") from error
+        raise TaskError(
+            f"{type(model).__name__}: its forward cannot be followed to cut it into layers"
+            f" ({reason}): {_FIX}"
+        ) from error
     _without(graph, fixed)
-    for node in [node for node in graph.nodes if not node.users and _name(node) in ("getitem", "getattr")]:
-        graph.erase_node(node)  # `out, state = lstm(x)` takes the state out also where nobody reads it
+    for node in [
+        node for node in graph.nodes if not node.users and _name(node) in ("getitem", "getattr")
+    ]:
+        # `out, state = lstm(x)` takes the state out also where nobody reads it
+        graph.erase_node(node)
     return graph
 
 
 def _without(graph: fx.Graph, fixed: dict[str, object]) -> None:
     """Take out arguments that keep their defaults, and what fx put in to check that they do."""
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
-        if node.target.lstrip("*") in fixed or any(str(node.target) == f"{name}_1" for name in fixed):
+        if node.target.lstrip("*") in fixed or any(
+            str(node.target) == f"{name}_1" for name in fixed
+        ):
             needless = [node]
             for each in needless:
                 needless += [user for user in each.users if user not in needless]
@@ -152,7 +191,9 @@ def _without(graph: fx.Graph, fixed: dict[str, object]) -> None:
 
 
 def _between_cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The graph's nodes, in pieces between the places where one tensor is alive; parameters of the root are where they are used."""
+    """The graph's nodes, in pieces between the places where one tensor is alive; parameters of
+    the root are where they are used.
+    """
     order = {node: number for number, node in enumerate(graph.nodes)}
     last_use = {node: max((order[user] for user in node.users), default=-1) for node in graph.nodes}
     alive: set[fx.Node] = set()
@@ -201,9 +242,9 @@ def _joined(pieces: Iterator[list[fx.Node]]) -> list[list[fx.Node]]:
     return layers
 
 
-def _named(pieces: list[list[fx.Node]]) -> Iterator[Layer]:
+def _named(pieces: list[list[fx.Node]]) -> Iterator[CutLayer]:
     times: dict[str, int] = {}
     for piece in pieces:
         name = next(str(node.target) for node in piece if node.op == "call_module")
         times[name] = times.get(name, 0) + 1
-        yield Layer(name if times[name] == 1 else f"{name}:{times[name]}", nodes=tuple(piece))
+        yield CutLayer(name if times[name] == 1 else f"{name}:{times[name]}", nodes=tuple(piece))

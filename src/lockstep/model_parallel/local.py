@@ -1,8 +1,10 @@
-"""The parameters that this rank really holds, as plain tensors: what sums gradients and updates parameters need not know DTensor.
+"""The parameters that this rank really holds, as plain tensors: what sums gradients and updates
+parameters need not know DTensor.
 
     blocks.0.layer.0.weight   DTensor [640, 160] over 2 tensor ranks   ->   Parameter [320, 160] in the same memory
 
-torch's optimizers that update many tensors at once refuse lists in which some are DTensors and some are not; plain ones they take.
+torch's optimizers that update many tensors at once refuse lists in which some are DTensors and some
+are not; plain ones they take.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import Piece
 from lockstep.collectives.group import Group
+from lockstep.config.mesh import Coordinates
 from lockstep.errors import UsageError
-from lockstep.mesh.layout import Coordinates
 from lockstep.model_parallel.placing import Box, box_of, pieces
 from lockstep.updates.shards import ELEMENTWISE, elementwise
 
@@ -35,10 +37,12 @@ class _Pair:
 
 
 class Locals:
-    """Of a module that was split (tensor.py), sharded (shard.py), both or neither; made before its first forward.
+    """Of a module that was split (tensor.py), sharded (sharded_parameters.py), both or neither;
+    made before its first forward.
 
-    `module` is a tree with the names of the original's parameters and buffers, and no forward: for the reducer, the optimizer, checkpoints.
-    Parameters that are not cut, and all buffers, are the original's own objects.
+    `module` is a tree with the names of the original's parameters and buffers, and no forward: for
+    the reducer, the optimizer, checkpoints. Parameters that are not cut, and all buffers, are the
+    original's own objects.
     """
 
     def __init__(self, module: nn.Module, at: Coordinates) -> None:
@@ -56,7 +60,9 @@ class Locals:
         for name, parameter in module._parameters.items():
             tree.register_parameter(name, self._plain(parameter))
         for name, buffer in module._buffers.items():
-            tree.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+            tree.register_buffer(
+                name, buffer, persistent=name not in module._non_persistent_buffers_set
+            )
         for name, child in module._modules.items():
             tree.add_module(name, None if child is None else self._copied(child))
         return tree
@@ -71,13 +77,16 @@ class Locals:
         return pair.here
 
     def collect(self) -> None:
-        """After a backward: what gradients the cut parameters have been given go to the plain ones, added to what these have."""
+        """After a backward: what gradients the cut parameters have been given go to the plain
+        ones, added to what these have.
+        """
         for pair in self._pairs.values():
             gradient = pair.whole.grad
             if gradient is None:
                 continue
             assert isinstance(gradient, DTensor)
-            if gradient.placements != pair.whole.placements:  # torch may leave a sum over the ranks to whoever needs it
+            if gradient.placements != pair.whole.placements:
+                # torch may leave a sum over the ranks to whoever needs it
                 gradient = gradient.redistribute(placements=pair.whole.placements)
             mine = _local(gradient)
             assert mine.shape == pair.here.shape
@@ -88,13 +97,16 @@ class Locals:
             pair.whole.grad = None
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Have an optimizer that was made for the original's parameters, and has no state yet, update those that are here; its options stay.
+        """Have an optimizer that was made for the original's parameters, and has no state yet,
+        update those that are here; its options stay.
 
-        Raises UsageError for one whose update of an element depends on others: it would see only a part of them.
+        Raises UsageError for one whose update of an element depends on others: it would see only a
+        part of them.
         """
         if optimizer.state:
             raise UsageError(
-                f"the {type(optimizer).__name__} has state already: make it after the model was cut, and take no step with it before"
+                f"the {type(optimizer).__name__} has state already: make it after the model was"
+                " cut, and take no step with it before"
             )
         if any(pair.here.numel() != pair.whole.numel() for pair in self._pairs.values()):
             _check_elementwise(type(optimizer))
@@ -106,31 +118,44 @@ class Locals:
         pair = self._pairs.get(id(parameter))
         if pair is None and id(parameter) not in known:
             raise UsageError(
-                f"group {number} of the optimizer holds a parameter {list(parameter.shape)} that is none of the model's: "
-                "make the optimizer after the model was cut, from its parameters"
+                f"group {number} of the optimizer holds a parameter {list(parameter.shape)} that is"
+                " none of the model's: make the optimizer after the model was cut, from its"
+                " parameters"
             )
         return parameter if pair is None else pair.here
 
     def counted(self, name: str) -> bool:
-        """Whether this rank's part of a parameter counts in a sum over all ranks of the shard and tensor axes: each element does once."""
+        """Whether this rank's part of a parameter counts in a sum over all ranks of the shard
+        and tensor axes: each element does once.
+        """
         return self.boxes[name].counts(self._at)
 
     def pieces(self, prefix: str, name: str, tensor: Tensor, along: Group) -> list[Piece]:
-        """What this rank writes of a parameter, a buffer, or the optimizer's state beside one: over one replica every element once.
+        """What this rank writes of a parameter, a buffer, or the optimizer's state beside one: over
+        one replica every element once.
 
-        `tensor` is this rank's part, or whole where there are no parts. The ranks along the tensor axis (`along`) call it in the same order.
+        `tensor` is this rank's part, or whole where there are no parts. The ranks along the tensor
+        axis (`along`) call it in the same order.
         """
         box = self.boxes.get(name)
         if box is None:
-            return [Piece(prefix + name, tensor)] if self._at.tensor == 0 and self._at.shard == 0 else []
+            return (
+                [Piece(prefix + name, tensor)]
+                if self._at.tensor == 0 and self._at.shard == 0
+                else []
+            )
         return pieces(prefix + name, box, tensor, self._at, along)
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole parameter, buffer, or piece of the optimizer's state beside one. Asks no other rank."""
+        """This rank's part of a whole parameter, buffer, or piece of the optimizer's state
+        beside one. Asks no other rank.
+        """
         return self.boxes[name].take(whole) if name in self.boxes else whole
 
     def let_go(self) -> None:
-        """Let go of what FSDP has gathered: after a forward without a backward it keeps the root's, and would compute with old values."""
+        """Let go of what FSDP has gathered: after a forward without a backward it keeps the
+        root's, and would compute with old values.
+        """
         for module in self._original.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -152,6 +177,7 @@ def _local(tensor: DTensor) -> Tensor:
 def _check_elementwise(kind: type[Optimizer]) -> None:
     if not elementwise(kind):
         raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} cannot update a part of a parameter: on a mesh with shard or tensor only torch.optim's elementwise "
-            f"optimizers are known to give it what they would give the whole ({', '.join(ELEMENTWISE)})"
+            f"{kind.__module__}.{kind.__qualname__} cannot update a part of a parameter: on a mesh"
+            " with shard or tensor only torch.optim's elementwise optimizers are known to give it"
+            f" what they would give the whole ({', '.join(ELEMENTWISE)})"
         )

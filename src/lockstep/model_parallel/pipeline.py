@@ -1,7 +1,8 @@
-"""Consecutive layers on consecutive ranks: a window's micro-batches go through them in a schedule of torch's, forward and backward.
+"""Consecutive layers on consecutive ranks: a window's micro-batches go through them in a schedule
+of torch's, forward and backward.
 
-A rank holds one stage, or several; only activations and their gradients travel, between neighbours. Gradients end in `.grad` as sums over
-the micro-batches, as in a loop over them on one process.
+A rank holds one stage, or several; only activations and their gradients travel, between neighbours.
+Gradients end in `.grad` as sums over the micro-batches, as in a loop over them on one process.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
+from lockstep.config.pipeline_schedules import Schedule
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.mesh.schedules import Schedule
 from lockstep.model_parallel.clock import Clock
 from lockstep.model_parallel.shapes import Shape, between, signature
-from lockstep.model_parallel.turns import Calls, TimedStage, Turn
+from lockstep.model_parallel.stage_turns import Calls, StageTurn, TimedStage
 
 _KEPT = 8  # shapes of micro-batches for which the places of what arrives are kept
 
@@ -28,9 +29,10 @@ _KEPT = 8  # shapes of micro-batches for which the places of what arrives are ke
 class Pipeline:
     """This rank's stages of a pipeline, and how they are run.
 
-    `stages` are this rank's, by number, of `count` on all ranks of `group` (stage s on rank s modulo its size); they are on `device` already.
-    What every rank's `train` and `forward` are given must be equal on all ranks of the group but for values: the same number of
-    micro-batches, of the same shapes. Raises UsageError for stages that do not go with the schedule.
+    `stages` are this rank's, by number, of `count` on all ranks of `group` (stage s on rank s
+    modulo its size); they are on `device` already. What every rank's `train` and `forward` are
+    given must be equal on all ranks of the group but for values: the same number of micro-batches,
+    of the same shapes. Raises UsageError for stages that do not go with the schedule.
     """
 
     def __init__(
@@ -47,13 +49,16 @@ class Pipeline:
         expected = self.schedule.stages_of(group.rank, group.size)
         if count != self.schedule.count(group.size) or sorted(stages) != list(expected):
             raise UsageError(
-                f"schedule={schedule!r} on {group.size} ranks has {self.schedule.count(group.size)} stages, {list(expected)} of them on rank {group.rank}; "
-                f"this rank was given {sorted(stages)} of {count}"
+                f"schedule={schedule!r} on {group.size} ranks has {self.schedule.count(group.size)}"
+                f" stages, {list(expected)} of them on rank {group.rank}; this rank was given"
+                f" {sorted(stages)} of {count}"
             )
         self.stages = dict(sorted(stages.items()))
         self.count, self.group, self.device = count, group, device
         self.busy = self.wall = 0.0
-        """Seconds of the last `train`: in forwards and backwards, and in all. Both exclude working out new shapes."""
+        """Seconds of the last `train`: in forwards and backwards, and in all. Both exclude
+        working out new shapes.
+        """
         self._autocast = autocast
         self._clock = Clock(device)
         self._calls = Calls((), _no_loss, _no_begin, autocast)
@@ -63,7 +68,9 @@ class Pipeline:
 
     @property
     def idle(self) -> float:
-        """The fraction of the last `train` in which this rank waited. Rank 0 begins first and ends last: its is the textbook's."""
+        """The fraction of the last `train` in which this rank waited. Rank 0 begins first and
+        ends last: its is the textbook's.
+        """
         return 1 - self.busy / self.wall if self.wall else 0.0
 
     def expected_idle(self, micro_batches: int, backward: float = 2.0) -> float:
@@ -78,14 +85,17 @@ class Pipeline:
     ) -> None:
         """Run all micro-batches forward and backward. Collective.
 
-        `inputs` are the model's arguments, a tuple a micro-batch; only the first stage looks at their values. `loss(micro-batch, output)` is
-        called on the last stage and gives the scalar to differentiate; gradients of all micro-batches are added up in `.grad`.
-        `begin(micro-batch, stage)` is called just before each forward of a stage: seed its randomness there. What a stage's own code, `loss` or
-        `begin` raises is raised as it is, on its rank; the others wait for messages, until their process group's timeout.
+        `inputs` are the model's arguments, a tuple a micro-batch; only the first stage looks at
+        their values. `loss(micro-batch, output)` is called on the last stage and gives the scalar
+        to differentiate; gradients of all micro-batches are added up in `.grad`.
+        `begin(micro-batch, stage)` is called just before each forward of a stage: seed its
+        randomness there. What a stage's own code, `loss` or `begin` raises is raised as it is, on
+        its rank; the others wait for messages, until their process group's timeout.
         """
 
         def finish(number: int, output: Any) -> Tensor:
-            return loss(number, output).clone()  # torch detaches in place what it has gone back through
+            # torch detaches in place what it has gone back through
+            return loss(number, output).clone()
 
         self.wall = 0.0
         self._clock.read()
@@ -102,7 +112,9 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Sequence[Any]], done: Callable[[int, Any], None]) -> None:
-        """Run all micro-batches forward only; `done(micro-batch, output)` is called on the last stage. Collective."""
+        """Run all micro-batches forward only; `done(micro-batch, output)` is called on the last
+        stage. Collective.
+        """
 
         def finish(number: int, output: Any) -> Tensor:
             done(number, output)
@@ -110,22 +122,30 @@ class Pipeline:
 
         self._calls = Calls(inputs, finish, _no_begin, self._autocast)
         for numbers in self._alike(inputs):
-            made = self._ready(self.schedule.instead(), len(numbers), inputs[numbers[0]], train=False)
+            made = self._ready(
+                self.schedule.instead(), len(numbers), inputs[numbers[0]], train=False
+            )
             self._run(made.eval, numbers, train=False)
 
     def _alike(self, inputs: Sequence[Sequence[Any]]) -> list[list[int]]:
-        """The micro-batches' numbers, those of one shape together: a schedule has one size of places for what arrives."""
+        """The micro-batches' numbers, those of one shape together: a schedule has one size of
+        places for what arrives.
+        """
         found: dict[Any, list[int]] = {}
         for number, arguments in enumerate(inputs):
             found.setdefault(signature(arguments), []).append(number)
         for shape in found:
             if shape not in self._shapes:
                 first = inputs[found[shape][0]]
-                self._shapes[shape] = between(self.stages, self.count, self.group, self.device, first, self._autocast)
+                self._shapes[shape] = between(
+                    self.stages, self.count, self.group, self.device, first, self._autocast
+                )
         return list(found.values())
 
     def _runs(self, micro_batches: int) -> Schedule:
-        """The schedule that runs so many. Another one does the same work with more waiting; that is said once."""
+        """The schedule that runs so many. Another one does the same work with more waiting; that
+        is said once.
+        """
         reason = self.schedule.why_not(self.group.size, micro_batches)
         if not reason:
             return self.schedule
@@ -134,14 +154,19 @@ class Pipeline:
             self._warned.add(str(self.schedule))
             bubble = instead.bubble(self.group.size, micro_batches)
             warnings.warn(
-                f"pipeline: {reason}; these go in gpipe's order, the same work, and the ranks idle for {bubble:.0%} of it, {instead.formula}",
+                f"pipeline: {reason}; these go in gpipe's order, the same work, and the ranks idle"
+                f" for {bubble:.0%} of it, {instead.formula}",
                 LockstepWarning,
                 stacklevel=4,
             )
         return instead
 
-    def _ready(self, schedule: Schedule, micro_batches: int, arguments: Sequence[Any], *, train: bool) -> Any:
-        """torch's schedule object for so many micro-batches of this shape, which holds a place for everything that arrives."""
+    def _ready(
+        self, schedule: Schedule, micro_batches: int, arguments: Sequence[Any], *, train: bool
+    ) -> Any:
+        """torch's schedule object for so many micro-batches of this shape, which holds a place
+        for everything that arrives.
+        """
         shape = signature(arguments)
         key = schedule, micro_batches, shape, train
         made = self._made.pop(key, None)
@@ -156,7 +181,7 @@ class Pipeline:
     def _stage(self, number: int, shapes: Sequence[Shape]) -> TimedStage:
         gives = None if number == self.count - 1 else shapes[number]
         return TimedStage(
-            Turn(self.stages[number], number, gives, lambda: self._calls),
+            StageTurn(self.stages[number], number, gives, lambda: self._calls),
             number,
             self.count,
             device=self.device,
@@ -167,7 +192,9 @@ class Pipeline:
         )
 
     def _run(self, step: Callable[..., object], numbers: Sequence[int], *, train: bool) -> None:
-        """Run torch's schedule over micro-batches, and raise what the user's code raised in place of torch's words about it."""
+        """Run torch's schedule over micro-batches, and raise what the user's code raised in
+        place of torch's words about it.
+        """
         indices = torch.tensor(numbers)
         try:
             with self._clock.waiting(notes=train):

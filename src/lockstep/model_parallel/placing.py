@@ -1,10 +1,12 @@
-"""Which elements of a parameter a rank holds, and so what it writes of it and what it takes from the whole: a box, a range in each dim.
+"""Which elements of a parameter a rank holds, and so what it writes of it and what it takes from
+the whole: a box, a range in each dim.
 
     tensor axis   cuts one dim into equal parts                    (tensor.py)
-    shard axis    cuts dim 0 of what is left, the last parts shorter or empty, as torch.chunk does    (shard.py)
+    shard axis    cuts dim 0 of what is left, the last parts shorter or empty, as torch.chunk does    (sharded_parameters.py)
 
-The box follows from how the two cut, and asks no rank: a checkpoint of any mesh loads at any other. Checkpoints know intervals of elements
-(checkpoints/pieces.py); a box that is none is first joined with those of the other tensor ranks, one parameter at a time.
+The box follows from how the two cut, and asks no rank: a checkpoint of any mesh loads at any other.
+Checkpoints know intervals of elements (checkpoints/pieces.py); a box that is none is first joined
+with those of the other tensor ranks, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lockstep.checkpoints.pieces import Piece
 from lockstep.collectives.group import Group
-from lockstep.mesh.layout import Coordinates
+from lockstep.config.mesh import Coordinates
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,9 @@ class Box:
     """Whether the shard axis cuts dim 0."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """What is in the box. A tensor of another shape, such as an optimizer's count of steps, is whole everywhere."""
+        """What is in the box. A tensor of another shape, such as an optimizer's count of steps,
+        is whole everywhere.
+        """
         if tuple(whole.shape) != self.shape:
             return whole
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
@@ -47,7 +51,9 @@ class Box:
 
     @property
     def interval(self) -> tuple[int, int] | None:
-        """[start, stop) of its elements in the order of memory of the whole; None where they do not lie in a row."""
+        """[start, stop) of its elements in the order of memory of the whole; None where they do
+        not lie in a row.
+        """
         if 0 in self.sizes:
             return 0, 0
         cut = [dim for dim, size in enumerate(self.sizes) if size < self.shape[dim]]
@@ -78,15 +84,19 @@ def box_of(parameter: Tensor, at: Coordinates) -> Box:
             sizes[dim] = min(step, sizes[dim] - first)
             tensor = (dim, count) if axis == "tensor" else tensor
             sharded = sharded or axis == "shard"
-        assert tuple(sizes) == tuple(parameter._local_tensor.shape), f"{tuple(sizes)} is not {tuple(parameter._local_tensor.shape)}"
+        assert tuple(sizes) == tuple(parameter._local_tensor.shape), (
+            f"{tuple(sizes)} is not {tuple(parameter._local_tensor.shape)}"
+        )
     return Box(shape, tuple(starts), tuple(sizes), tensor, sharded)
 
 
 def pieces(name: str, box: Box, local: Tensor, at: Coordinates, tensor: Group) -> list[Piece]:
-    """What this rank writes of a parameter, or of optimizer state beside it: over one replica every element once.
+    """What this rank writes of a parameter, or of optimizer state beside it: over one replica every
+    element once.
 
-    All ranks of one replica that hold the parameter call it, in the same order; `tensor` is their Group along that axis. State of another
-    shape than the parameter's part is whole everywhere, and the first rank writes it.
+    All ranks of one replica that hold the parameter call it, in the same order; `tensor` is their
+    Group along that axis. State of another shape than the parameter's part is whole everywhere, and
+    the first rank writes it.
     """
     if tuple(local.shape) != box.sizes or local.dim() == 0:
         return [Piece(name, local)] if at.tensor == 0 and at.shard == 0 else []
@@ -104,7 +114,11 @@ def _written(name: str, box: Box, local: Tensor, at: Coordinates) -> list[Piece]
         return [Piece(name, local)]
     if interval[0] == interval[1]:
         return []
-    return [Piece(name, local.detach().reshape(-1), interval[0], box.shape, contiguous_strides(box.shape))]
+    return [
+        Piece(
+            name, local.detach().reshape(-1), interval[0], box.shape, contiguous_strides(box.shape)
+        )
+    ]
 
 
 def _joined(box: Box) -> Box:

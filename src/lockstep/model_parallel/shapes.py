@@ -1,7 +1,9 @@
-"""What goes from stage to stage, before it goes: every rank must have a place for it, and nothing may be unpickled to learn how large.
+"""What goes from stage to stage, before it goes: every rank must have a place for it, and nothing
+may be unpickled to learn how large.
 
-The stages are run once, one after the other, without gradients, on the first rank's real input and on zeros after it, and each tells all
-ranks in JSON what it gave, or what went wrong: then all raise, and nobody waits for a message that never comes.
+The stages are run once, one after the other, without gradients, on the first rank's real input and
+on zeros after it, and each tells all ranks in JSON what it gave, or what went wrong: then all
+raise, and nobody waits for a message that never comes.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import randomness
 from lockstep.collectives.group import Group
 from lockstep.collectives.texts import said_by
 from lockstep.errors import PeerFailed, TaskError
 from lockstep.model_parallel.stages import check_tensor, described
+from lockstep.runtime import randomness
 
-_MISFIT = (RuntimeError, ValueError, IndexError)  # what torch's modules raise at a shape that they do not take
+# what torch's modules raise at a shape that they do not take
+_MISFIT = (RuntimeError, ValueError, IndexError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,16 @@ class Shape:
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient goes back for it. It does for all that can have one, also where nobody needs it: what is frozen may change."""
+        """Whether a gradient goes back for it. It does for all that can have one, also where
+        nobody needs it: what is frozen may change.
+        """
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def example(self) -> Tensor:
         """A tensor like it that takes no memory."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.differentiable)
+        return torch.empty(
+            self.shape, dtype=self.dtype, device="meta", requires_grad=self.differentiable
+        )
 
 
 def signature(arguments: Any) -> Any:
@@ -55,7 +62,9 @@ def signature(arguments: Any) -> Any:
         return type(arguments).__name__, *map(signature, arguments)
     if isinstance(arguments, Mapping):
         return "mapping", *((name, signature(value)) for name, value in arguments.items())
-    return type(arguments).__name__, repr(arguments) if isinstance(arguments, (int, float, str, bool, type(None))) else ""
+    return type(arguments).__name__, (
+        repr(arguments) if isinstance(arguments, (int, float, str, bool, type(None))) else ""
+    )
 
 
 def between(
@@ -66,10 +75,12 @@ def between(
     arguments: Sequence[Any],
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> list[Shape]:
-    """What stages 0 .. count-2 give for a micro-batch of such `arguments`. Stage s is on rank s modulo the ranks. Collective.
+    """What stages 0 .. count-2 give for a micro-batch of such `arguments`. Stage s is on rank s
+    modulo the ranks. Collective.
 
-    Randomness and buffers are as before. Raises TaskError on all ranks where what one stage gives does not fit the next or is no tensor;
-    where a stage raises something else, its own rank raises that and the others PeerFailed.
+    Randomness and buffers are as before. Raises TaskError on all ranks where what one stage gives
+    does not fit the next or is no tensor; where a stage raises something else, its own rank raises
+    that and the others PeerFailed.
     """
     found: list[Shape] = []
     who: list[str] = []
@@ -79,7 +90,11 @@ def between(
         if number in stages:
             arriving = found[-1] if found else None
             try:
-                output = _tried(stages[number], arguments if arriving is None else _zeros(arriving, device), autocast)
+                output = _tried(
+                    stages[number],
+                    arguments if arriving is None else _zeros(arriving, device),
+                    autocast,
+                )
                 said = _what_it_gave(stages[number], output, number, count)
             except Exception as error:
                 problem = error
@@ -97,8 +112,11 @@ def _zeros(arriving: Shape, device: torch.device) -> tuple[Tensor]:
     return (torch.zeros(arriving.shape, dtype=arriving.dtype, device=device),)
 
 
-def _tried(stage: nn.Module, arguments: Sequence[Any], autocast: Callable[[], AbstractContextManager[Any]]) -> Any:
-    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}  # a BatchNorm counts what it sees
+def _tried(
+    stage: nn.Module, arguments: Sequence[Any], autocast: Callable[[], AbstractContextManager[Any]]
+) -> Any:
+    # a BatchNorm counts what it sees
+    buffers = {name: buffer.clone() for name, buffer in stage.named_buffers()}
     with torch.no_grad(), randomness.preserved(devices=True), autocast():
         return torch.func.functional_call(stage, buffers, tuple(arguments))
 
@@ -117,7 +135,9 @@ def last_layer(stage: nn.Module, number: int) -> tuple[str, str]:
     return names[-1], getattr(stage, "last_class", type(stage).__name__)
 
 
-def _what_went_wrong(stage: nn.Module, error: Exception, number: int, arriving: Shape | None, who: Sequence[str]) -> dict[str, Any]:
+def _what_went_wrong(
+    stage: nn.Module, error: Exception, number: int, arriving: Shape | None, who: Sequence[str]
+) -> dict[str, Any]:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, TaskError):
         return {"problem": reason, "everybodys": True}
@@ -125,7 +145,8 @@ def _what_went_wrong(stage: nn.Module, error: Exception, number: int, arriving: 
     if arriving is None or type(error) not in _MISFIT:
         return {"problem": f"{here} raised {type(error).__name__}: {reason}", "everybodys": False}
     text = (
-        f"{here} does not take what stage {number - 1} ({who[-1]}) gives, {arriving}: {reason}; make the two layers fit, or cut elsewhere"
+        f"{here} does not take what stage {number - 1} ({who[-1]}) gives, {arriving}: {reason};"
+        " make the two layers fit, or cut elsewhere"
     )
     return {"problem": text, "everybodys": True}
 

@@ -1,97 +1,131 @@
-"""Which layers make a stage: by the user's word, else balanced by what the layers cost. Pure functions, and one that measures."""
+"""Which layers make a stage: by the user's word, else balanced by what the layers cost. Pure
+functions, and one that measures.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep import randomness
 from lockstep.collectives.group import Group
+from lockstep.config.parts import Parts
 from lockstep.errors import UsageError
-from lockstep.mesh.parts import Parts
 from lockstep.model_parallel.layers import Layers
 from lockstep.model_parallel.stages import check_tensor, stage_module
+from lockstep.runtime import randomness
 
 
-def cut(layers: Layers, stages: int, parts: Parts | None = None, costs: Sequence[float] | None = None) -> list[range]:
-    """The layers of every stage: as `parts.stages` says, else balanced by `costs` (by default the numbers of parameters). Raises UsageError."""
+def cut(
+    layers: Layers, stages: int, parts: Parts | None = None, costs: Sequence[float] | None = None
+) -> list[range]:
+    """The layers of every stage: as `parts.stages` says, else balanced by `costs` (by default
+    the numbers of parameters). Raises UsageError.
+    """
     if parts is not None and parts.stages is not None:
         return _as_named(layers.names, parts.stages, stages)
     return balanced(by_parameters(layers) if costs is None else costs, stages, layers.names)
 
 
 def balanced(costs: Sequence[float], stages: int, names: Sequence[str] = ()) -> list[range]:
-    """Consecutive ranges, none empty, whose largest sum of `costs` is as small as can be; of these, with the smallest sum of squares.
+    """Consecutive ranges, none empty, whose largest sum of `costs` is as small as can be; of these,
+    with the smallest sum of squares.
 
-    Where several are left, the one that cuts earliest. `names` are the layers' in the error's words. Raises UsageError for more stages than layers.
+    Where several are left, the one that cuts earliest. `names` are the layers' in the error's
+    words. Raises UsageError for more stages than layers.
     """
     count = len(costs)
     if not 1 <= stages <= count:
         there = f": {', '.join(names)}" if names else ""
         fix = "have fewer stages, or give Parts(layers=...) with more layers"
-        raise UsageError(f"stages={stages}, but the model has {count} layer{'s' * (count != 1)} that can be cut apart{there}; {fix}")
+        raise UsageError(
+            f"stages={stages}, but the model has {count} layer{'s' * (count != 1)} that can be cut"
+            f" apart{there}; {fix}"
+        )
     sums = [0.0, *itertools.accumulate(float(cost) for cost in costs)]
     largest = _smallest(sums, stages, lambda before, part: max(before, part))[0]
-    starts = _smallest(sums, stages, lambda before, part: before + part * part if part <= largest else float("inf"))[1]
+    starts = _smallest(
+        sums, stages, lambda before, part: before + part * part if part <= largest else math.inf
+    )[1]
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, count])]
 
 
-def _smallest(sums: Sequence[float], stages: int, add: Any) -> tuple[float, list[int]]:
-    """Of all ways to cut, the smallest value and where its stages begin: best[i] is that of the first i layers in so many stages."""
-    count = len(sums) - 1
-    best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * count
-    for stage in range(1, stages + 1):
-        now: list[tuple[float, list[int]] | None] = [None] * (count + 1)
-        for stop in range(stage, count + 1):
-            for start in range(stage - 1, stop):
-                before = best[start]
-                if before is not None:
-                    value = add(before[0], sums[stop] - sums[start])
-                    found = now[stop]
-                    if found is None or value < found[0]:
-                        now[stop] = value, [*before[1], start]
-        best = now
-    answer = best[count]
-    assert answer is not None
-    return answer
+def _smallest(
+    sums: Sequence[float], stages: int, add: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Of all ways to cut, the smallest value and where its stages begin; of equal ones the
+    first.
+    """
+
+    @cache
+    def best(stop: int, count: int) -> tuple[float, list[int]]:
+        """Of the first `stop` layers in `count` stages."""
+        if count == 0:
+            return (0.0 if stop == 0 else math.inf), []
+        found = math.inf, list[int]()
+        for start in range(count - 1, stop):
+            value, starts = best(start, count - 1)
+            value = add(value, sums[stop] - sums[start])
+            if value < found[0]:
+                found = value, [*starts, start]
+        return found
+
+    return best(len(sums) - 1, stages)
 
 
 def _as_named(names: Sequence[str], begins: Sequence[str], stages: int) -> list[range]:
     there = f"the layers are {', '.join(names)}"
     if len(begins) != stages - 1:
         raise UsageError(
-            f"Parts: stages={list(begins)!r} names {len(begins)} beginning{'s' * (len(begins) != 1)}, and {stages} stages need {stages - 1}: "
-            f"one for every stage after the first; {there}"
+            f"Parts: stages={list(begins)!r} names {len(begins)}"
+            f" beginning{'s' * (len(begins) != 1)}, and {stages} stages need {stages - 1}: one for"
+            f" every stage after the first; {there}"
         )
     for name in begins:
         if name not in names:
-            raise UsageError(f"Parts: stages: {name!r} is no layer at which the model can be cut; {there}")
+            raise UsageError(
+                f"Parts: stages: {name!r} is no layer at which the model can be cut; {there}"
+            )
     starts = [0, *(names.index(name) for name in begins)]
     for (before, after), name in zip(itertools.pairwise(starts), begins, strict=True):
         if after <= before:
-            why = "is the first layer, where stage 0 begins" if after == 0 else f"does not come after {names[before]!r}"
-            raise UsageError(f"Parts: stages={list(begins)!r}: {name!r} {why}; name them in the order of the layers: {', '.join(names)}")
+            why = (
+                "is the first layer, where stage 0 begins"
+                if after == 0
+                else f"does not come after {names[before]!r}"
+            )
+            raise UsageError(
+                f"Parts: stages={list(begins)!r}: {name!r} {why}; name them in the order of the"
+                f" layers: {', '.join(names)}"
+            )
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(names)])]
 
 
 def by_parameters(layers: Layers) -> list[float]:
-    """The number of parameters of each layer. Equal everywhere; far from the time where layers without parameters work."""
+    """The number of parameters of each layer. Equal everywhere; far from the time where layers
+    without parameters work.
+    """
     each = (stage_module(layers, range(number, number + 1)) for number in range(len(layers)))
     return [float(sum(parameter.numel() for parameter in module.parameters())) for module in each]
 
 
-def by_time(layers: Layers, arguments: Sequence[Any], group: Group, repeats: int = 5) -> list[float]:
-    """Seconds that each layer's forward and backward take on one micro-batch (the model's positional arguments), the median of `repeats`.
+def by_time(
+    layers: Layers, arguments: Sequence[Any], group: Group, repeats: int = 5
+) -> list[float]:
+    """Seconds that each layer's forward and backward take on one micro-batch (the model's
+    positional arguments), the median of `repeats`.
 
-    Measured on the group's first rank, on copies, one layer at a time, so that no gradient, buffer or random stream is touched; then told to
-    all, because all must cut alike. Collective. Raises TaskError for a layer that does not give one tensor.
+    Measured on the group's first rank, on copies, one layer at a time, so that no gradient, buffer
+    or random stream is touched; then told to all, because all must cut alike. Collective. Raises
+    TaskError for a layer that does not give one tensor.
     """
     found = torch.zeros(len(layers), dtype=torch.float64)
     problem: Exception | None = None
@@ -114,15 +148,23 @@ def _timed(layers: Layers, arguments: tuple[Any, ...], repeats: int) -> list[flo
     seconds = []
     device = next((argument.device for argument in arguments if isinstance(argument, Tensor)), None)
     for number in range(len(layers)):
-        layer = copy.deepcopy(stage_module(layers, range(number, number + 1))).train().to(device)  # the model is on the host still
+        # the model is on the host still
+        layer = copy.deepcopy(stage_module(layers, range(number, number + 1))).train().to(device)
         times = []
         for _ in range(repeats):
             begin = _now(arguments)
             with torch.enable_grad():
                 output = layer(
-                    *(each.clone() if isinstance(each, Tensor) and each.requires_grad else each for each in arguments)
+                    *(
+                        each.clone() if isinstance(each, Tensor) and each.requires_grad else each
+                        for each in arguments
+                    )
                 )  # it may work in place
-                tensor = output if number + 1 == len(layers) else check_tensor(output, layers.names[number], layers.class_of(number))
+                tensor = (
+                    output
+                    if number + 1 == len(layers)
+                    else check_tensor(output, layers.names[number], layers.class_of(number))
+                )
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.backward(torch.ones_like(tensor))
             times.append(_now(arguments) - begin)
@@ -140,7 +182,9 @@ def _now(arguments: tuple[Any, ...]) -> float:
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters that are one tensor under several names, each with the first of them: {"head.weight": "bytes.weight"}."""
+    """Further names of parameters that are one tensor under several names, each with the first
+    of them: {"head.weight": "bytes.weight"}.
+    """
     first: dict[nn.Parameter, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -150,7 +194,9 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def shared(layers: Layers, ranges: Sequence[range]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages use, by their first name in the model, and these stages. Their gradients must be added up across stages."""
+    """Parameters that several stages use, by their first name in the model, and these stages.
+    Their gradients must be added up across stages.
+    """
     names = {parameter: name for name, parameter in layers.model.named_parameters()}
     users: dict[str, list[int]] = {}
     for stage, part in enumerate(ranges):

@@ -1,4 +1,6 @@
-"""A stage of a pipeline as a module: some consecutive layers of a model, under the names that they have in the whole model."""
+"""A stage of a pipeline as a module: some consecutive layers of a model, under the names that
+they have in the whole model.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from lockstep.model_parallel.layers import Layers
 
 
 def stage_module(layers: Layers, part: range) -> nn.Module:
-    """A module of these layers only: it takes the model's arguments (the first layers) or one tensor, and gives one tensor or the model's output.
+    """A module of these layers only: it takes the model's arguments (the first layers) or one
+    tensor, and gives one tensor or the model's output.
 
-    Its parameters and buffers are the model's own, under the names of the whole model. With the last layer come those that no layer uses,
-    so that all stages together have every name. `layer_names` and `last_class` say in messages what it is.
+    Its parameters and buffers are the model's own, under the names of the whole model. With the
+    last layer come those that no layer uses, so that all stages together have every name.
+    `layer_names` and `last_class` say in messages what it is.
     """
     assert part.step == 1
     assert 0 <= part.start < part.stop <= len(layers)
@@ -33,7 +37,9 @@ def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
     root = nn.Module()
     for stage in stages:
         for prefix, owner in stage.named_modules():
-            if prefix and any(True for _ in (*owner.parameters(recurse=False), *owner.buffers(recurse=False))):
+            if prefix and any(
+                True for _ in (*owner.parameters(recurse=False), *owner.buffers(recurse=False))
+            ):
                 _put(root, prefix, owner)
             elif not prefix:
                 for field in (*owner._parameters, *owner._buffers):
@@ -53,10 +59,15 @@ def check_tensor(output: object, name: str, kind: str) -> Tensor:
     """What a layer gave, if it can go on. Raises TaskError."""
     if isinstance(output, Tensor):
         return output
-    inside = f" of {', '.join(type(part).__name__ for part in output)}" if isinstance(output, (tuple, list)) else ""
+    inside = (
+        f" of {', '.join(type(part).__name__ for part in output)}"
+        if isinstance(output, (tuple, list))
+        else ""
+    )
     raise TaskError(
-        f"layer {name!r} ({kind}) returned a {type(output).__name__}{inside}: what goes from one layer to the next must be one tensor; "
-        "put it and the layer that takes this into one module, or give Parts(layers=...)"
+        f"layer {name!r} ({kind}) returned a {type(output).__name__}{inside}: what goes from one"
+        " layer to the next must be one tensor; put it and the layer that takes this into one"
+        " module, or give Parts(layers=...)"
     )
 
 
@@ -66,7 +77,8 @@ class _Chain(nn.Module):
     def __init__(self, layers: Layers, part: range) -> None:
         super().__init__()
         self.training = layers.model.training
-        self._chain: list[tuple[str, Callable[..., Any]]] = []  # a plain list: the modules are registered under their own names
+        # a plain list: the modules are registered under their own names
+        self._chain: list[tuple[str, Callable[..., Any]]] = []
         for number in part:
             layer = layers[number]
             assert layer.module is not None
@@ -83,19 +95,24 @@ class _Chain(nn.Module):
 
 
 def _traced(layers: Layers, whole: fx.Graph, part: range) -> nn.Module:
-    """These layers' piece of the graph as a module. fx registers what it calls under its name in the model."""
+    """These layers' piece of the graph as a module. fx registers what it calls under its name in
+    the model.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
 
     def copied(node: fx.Node) -> fx.Node:
-        if node not in copies and node.op == "get_attr":  # a parameter of the root: it is where it is used
+        if node not in copies and node.op == "get_attr":
+            # a parameter of the root: it is where it is used
             copies[node] = graph.node_copy(node, copied)
         return copies[node]
 
     if part.start:
         copies[layers[part.start - 1].nodes[-1]] = graph.placeholder("x")
     else:
-        copies.update({node: graph.node_copy(node) for node in whole.nodes if node.op == "placeholder"})
+        copies.update(
+            {node: graph.node_copy(node) for node in whole.nodes if node.op == "placeholder"}
+        )
     for number in part:
         for node in layers[number].nodes:
             copies[node] = graph.node_copy(node, copied)
@@ -118,7 +135,9 @@ def _buffers_as_they_were(stage: nn.Module, model: nn.Module) -> None:
 
 
 def _unused(layers: Layers) -> Iterable[tuple[str, nn.Module, str]]:
-    """(dotted name, its owner, its name there) of parameters and buffers that no layer uses, such as those of a head for another purpose."""
+    """(dotted name, its owner, its name there) of parameters and buffers that no layer uses,
+    such as those of a head for another purpose.
+    """
     used = set(_used_names(layers))
     for prefix, owner in layers.model.named_modules(remove_duplicate=False):
         for field in (*owner._parameters, *owner._buffers):
@@ -134,18 +153,25 @@ def _used_names(layers: Layers) -> Iterable[str]:
         for node in layer.nodes:
             for each in (node, *node.all_input_nodes):
                 if each.op == "call_module":
-                    yield from _names(str(each.target), layers.model.get_submodule(str(each.target)))
+                    yield from _names(
+                        str(each.target), layers.model.get_submodule(str(each.target))
+                    )
                 elif each.op == "get_attr":
                     yield str(each.target)
 
 
 def _names(prefix: str, module: nn.Module) -> Iterable[str]:
-    state = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    state = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
     return [f"{prefix}.{name}" for name, _ in state]
 
 
 def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
-    """Register a module, or the parameter or buffer `field` of one, in `root` under a dotted name."""
+    """Register a module, or the parameter or buffer `field` of one, in `root` under a dotted
+    name.
+    """
     *path, last = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -156,4 +182,6 @@ def _put(root: nn.Module, name: str, thing: nn.Module, field: str = "") -> None:
     elif field in thing._parameters:
         root.register_parameter(last, thing._parameters[field])
     else:
-        root.register_buffer(last, thing._buffers[field], persistent=field not in thing._non_persistent_buffers_set)
+        root.register_buffer(
+            last, thing._buffers[field], persistent=field not in thing._non_persistent_buffers_set
+        )

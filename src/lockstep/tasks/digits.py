@@ -1,12 +1,16 @@
-"""digits: real handwritten digits, a small CNN with BatchNorm and dropout. The smallest task that behaves like a big one.
+"""digits: real handwritten digits, a small CNN with BatchNorm and dropout. The smallest task that
+behaves like a big one.
 
-The data are scikit-learn's bundled 8x8 scans (1797, from the UCI repository's "Optical Recognition of Handwritten Digits", Alpaydin
-and Kaynak, 1998), so nothing is downloaded. Eight micro-batches a step: up to eight workers have something to do.
+The data are scikit-learn's bundled 8x8 scans (1797, from the UCI repository's "Optical Recognition
+of Handwritten Digits", Alpaydin and Kaynak, 1998), so nothing is downloaded. Eight micro-batches a
+step: up to eight workers have something to do.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,16 +20,18 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 
+from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.extras import install
-from lockstep.task import Task
+from lockstep.runtime.extras import install
 from lockstep.tasks.warmup import warmup_and_cosine
 
 _SPLIT_SEED = 0
 
 
 class Net(nn.Module):
-    """[batch, 1, 8, 8] -> [batch, 10]. Convolutions have no bias: BatchNorm would take it away again."""
+    """[batch, 1, 8, 8] -> [batch, 10]. Convolutions have no bias: BatchNorm would take it away
+    again.
+    """
 
     def __init__(self, width: int = 32, dropout: float = 0.25) -> None:
         super().__init__()
@@ -60,7 +66,9 @@ def task(
     dropout: float = 0.25,
     smoothing: float = 0.1,
 ) -> Task:
-    """The task, each of these a --set key=value. `lr` is the peak: it rises for a quarter of the steps, then falls."""
+    """The task, each of these a --set key=value. `lr` is the peak: it rises for a quarter of the
+    steps, then falls.
+    """
 
     def optimizer(model: nn.Module) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
@@ -86,8 +94,12 @@ def task(
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor], smoothing: float) -> tuple[Tensor, int]:
-    """Cross-entropy, summed, and the number of digits. Of each label, `smoothing` is spread over all ten: few images are learned by heart."""
-    return F.cross_entropy(output, batch[1], reduction="sum", label_smoothing=smoothing), len(batch[1])
+    """Cross-entropy, summed, and the number of digits. Of each label, `smoothing` is spread over
+    all ten: few images are learned by heart.
+    """
+    return F.cross_entropy(output, batch[1], reduction="sum", label_smoothing=smoothing), len(
+        batch[1]
+    )
 
 
 def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
@@ -96,20 +108,42 @@ def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Ten
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """(train, evaluation): images [n, 1, 8, 8] between 0 and 1, labels [n]. Raises TaskError without scikit-learn."""
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError:
-        raise TaskError(f"digits needs scikit-learn, which brings the images: {install('tasks')}") from None
-    pixels, labels = load_digits(return_X_y=True)
+    """(train, evaluation): images [n, 1, 8, 8] between 0 and 1, labels [n]. Raises TaskError
+    without scikit-learn.
+    """
+    pixels, labels = _scans()
     images = torch.tensor(pixels, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)
     targets = torch.tensor(labels)
     train, held_out = (torch.from_numpy(indices) for indices in split(labels))
-    return TensorDataset(images[train], targets[train]), TensorDataset(images[held_out], targets[held_out])
+    return TensorDataset(images[train], targets[train]), TensorDataset(
+        images[held_out], targets[held_out]
+    )
+
+
+def _scans() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Pixels [n, 64] from 0 to 16 and labels [n], as sklearn.datasets.load_digits returns them.
+    Importing scikit-learn would cost every rank over a second.
+    """
+    spec = find_spec("sklearn")  # finds the package and does not run it
+    places = (
+        []
+        if spec is None
+        else [
+            Path(place, "datasets", "data", "digits.csv.gz")
+            for place in spec.submodule_search_locations or ()
+        ]
+    )
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise TaskError(f"digits needs scikit-learn, which brings the images: {install('tasks')}")
+    table = np.loadtxt(file, delimiter=",", encoding="utf-8")
+    return table[:, :-1], table[:, -1].astype(np.int64)
 
 
 def split(labels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Indices of 80 % for training and 20 % for evaluation, of every class alike; the same on every machine."""
+    """Indices of 80 % for training and 20 % for evaluation, of every class alike; the same on
+    every machine.
+    """
     random = np.random.Generator(np.random.PCG64(_SPLIT_SEED))
     held_out = []
     for label in np.unique(labels):

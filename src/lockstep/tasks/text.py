@@ -1,7 +1,9 @@
-"""text: a byte-level GPT on the source of Python's own standard library, which every machine that runs this has.
+"""text: a byte-level GPT on the source of Python's own standard library, which every machine that
+runs this has.
 
-About a million parameters in the shape of GPT-2 (Radford et al., 2019): layers normalised first, learned positions, GELU. Whole
-files are held out, chosen by their names, so that no line of them was seen.
+About a million parameters in the shape of GPT-2 (Radford et al., 2019): layers normalised first,
+learned positions, GELU. Whole files are held out, chosen by their names, so that no line of them
+was seen.
 """
 
 from __future__ import annotations
@@ -20,12 +22,21 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
+from lockstep.config.parts import Parts
+from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.mesh.parts import Parts
-from lockstep.task import Task
 from lockstep.tasks.warmup import warmup_and_cosine
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}  # other people's, or tables
+# other people's, or tables
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
 _EVERY = 10  # one file in ten is held out
 _FROM_EACH = 16_384  # bytes, so that no long file is most of the text
 _HEADS = 4
@@ -35,11 +46,15 @@ TENSOR = {
     "blocks.*.layer.0": "colwise",
     "blocks.*.layer.2": "rowwise",
 }
-"""How the layers are cut along the tensor axis: heads, and the hidden units between the two matrices of a layer."""
+"""How the layers are cut along the tensor axis: heads, and the hidden units between the two
+matrices of a layer.
+"""
 
 
 class Sequences(Dataset[tuple[Tensor, Tensor]]):
-    """A text as pairs of [length] bytes and the bytes that follow each of them. Sequences meet, they do not overlap."""
+    """A text as pairs of [length] bytes and the bytes that follow each of them. Sequences meet,
+    they do not overlap.
+    """
 
     def __init__(self, text: bytes, length: int) -> None:
         self._bytes = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
@@ -55,10 +70,11 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
         return piece[:-1], piece[1:]
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention to what came before, then a layer on each position; each added to its input.
 
-    The rows of `heads` stand head by head, [heads, 3, width of a head], so that a part of them is whole heads.
+    The rows of `heads` stand head by head, [heads, 3, width of a head], so that a part of them is
+    whole heads.
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -67,15 +83,20 @@ class Block(nn.Module):
         self.heads = nn.Linear(width, 3 * width, bias=False)
         self.mixed = nn.Linear(width, width, bias=False)
         self.layer_norm = nn.LayerNorm(width)
-        self.layer = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.layer = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        heads = self.heads(self.attention_norm(x)).view(batch, length, -1, 3, width // _HEADS)  # all, or this rank's
+        # all, or this rank's
+        heads = self.heads(self.attention_norm(x)).view(batch, length, -1, 3, width // _HEADS)
         queries, keys, values = heads.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+        seen = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=True
+        )
         x = x + F.dropout(self.mixed(seen.transpose(1, 2).flatten(2)), dropout)
         return x + F.dropout(self.layer(self.layer_norm(x)), dropout)
 
@@ -87,7 +108,7 @@ class GPT(nn.Module):
         super().__init__()
         self.bytes = nn.Embedding(256, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, dropout) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[GPTBlock(width, dropout) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for module in self.modules():
@@ -95,7 +116,8 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        nn.init.zeros_(self.positions.weight)  # which byte came before teaches more, and first, than where it stood
+        # which byte came before teaches more, and first, than where it stood
+        nn.init.zeros_(self.positions.weight)
 
     def forward(self, text: Tensor) -> Tensor:
         places = torch.arange(text.shape[1], device=text.device)
@@ -118,7 +140,9 @@ def task(
     train_bytes: int = 1_200_000,
     eval_bytes: int = 131_072,
 ) -> Task:
-    """The task, each of these a --set key=value. `lr` is the peak: a twentieth of the steps to rise, the rest to fall to a tenth."""
+    """The task, each of these a --set key=value. `lr` is the peak: a twentieth of the steps to
+    rise, the rest to fall to a tenth.
+    """
     if width % _HEADS:
         raise TaskError(f"width={width} is not a multiple of {_HEADS}, the attention heads")
     train_text, eval_text = texts(train_bytes, eval_bytes)
@@ -149,7 +173,10 @@ def task(
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     """Cross-entropy in nats, summed, and the number of bytes foretold."""
-    return F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"), batch[1].numel()
+    return (
+        F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum"),
+        batch[1].numel(),
+    )
 
 
 def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
@@ -159,9 +186,11 @@ def metrics(output: Tensor, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Ten
 
 
 def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[bytes, bytes]:
-    """(train, evaluation): the beginnings of the library's files, one after the other, in an order that mixes packages.
+    """(train, evaluation): the beginnings of the library's files, one after the other, in an order
+    that mixes packages.
 
-    At most so many bytes in all. Which files there are follows from the Python version. Raises TaskError where the library's source is not installed.
+    At most so many bytes in all. Which files there are follows from the Python version. Raises
+    TaskError where the library's source is not installed.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     found: tuple[list[bytes], list[bytes]] = ([], [])
@@ -177,16 +206,22 @@ def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[
     train, held_out = (b"".join(part) for part in found)
     if not train or not held_out:
         raise TaskError(
-            f"text learns from the .py files of Python's standard library, but {root} holds too few: install Python with its source"
+            f"text learns from the .py files of Python's standard library, but {root} holds too"
+            " few: install Python with its source"
         )
     return train, held_out
 
 
 def files(root: Path) -> list[tuple[int, Path]]:
-    """The library's files with a number drawn from each one's name, in the order of these numbers; tests and installed packages left out."""
+    """The library's files with a number drawn from each one's name, in the order of these
+    numbers; tests and installed packages left out.
+    """
     wanted = []
     for folder, inside, names in os.walk(root):
         # The others are not looked into: what is installed there may be many times the library.
         inside[:] = [name for name in inside if name not in _LEFT_OUT]
         wanted += [Path(folder, name).relative_to(root) for name in names if name.endswith(".py")]
-    return sorted((int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name) for name in wanted)
+    return sorted(
+        (int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:8]), root / name)
+        for name in wanted
+    )

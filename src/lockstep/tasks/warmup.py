@@ -1,4 +1,6 @@
-"""The learning rate of the bundled tasks: up in a straight line, down along half a cosine. Any number of steps will do, also one."""
+"""The learning rate of the bundled tasks: up in a straight line, down along half a cosine. Any
+number of steps will do, also one.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def warmup_and_cosine(optimizer: Optimizer, steps: int, *, warmup: float, floor: float = 0.0) -> LambdaLR:
-    """Peak at the optimizer's own rate after the share `warmup` of all steps; at the end `floor` times the peak."""
+def warmup_and_cosine(
+    optimizer: Optimizer, steps: int, *, warmup: float, floor: float = 0.0
+) -> LambdaLR:
+    """Peak at the optimizer's own rate after the share `warmup` of all steps; at the end `floor`
+    times the peak.
+    """
     return LambdaLR(optimizer, partial(share_of_peak, steps=steps, warmup=warmup, floor=floor))
 
 

@@ -1,9 +1,11 @@
-"""Faults on purpose: have a rank fail, leave, die, stop, hang or dawdle at a place of its training, to see what is said of it.
+"""Faults on purpose: have a rank fail, leave, die, stop, hang or dawdle at a place of its training,
+to see what is said of it.
 
     lockstep.testing.kill_at(rank=1, step=3, phase="backward")        # anywhere in the script, on all ranks alike
 
-`step` is the optimizer step that is being computed, from 1; `phase` one of start, data, forward, backward, reduce, optimizer, checkpoint,
-evaluate, loop (the user's code between steps). A fault strikes as the phase begins, on the rank's main thread, once (slow_at: from then on).
+`step` is the optimizer step that is being computed, from 1; `phase` one of start, data, forward,
+backward, reduce, optimizer, checkpoint, evaluate, loop (the user's code between steps). A fault
+strikes as the phase begins, on the rank's main thread, once (slow_at: from then on).
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep import status
 from lockstep.errors import UsageError
-from lockstep.place import placement
-from lockstep.step_clock import PHASES
+from lockstep.runtime import status
+from lockstep.runtime.environment import placement
+from lockstep.runtime.step_clock import PHASES
 
 
 @dataclass(slots=True)
@@ -82,7 +84,9 @@ def hold_gil_at(rank: int, step: int, phase: str) -> None:
 def slow_at(rank: int, step: int, phase: str, seconds: float) -> None:
     """Sleep for `seconds` whenever the phase begins, from that step on."""
     if not seconds > 0:
-        raise UsageError(f"seconds={seconds}: give how long the rank shall dawdle, a number above 0")
+        raise UsageError(
+            f"seconds={seconds}: give how long the rank shall dawdle, a number above 0"
+        )
     _add(rank, step, phase, lambda: time.sleep(seconds), lasting=True)
 
 
@@ -92,18 +96,26 @@ def no_faults() -> None:
     status.on_phase(None)
 
 
-def _add(rank: int, step: int, phase: str, strike: Callable[[], None], lasting: bool = False) -> None:
+def _add(
+    rank: int, step: int, phase: str, strike: Callable[[], None], lasting: bool = False
+) -> None:
     if phase not in PHASES:
         raise UsageError(f"phase={phase!r} is unknown: choose one of {', '.join(PHASES)}")
     if rank < 0 or step < 0:
-        raise UsageError(f"rank={rank} and step={step}: both count from 0, and steps that are computed from 1")
+        raise UsageError(
+            f"rank={rank} and step={step}: both count from 0, and steps that are computed from 1"
+        )
     _faults.append(_Fault(rank, step, phase, strike, lasting))
     status.on_phase(_meet)
 
 
 def _meet(step: int, phase: str) -> None:
     for fault in _faults:
-        if fault.phase == phase and (step == fault.step or (fault.lasting and step > fault.step)) and not fault.struck:
+        if (
+            fault.phase == phase
+            and (step == fault.step or (fault.lasting and step > fault.step))
+            and not fault.struck
+        ):
             found = placement(os.environ)
             if fault.rank == (0 if found is None else found.rank):
                 fault.struck = not fault.lasting

@@ -1,30 +1,33 @@
-"""One helper for every test that needs several ranks: start them fast, never wait for ever, show the failing rank's traceback."""
+"""One helper for every test that needs several ranks: start them fast, never wait for ever, show
+the failing rank's traceback.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import os
+import signal
+import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, TypeVar
 
-from lockstep.launcher.spawn import check_importable, start_ranks
+from lockstep.launcher import seat as seats
+from lockstep.launcher.fork_server import begin
+from lockstep.launcher.launch import start_ranks
+from lockstep.launcher.server import ALIKE, FOR_TRAININGS, WARM, alike, server
+from lockstep.runtime.private import run_directory
 
 if TYPE_CHECKING:
-    from lockstep.world import World
+    from lockstep.world.world import World
 
 R = TypeVar("R")
 
-_PRELOADED = (
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",  # the first optimizer that a process makes imports it: two seconds, in every rank
-    "lockstep.world",
-    "lockstep.launcher.rank_process",
-    "lockstep.testing.ranks",
-    "lockstep.stepper",
-)
-_IF_IN_USE = ("pytest", "hypothesis", "numpy", "torch.utils.data")  # what test modules import, and each rank would import again
+_PRELOADED = ("lockstep.launcher.call", "lockstep.testing.ranks", "lockstep.step.stepper")
+# what test modules import, and each rank would import again
+_IF_IN_USE = ("pytest", "hypothesis", "numpy", "torch.utils.data")
 
 
 def run_ranks(
@@ -34,27 +37,91 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     timeout: timedelta = timedelta(seconds=60),
 ) -> list[R]:
-    """Run `fn(world, *args, **kwargs)` on `workers` gloo ranks of this host and return their results by rank.
+    """Run `fn(world, *args, **kwargs)` on `workers` gloo ranks of this host and return their
+    results by rank.
 
-    Each rank has one intra-op thread, so that results do not depend on the machine, and no port is picked. Ranks are forked from a
-    server that has torch loaded: the first call takes what importing torch takes, later ones a fraction of a second. They begin
-    with the caller's environment, working directory and sys.path. `fn` must be importable: defined at the top of a module.
+    Each rank has one intra-op thread, so that results do not depend on the machine, and no port is
+    picked. Ranks are forked from a server that has torch loaded: the first call takes what
+    importing torch takes, later ones a fraction of a second. They begin with the caller's
+    environment, working directory and sys.path. `fn` must be importable: defined at the top of a
+    module.
 
     Raises:
-        WorkerFailed: a rank failed; `rank` is the first that did, the message holds its own traceback. The others have been killed.
+        WorkerFailed: a rank failed; `rank` is the first that did, the message holds its own
+        traceback. The others have been killed.
         LaunchTimeout: ranks were still running at `timeout`; they have been killed.
     """
-    check_importable(fn)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOADED, *(name for name in _IF_IN_USE if name in sys.modules)])
-    return start_ranks(context, _with_world, workers, (fn, *args), kwargs or {}, timeout=timeout)
+    imports = [*_PRELOADED, *(name for name in _IF_IN_USE if name in sys.modules)]
+    return start_ranks(
+        _with_world, workers, (fn, *args), kwargs or {}, timeout=timeout, imports=imports
+    )
 
 
 def _with_world(fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     import torch
 
-    from lockstep.world import init
+    from lockstep.world.world import init
 
     with init(backend="gloo") as world:
         torch.set_num_threads(1)
         return fn(world, *args, **kwargs)
+
+
+@contextmanager
+def warm_commands(imports: Sequence[str] = ()) -> Iterator[None]:
+    """While the block runs, `lockstep` commands that this process starts have their ranks forked
+    from its own warm server.
+
+    For test suites that run commands: these import nothing. Commands with other flags of Python, or
+    other variables that act as a library starts (such as OMP_NUM_THREADS), start a server of their
+    own, as always.
+
+    Args:
+        imports: modules that ranks find imported, beside those of a training.
+    """
+    with run_directory() as directory:
+        warm = server((*FOR_TRAININGS, *imports))
+        warm.stays = True
+        _, listening = warm.ask(_ServeCommands(str(directory / "warm")))
+        with listening:
+            listening.readline()
+        before = {name: os.environ.get(name) for name in (WARM, ALIKE)}
+        os.environ.update({WARM: str(directory / "warm"), ALIKE: alike(os.environ)})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class _ServeCommands:
+    """The work of a process that forks a server for each command which connects to this Unix
+    socket.
+    """
+
+    path: str
+
+    def __call__(self, descriptor: int) -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for its children
+        this = os.getpid()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.path)
+            listener.listen()
+            os.write(descriptor, b"\n")
+            os.close(descriptor)
+            while os.getpid() == this:
+                caller, _ = listener.accept()
+                with caller, suppress(OSError):  # it starts a server of its own
+                    _, descriptors, _, _ = socket.recv_fds(caller, 1, 8)
+                    if descriptors and (pid := os.fork()):
+                        caller.sendall(str(pid).encode())
+                    if os.getpid() == this:
+                        for each in descriptors:
+                            os.close(each)
+        file, *rest = descriptors
+        pickled = seats.read_whole(file)
+        os.close(file)
+        begin(pickled, this, rest)

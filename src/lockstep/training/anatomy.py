@@ -1,15 +1,19 @@
-"""RUN/anatomy/rank-R.jsonl: where the time of every step went, written by each rank for itself. `lockstep report` reads it.
+"""RUN/anatomy/rank-R.jsonl: where the time of every step went, written by each rank for itself.
+`lockstep report` reads it.
 
-begin    a rank begins, or begins again: workers, host, step, and how it trains; `at` is its monotonic clock's time
-steps    sums over the steps first .. last, in seconds: data, forward, backward, exposed (= moving + waits), hidden, optimizer, checks, other;
-         `lost`: of the waits, how long it was for a rank that came later, by that rank's number; spans and buckets: of some steps, where each piece lies
+begin    a rank begins, or begins again: workers, host, step, and how it trains; `at` is its
+         monotonic clock's time
+steps    sums over the steps first .. last, in seconds: data, forward, backward, exposed (= moving +
+         waits), hidden, optimizer, checks, other;
+         `lost`: of the waits, how long it was for a rank that came later, by that rank's number;
+         spans and buckets: of some steps, where each piece lies
 pause    evaluate or checkpoint, between steps
 links    of TCP connections to other hosts, since the line before
 memory   bytes of parameters, gradients, optimizer, activations of one micro-batch; peak
 end      the training came to its end
 
-A line is one step for the first 1000, then 2, 4, ... for each thousand lines: a file grows with the logarithm of the run's length, and all ranks' lines
-end at the same steps.
+A line is one step for the first 1000, then 2, 4, ... for each thousand lines: a file grows with the
+logarithm of the run's length, and all ranks' lines end at the same steps.
 """
 
 from __future__ import annotations
@@ -26,18 +30,18 @@ from typing import Any
 
 import torch
 
-from lockstep.anatomy.read import FOLDER
-from lockstep.cores import cores
+from lockstep.config.settings import Settings
+from lockstep.config.task import Task
 from lockstep.data.windows import Window
 from lockstep.gradients.departures import Departure
-from lockstep.settings import Settings
-from lockstep.step_clock import StepTimes
-from lockstep.step_result import StepResult
-from lockstep.stepper import Stepper
-from lockstep.task import Task
-from lockstep.training.links import Links
+from lockstep.runtime.cores import cores
+from lockstep.runtime.step_clock import StepTimes
+from lockstep.step.step_result import StepResult
+from lockstep.step.stepper import Stepper
+from lockstep.training.link_counters import LinkCounters
 from lockstep.training.memory_use import memory_use
 from lockstep.training.telemetry import TelemetryFile
+from lockstep.training.timeline.lanes import FOLDER
 
 _LINES = 1000
 _IN_DETAIL = 20  # steps, and later one in _RARELY
@@ -46,7 +50,19 @@ _DIGITS = 7
 _FLUSH_EVERY = 1.0  # s: what a rank that is killed takes with it
 _encoded = json.JSONEncoder(allow_nan=False).encode
 _NAMES = {"reduce": "moving", "loop": "other", "start": "other"}  # of phases, as the sums call them
-_SUMMED = ("seconds", "data", "forward", "backward", "exposed", "moving", "waits", "hidden", "optimizer", "checks", "other")
+_SUMMED = (
+    "seconds",
+    "data",
+    "forward",
+    "backward",
+    "exposed",
+    "moving",
+    "waits",
+    "hidden",
+    "optimizer",
+    "checks",
+    "other",
+)
 
 
 def ends_line(step: int) -> bool:
@@ -84,7 +100,9 @@ def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
 
 
 class AnatomyFile:
-    """This rank's, from the stepper's next step on. `begin`: what its first line says beside rank and step."""
+    """This rank's, from the stepper's next step on. `begin`: what its first line says beside
+    rank and step.
+    """
 
     def __init__(self, run: Path, stepper: Stepper, begin: Mapping[str, Any]) -> None:
         world = stepper.world
@@ -95,23 +113,37 @@ class AnatomyFile:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._lost: defaultdict[int, float] = defaultdict(float)
         self._count = 0  # steps that are in lines, or in the one that is open
-        self._open: list[_Held] = []  # the steps of the line that is open: the first, and the latest
+        # The steps of the line that is open: the first, and the latest.
+        self._open: list[_Held] = []
         self._held: list[_Held] = []  # steps of which it is not known yet who came last
         self._activations: int | None = None
-        self._links = Links() if world.local_size != world.size else None
-        self.write({"kind": "begin", "rank": world.rank, "step": stepper.steps, "at": time.monotonic(), **begin})
+        self._links = LinkCounters() if world.local_size != world.size else None
+        self.write(
+            {
+                "kind": "begin",
+                "rank": world.rank,
+                "step": stepper.steps,
+                "at": time.monotonic(),
+                **begin,
+            }
+        )
         stepper.clock.keeps_spans = lambda step: in_detail(step - self._before)
 
     def step(self, result: StepResult, window: Window, activations: int | None) -> None:
-        """One step, over this window; `activations`: what a micro-batch's forward keeps, in bytes."""
+        """One step, over this window; `activations`: what a micro-batch's forward keeps, in
+        bytes.
+        """
         if self._held and self._count == 0:  # the optimizer has its state by now
             self._write_memory(activations)
         lost = _lost(result.waited_by_rank, self._stepper.place)
         for each in self._held:
             self._add(each, lost if each is self._held[-1] else {})
-        on_gpu = self._stepper.world.device.type == "cuda"  # where it is a later step than those whose times are known
+        # Where it is a later step than those whose times are known.
+        on_gpu = self._stepper.world.device.type == "cuda"
         departures = () if on_gpu else self._stepper.reducer.departures.times()
-        self._held = [_Held(times, len(window), window.samples, departures) for times in result.times]
+        self._held = [
+            _Held(times, len(window), window.samples, departures) for times in result.times
+        ]
         for times in result.times:
             self._write_pause("evaluate", times.step - 1, times.evaluate)
             self._write_pause("checkpoint", times.step - 1, times.checkpoint)
@@ -151,7 +183,12 @@ class AnatomyFile:
     def __enter__(self) -> AnatomyFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _add(self, held: _Held, lost: Mapping[int, float]) -> None:
@@ -174,7 +211,9 @@ class AnatomyFile:
         if latest.hidden is None:
             record["hidden"] = None
         if self._lost:
-            record["lost"] = {str(rank): _rounded(seconds) for rank, seconds in sorted(self._lost.items())}
+            record["lost"] = {
+                str(rank): _rounded(seconds) for rank, seconds in sorted(self._lost.items())
+            }
         if len(self._open) == 1 and latest.spans:
             record |= self._open[0].detail()
         self.write(record)
@@ -199,20 +238,31 @@ class _Held:
     departures: Sequence[Departure]
 
     def detail(self) -> dict[str, Any]:
-        """Where each piece of it lies, and when each bucket left and was there, by this process's monotonic clock."""
+        """Where each piece of it lies, and when each bucket left and was there, by this
+        process's monotonic clock.
+        """
         spans = [span for span in self.times.spans if span.end > span.begin]
         names = ["waits" if span.waits else _NAMES.get(span.phase, span.phase) for span in spans]
         return {
-            "spans": [[name, _rounded(span.begin), _rounded(span.end)] for name, span in zip(names, spans, strict=True)],
+            "spans": [
+                [name, _rounded(span.begin), _rounded(span.end)]
+                for name, span in zip(names, spans, strict=True)
+            ],
             "buckets": [
-                [number, _rounded(each.left), None if each.arrived is None else _rounded(each.arrived)]
+                [
+                    number,
+                    _rounded(each.left),
+                    None if each.arrived is None else _rounded(each.arrived),
+                ]
                 for number, each in enumerate(self.departures)
             ],
         }
 
 
 def _lost(waited_by_rank: Sequence[float], rank: int) -> Mapping[int, float]:
-    """For whom this rank waited: the one that waited least came last. What it waited itself was for the network, and so is as much of ours."""
+    """For whom this rank waited: the one that waited least came last. What it waited itself was
+    for the network, and so is as much of ours.
+    """
     if len(waited_by_rank) < 2:
         return {}
     least = min(waited_by_rank)

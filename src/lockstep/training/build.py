@@ -1,4 +1,6 @@
-"""What a task's functions build, each answer checked once where it arrives: the model, its optimizer, a scheduler over a known length."""
+"""What a task's functions build, each answer checked once where it arrives: the model, its
+optimizer, a scheduler over a known length.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,39 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.config.settings import Settings
+from lockstep.config.task import Task
 from lockstep.data.loader import Loader
 from lockstep.errors import TaskError
-from lockstep.settings import Settings
-from lockstep.task import Task
-from lockstep.world import World
+from lockstep.world.world import World
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a training is meant to be. A stream's epochs have no known length: then one of the two is None."""
+    """How long a training is meant to be. A stream's epochs have no known length: then one of
+    the two is None.
+    """
 
     epochs: int | None
     steps: int | None
 
     @classmethod
     def of(cls, task: Task, settings: Settings, steps_per_epoch: int | None) -> Length:
-        """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch that is begun counts as one."""
+        """`settings.steps` counts before `settings.epochs`, this before the task's. An epoch
+        that is begun counts as one.
+        """
         if settings.steps is not None:
-            return cls(None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch), settings.steps)
+            return cls(
+                None if steps_per_epoch is None else math.ceil(settings.steps / steps_per_epoch),
+                settings.steps,
+            )
         epochs = settings.epochs or task.epochs
         return cls(epochs, None if steps_per_epoch is None else epochs * steps_per_epoch)
+
+    @property
+    def of_steps(self) -> str:
+        """Behind a number of steps: " of 100", where that is known."""
+        return "" if self.steps is None else f" of {self.steps}"
 
 
 def loader_of(
@@ -42,7 +56,9 @@ def loader_of(
     *,
     drop_last: bool = False,
 ) -> Loader:
-    """This rank's, over the training data. `share`: which of how many shares is its, where that is not one for every rank."""
+    """This rank's, over the training data. `share`: which of how many shares is its, where that
+    is not one for every rank.
+    """
     number, shares = share or (world.rank, world.size)
     return Loader(
         task.train_data,
@@ -63,7 +79,9 @@ def loader_of(
 def model_of(task: Task) -> nn.Module:
     model: Any = task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError(f"Task: model returned a {type(model).__name__}; it must return a torch.nn.Module")
+        raise TaskError(
+            f"Task: model returned a {type(model).__name__}; it must return a torch.nn.Module"
+        )
     return model
 
 
@@ -71,11 +89,15 @@ def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
     optimizer: Any = task.optimizer(model)
     if isinstance(optimizer, (tuple, list, dict)):
         raise TaskError(
-            f"Task: optimizer returned a {type(optimizer).__name__}; a task has one optimizer. Give its parameter groups other settings, or, "
-            "for several models or optimizers, write a loop with a lockstep.Stepper each (docs/guide/windows.md)"
+            f"Task: optimizer returned a {type(optimizer).__name__}; a task has one optimizer. Give"
+            " its parameter groups other settings, or, for several models or optimizers, write a"
+            " loop with a lockstep.Stepper each (docs/guide/windows.md)"
         )
     if not isinstance(optimizer, Optimizer):
-        raise TaskError(f"Task: optimizer returned a {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
+        raise TaskError(
+            f"Task: optimizer returned a {type(optimizer).__name__}; it must return a"
+            " torch.optim.Optimizer"
+        )
     return optimizer
 
 
@@ -84,13 +106,17 @@ def scheduler_of(task: Task, optimizer: Optimizer, length: Length) -> LRSchedule
         return None
     times = length.steps if task.scheduler_per == "step" else length.epochs
     if times is None:
-        fix = "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
+        fix = (
+            "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
+        )
         raise TaskError(
-            f"Task: scheduler is asked for a schedule over all {task.scheduler_per}s, and nobody knows how many a stream has: {fix}"
+            f"Task: scheduler is asked for a schedule over all {task.scheduler_per}s, and nobody"
+            f" knows how many a stream has: {fix}"
         )
     scheduler: Any = task.scheduler(optimizer, times)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise TaskError(
-            f"Task: scheduler returned a {type(scheduler).__name__}; it must return a torch.optim.lr_scheduler.LRScheduler that steps without a metric"
+            f"Task: scheduler returned a {type(scheduler).__name__}; it must return a"
+            " torch.optim.lr_scheduler.LRScheduler that steps without a metric"
         )
     return scheduler

@@ -1,4 +1,5 @@
-"""Where a training's records go: metrics.jsonl and the screen on rank 0, the task's callbacks on the ranks that asked.
+"""Where a training's records go: metrics.jsonl and the screen on rank 0, the task's callbacks on
+the ranks that asked.
 
 The training loop reports what happened and knows none of these places.
 """
@@ -11,17 +12,19 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from lockstep.config.task import Record, Task
 from lockstep.data.windows import Window
-from lockstep.step_result import StepResult
-from lockstep.task import Record, Task
+from lockstep.step.step_result import StepResult
 from lockstep.training.metrics import MetricsFile
 from lockstep.training.progress import Progress, of, progress
 from lockstep.training.run_directory import RunDirectory
-from lockstep.world import World
+from lockstep.updates.applied import AppliedWindow
+from lockstep.world.world import World
 
 
 class Journal:
-    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody else tells of a step that was skipped; `sent()`: bytes.
+    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody
+    else tells of a step that was skipped; `sent()`: bytes.
 
     `screen` False: nothing is shown.
     """
@@ -44,7 +47,9 @@ class Journal:
         self._run = run
         self._screen: Progress | None = None
         if world.rank == 0:
-            self._file = self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
+            self._file = (
+                self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
+            )
             if screen:
                 self._screen = progress(steps, epochs)
                 self._open.callback(self._screen.close)
@@ -62,24 +67,43 @@ class Journal:
 
     def step(self, window: Window, lr: float, result: StepResult) -> None:
         """One optimizer step, taken with learning rate `lr`."""
-        now = time.perf_counter()
+        # known where `clip` is set
+        told = {"lr": lr, **({} if result.norm is None else {"grad_norm": result.norm})}
+        skipped = None if result.applied else result.reason
+        self._step(
+            window, result, told, at=time.perf_counter(), sent=result.bytes_sent, skipped=skipped
+        )
+
+    def applied(self, result: StepResult) -> None:
+        """The windows that a parameter server has applied since. Rank 0 knows of them."""
+        for each in result.windows:
+            told = {"gradient_age": each.age, "lr": each.lr}
+            self._step(
+                each, each, told, at=each.at, sent=result.bytes_sent, skipped=each.reason or None
+            )
+
+    def _step(
+        self,
+        window: Window | AppliedWindow,
+        found: StepResult | AppliedWindow,
+        told: Mapping[str, float],
+        *,
+        at: float,
+        sent: int,
+        skipped: str | None,
+    ) -> None:
         record = {
             "kind": "step",
             "step": window.step + 1,
             "epoch": window.epoch + 1,
-            "loss": result.loss,
-            "weight": result.weight,
-            "samples_by_rank": list(result.samples_by_rank),
-            "lr": lr,
-            **({} if result.norm is None else {"grad_norm": result.norm}),  # known where `clip` is set
-            "samples_per_s": sum(result.samples_by_rank) / max(now - self._clock, 1e-9),
-            "bytes_sent": result.bytes_sent - self._sent,
+            "loss": found.loss,
+            "weight": found.weight,
+            "samples_by_rank": list(found.samples_by_rank),
+            **told,
+            "samples_per_s": sum(found.samples_by_rank) / max(at - self._clock, 1e-9),
+            "bytes_sent": sent - self._sent,
         }
-        self._clock, self._sent = now, result.bytes_sent
-        self._record(record, None if result.applied else result.reason)
-
-    def _record(self, record: Record, skipped: str | None) -> None:
-        self._last = record
+        self._clock, self._sent, self._last = at, sent, record
         self._write(record)
         if self._screen is not None:
             self._screen.step(record)
@@ -88,30 +112,25 @@ class Journal:
             self.event("step skipped", line, step=record["step"], reason=skipped)
         _call(self._on_step, record)
 
-    def applied(self, result: StepResult) -> None:
-        """The windows that a parameter server has applied since. Rank 0 knows of them."""
-        for each in result.windows:
-            record = {
-                "kind": "step",
-                "step": each.step + 1,
-                "epoch": each.epoch + 1,
-                "loss": each.loss,
-                "weight": each.weight,
-                "samples_by_rank": list(each.samples_by_rank),
-                "gradient_age": each.age,
-                "lr": each.lr,
-                "samples_per_s": sum(each.samples_by_rank) / max(each.at - self._clock, 1e-9),
-                "bytes_sent": result.bytes_sent - self._sent,
-            }
-            self._clock, self._sent = each.at, result.bytes_sent
-            self._record(record, each.reason or None)
-
-    def evaluated(self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float) -> None:
+    def evaluated(
+        self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float
+    ) -> None:
         """One evaluation, after `step` steps, in or at the end of `epoch`, both counted from 1."""
-        record = {"kind": "evaluate", "step": step, "epoch": epoch, "metrics": dict(metrics), "seconds": seconds}
+        record = {
+            "kind": "evaluate",
+            "step": step,
+            "epoch": epoch,
+            "metrics": dict(metrics),
+            "seconds": seconds,
+        }
         self._write(record)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        trained = f", training loss {self._last['loss']:.4f}, {self._last['samples_per_s']:,.0f} samples/s" if self._last else ""
+        trained = (
+            f", training loss {self._last['loss']:.4f}, {self._last['samples_per_s']:,.0f}"
+            " samples/s"
+            if self._last
+            else ""
+        )
         self._say(f"epoch {of(epoch, self._epochs)}, step {step}: {shown}{trained}")
         _call(self._on_evaluate, record)
         self._start_watch()
@@ -119,7 +138,12 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._open.close()
 
     def _start_watch(self) -> None:

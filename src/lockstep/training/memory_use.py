@@ -1,4 +1,6 @@
-"""What a rank's memory is used for while it trains: parameters, gradients, the optimizer's state, and what a forward keeps for its backward."""
+"""What a rank's memory is used for while it trains: parameters, gradients, the optimizer's
+state, and what a forward keeps for its backward.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep import randomness
-from lockstep.stepper import Stepper
+from lockstep.runtime import randomness
+from lockstep.step.stepper import Stepper
 
 T = TypeVar("T")
 
 
 class Activations:
-    """Counts, once, the bytes that the forward of one micro-batch keeps for its backward: storages, each once, without the model's own.
+    """Counts, once, the bytes that the forward of one micro-batch keeps for its backward: storages,
+    each once, without the model's own.
 
     Not `counts`: of a compiled model, whose graph would be another one with somebody looking on.
     """
@@ -27,14 +30,20 @@ class Activations:
         """None where they have not been counted."""
 
     def watch(self, model: torch.nn.Module, forward: Callable[[], T]) -> T:
-        """What `forward`, one micro-batch's with its loss, gives. Nothing is watched after the first time.
+        """What `forward`, one micro-batch's with its loss, gives. Nothing is watched after the
+        first time.
 
-        Some forwards cannot be watched (torch.func refuses): they are computed once more from where they began, and nothing is known of them.
+        Some forwards cannot be watched (torch.func refuses): they are computed once more from where
+        they began, and nothing is known of them.
         """
         if not self._counts:
             return forward()
         self._counts = False
-        own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()] if tensor.layout is torch.strided}
+        own = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in [*model.parameters(), *model.buffers()]
+            if tensor.layout is torch.strided
+        }
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -62,7 +71,9 @@ class Activations:
 
 
 def memory_use(stepper: Stepper, activations: int | None) -> dict[str, int | None]:
-    """Bytes on this rank: of a sharded optimizer its share. `peak`: the most that the process, or its GPU, has held so far."""
+    """Bytes on this rank: of a sharded optimizer its share. `peak`: the most that the process,
+    or its GPU, has held so far.
+    """
     states = [value for state in stepper.optimizer.state.values() for value in _tensors(state)]
     return {
         "parameters": sum(each.nbytes for each in stepper.model.parameters()),
@@ -87,4 +98,6 @@ def _peak(device: torch.device) -> int | None:
     if sys.platform != "linux":
         return None
     with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+        return next(
+            (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None
+        )

@@ -1,10 +1,13 @@
-"""metrics.jsonl: one JSON object a line, of kind step, evaluate or event; and the same numbers for TensorBoard where it is installed.
+"""metrics.jsonl: one JSON object a line, of kind step, evaluate or event; and the same numbers for
+TensorBoard where it is installed.
 
-step       step, epoch (both count from 1), loss (weighted, whole global batch, before the update), weight, samples_by_rank,
-           lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step); where `clip` is set grad_norm (of the whole
-           gradient, before clipping; not with a parameter server); with a parameter server gradient_age
-           (updates that came while its gradients were computed and waited, on average); one record a window, in the order in which they were
-           applied, and bytes_sent is since the record before
+step       step, epoch (both count from 1), loss (weighted, whole global batch, before the update),
+           weight, samples_by_rank,
+           lr (of the first parameter group), samples_per_s, bytes_sent (by rank 0 in this step);
+           where `clip` is set grad_norm (of the whole gradient, before clipping; not with a
+           parameter server); with a parameter server gradient_age (updates that came while its
+           gradients were computed and waited, on average); one record a window, in the order in
+           which they were applied, and bytes_sent is since the record before
 evaluate   step, epoch, metrics (name -> value), seconds
 event      event, and what belongs to it
 """
@@ -27,11 +30,13 @@ from lockstep.errors import LockstepError
 from lockstep.training.telemetry import TelemetryFile
 
 _FLUSH_EVERY = 1.0  # s
-_NUMBERS = count()  # of this process's files for TensorBoard: two may begin in one second
+_NUMBERS = count()  # of this process's files: two may begin in one second
 
 
 class MetricsFile:
-    """Appends records to a file, each complete as soon as it is written. Raises LockstepError, naming the file, where that fails."""
+    """Appends records to a file, each complete as soon as it is written. Raises LockstepError,
+    naming the file, where that fails.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -56,18 +61,29 @@ class MetricsFile:
             yield
         except OSError as error:
             raise LockstepError(
-                f"{self._file} cannot be written ({error.strerror}): make room on its disk; the same command resumes from the last checkpoint"
+                f"{self._file} cannot be written ({error.strerror}): make room on its disk; the"
+                " same command resumes from the last checkpoint"
             ) from error
 
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
-class _Board:
-    """A file of TensorBoard's records. Its own writer opens the file by name for each write: the run directory may have been replaced by then."""
+class EventFile:
+    """Appends scalars, by TensorBoard's own package, to a new file in `directory`.
+
+    TensorBoard's own writer opens its file by name for each write, where another may be by then.
+
+    Raises ImportError where the package is not installed.
+    """
 
     def __init__(self, directory: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -83,22 +99,44 @@ class _Board:
         self._flush_next = 0.0
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        values = [
+            self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
+        ]
         self._write(step=step, summary=self._summary(value=values))
         if (now := time.monotonic()) > self._flush_next:
             self._file.flush()
             self._flush_next = now + _FLUSH_EVERY
 
-    def _write(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
     def close(self) -> None:
         self._file.close()
 
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
-def _tensorboard(directory: Path) -> _Board | None:
+
+def forget_after(metrics: Path, step: int, evaluated: int) -> None:
+    """Leave out of metrics.jsonl what is going to happen again: steps after `step`, evaluations
+    after `evaluated`, and half a line.
+    """
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record: Any = json.loads(line)
+        except ValueError:
+            continue
+        last = {"step": step, "evaluate": evaluated}.get(record.get("kind"))
+        if last is None or record["step"] <= last:
+            kept.append(line + "\n")
+    new = metrics.with_suffix(".unfinished")
+    new.write_text("".join(kept), encoding="utf-8")
+    new.replace(metrics)
+
+
+def _tensorboard(directory: Path) -> EventFile | None:
     try:
-        return _Board(directory)
+        return EventFile(directory)
     except ImportError:
         return None
 
@@ -106,7 +144,11 @@ def _tensorboard(directory: Path) -> _Board | None:
 def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
     if record["kind"] == "evaluate":
         return {f"evaluate/{name}": value for name, value in record["metrics"].items()}
-    return {f"train/{name}": record[name] for name in ("loss", "lr", "grad_norm", "samples_per_s") if name in record}
+    return {
+        f"train/{name}": record[name]
+        for name in ("loss", "lr", "grad_norm", "samples_per_s")
+        if name in record
+    }
 
 
 def finite(value: Any) -> Any:

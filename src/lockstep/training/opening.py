@@ -1,61 +1,115 @@
-"""What is opened around a training: the world, the run directory, and how the process computes meanwhile."""
+"""What is opened around a training: the world, the run directory, and how the process computes
+meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
+import torch
 import torch.distributed as dist
 
-from lockstep.errors import PeerFailed, UsageError
-from lockstep.settings import Device, Settings
-from lockstep.training.run_directory import RunDirectory, take_over
-from lockstep.training.threads import intra_op_threads
-from lockstep.world import World, init
+from lockstep.collectives.texts import said_by
+from lockstep.config.settings import Device, Settings
+from lockstep.errors import ExitCode, PeerFailed, UsageError
+from lockstep.training.run_directory import RunDirectory, claimed
+from lockstep.world.world import World, init
 
-_BACKEND: dict[Device, str | None] = {"auto": None, "cpu": "gloo", "cuda": "nccl"}
+
+def backend_of(device: Device) -> str | None:
+    """What `lockstep.init` is told for that device; None: what the hardware suggests."""
+    return {"auto": None, "cpu": "gloo", "cuda": "nccl"}[device]
 
 
 def computing(settings: Settings, world: World) -> AbstractContextManager[object]:
-    """How the process computes while it trains: in exact mode that is the world's affair, until it closes."""
+    """How the process computes while it trains: in exact mode that is the world's affair, until
+    it closes.
+    """
     if settings.exact:
         return nullcontext(world.compute_deterministically(settings.threads))
     return intra_op_threads(settings.threads)
 
 
 @contextmanager
+def intra_op_threads(count: int | None) -> Iterator[None]:
+    """torch, in this process, computes with that many threads within the block; None leaves them
+    as they are (the cores shared among the host's ranks).
+    """
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def world_for(world: World | None, device: Device) -> Iterator[World]:
     """The one that is given, else the open one, else one for this training."""
     if device not in get_args(Device):
-        raise UsageError(f"device={device!r} is unknown: choose one of {', '.join(get_args(Device))}")
+        raise UsageError(
+            f"device={device!r} is unknown: choose one of {', '.join(get_args(Device))}"
+        )
     if world is None and not dist.is_initialized():
-        with init(backend=_BACKEND[device]) as own:
+        with init(backend=backend_of(device)) as own:
             yield own
         return
     world = world or World.current()
     if device not in ("auto", world.device.type):
         raise UsageError(
-            f"device={device!r}, but the open world's is {world.device.type!r}: leave device out, or open it with another backend"
+            f"device={device!r}, but the open world's is {world.device.type!r}: leave device out,"
+            " or open it with another backend"
         )
     yield world
 
 
 @contextmanager
-def run_directory_for(run: Path | str | RunDirectory | None, settings: Settings, world: World) -> Iterator[RunDirectory | None]:
-    """The run's folder on all ranks. A path is claimed by rank 0, whose failure all ranks must hear of."""
+def run_directory_for(
+    run: Path | str | RunDirectory | None, settings: Settings, world: World
+) -> Iterator[RunDirectory | None]:
+    """The run's folder on all ranks."""
     if run is None or isinstance(run, RunDirectory):
         yield run
         return
-    claimed, failure = None, None
+    path = Path(run)
+    refused = PeerFailed(f"rank 0 could not use the run directory {path}")
+    claim = partial(claimed, settings, path, resume=False, fresh=False)
+    with claimed_by_first(world, claim, lambda code: refused) as directory:
+        yield directory
+
+
+@contextmanager
+def claimed_by_first(
+    world: World, claim: Callable[[], RunDirectory], refused: Callable[[int], BaseException]
+) -> Iterator[RunDirectory]:
+    """The folder that rank 0 claims, and may have named, on all ranks. Where it cannot, the
+    others raise what `refused` makes of its exit code.
+    """
+    mine, problem = None, None
     if world.rank == 0:
         try:
-            claimed = RunDirectory.claim(run, settings.task)
-            take_over(claimed, settings)
-        except (UsageError, OSError) as error:
-            failure = error
-    if world.agree(failure is not None):
-        raise failure or PeerFailed(f"rank 0 could not use the run directory {run}")
-    with claimed or RunDirectory.of_launcher(Path(run)) as directory:
+            mine = claim()
+        except (UsageError, OSError, SystemExit) as error:
+            problem = error
+    code = 0 if problem is None else _exit_code(problem)
+    said = said_by(
+        0,
+        {"code": code, "path": mine and str(mine.path.absolute())},
+        world.control,
+        "for the run directory",
+    )
+    if said["code"]:
+        raise problem or refused(said["code"])
+    with mine or RunDirectory.of_launcher(Path(said["path"])) as directory:
         yield directory
+
+
+def _exit_code(problem: BaseException) -> int:
+    if isinstance(problem, SystemExit):
+        return int(problem.code or 0)
+    return ExitCode.USAGE if isinstance(problem, UsageError) else ExitCode.FAILED

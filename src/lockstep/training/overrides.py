@@ -1,4 +1,6 @@
-"""--set key=value: text from the command line becomes keyword arguments of `task()`, by the types that the function declares."""
+"""--set key=value: text from the command line becomes keyword arguments of `task()`, by the
+types that the function declares.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +25,46 @@ class Parameter:
     required: bool
 
 
-def arguments(function: Callable[..., object], overrides: Mapping[str, str], name: str) -> dict[str, Any]:
+def arguments(
+    function: Callable[..., object], overrides: Mapping[str, str], name: str
+) -> dict[str, Any]:
     """The keyword arguments for `function`, from text.
 
-    A parameter's type is its annotation (int, float, bool, str, Literal of these, any of them or None), else its default's.
-    Raises TaskError for an unknown key, a value that does not fit, a type that text cannot give, and a parameter left without a value.
+    A parameter's type is its annotation (int, float, bool, str, Literal of these, any of them or
+    None), else its default's. Raises TaskError for an unknown key, a value that does not fit, a
+    type that text cannot give, and a parameter left without a value.
     """
     hints = _hints(function)
     parameters = {
-        key: Parameter(hints.get(key, type_of_default(None if each.default is each.empty else each.default)), each.default is each.empty)
+        key: Parameter(
+            hints.get(key, type_of_default(None if each.default is each.empty else each.default)),
+            each.default is each.empty,
+        )
         for key, each in inspect.signature(function).parameters.items()
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
     return converted(parameters, overrides, name)
 
 
-def converted(parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str) -> dict[str, Any]:
-    """`overrides` as values for these parameters of the task `name`. Raises TaskError, as `arguments` does."""
+def converted(
+    parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str
+) -> dict[str, Any]:
+    """`overrides` as values for these parameters of the task `name`. Raises TaskError, as
+    `arguments` does.
+    """
     for key in overrides:
         if key not in parameters:
             known = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
-            raise TaskError(f"--set {key}={overrides[key]}: task() in {name} has no parameter {key!r}; {known}{closest(key, parameters)}")
+            raise TaskError(
+                f"--set {key}={overrides[key]}: task() in {name} has no parameter {key!r};"
+                f" {known}{closest(key, parameters)}"
+            )
     for key, parameter in parameters.items():
         if parameter.required and key not in overrides:
-            raise TaskError(f"task() in {name} needs {key}: give it a default there, or a value with --set {key}=...")
+            raise TaskError(
+                f"task() in {name} needs {key}: give it a default there, or a value with --set"
+                f" {key}=..."
+            )
     return {key: _convert(key, text, parameters[key].kind) for key, text in overrides.items()}
 
 
@@ -59,7 +77,8 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
     except (NameError, TypeError, AttributeError):
-        return {}  # annotated with names that exist for type checkers only: the defaults' types count
+        # annotated with names that exist for type checkers only: the defaults' types count
+        return {}
 
 
 def _convert(key: str, text: str, kind: Any) -> Any:
@@ -71,13 +90,19 @@ def _convert(key: str, text: str, kind: Any) -> Any:
             return _one(text.strip(), choice)
         except ValueError:
             continue
-    raise TaskError(f"--set {key}={text}: {key} takes {' or '.join(_spelled(choice) for choice in choices)}")
+    raise TaskError(
+        f"--set {key}={text}: {key} takes {' or '.join(_spelled(choice) for choice in choices)}"
+    )
 
 
 def _one(text: str, kind: Any) -> Any:
     """One type's value; ValueError where the text is none."""
     if get_origin(kind) is Literal:
-        return next(value for value in get_args(kind) if str(value) == text) if text in map(str, get_args(kind)) else _refuse()
+        return (
+            next(value for value in get_args(kind) if str(value) == text)
+            if text in map(str, get_args(kind))
+            else _refuse()
+        )
     if kind is bool:
         return True if text.lower() in _YES else False if text.lower() in _NO else _refuse()
     if kind in (int, float, str):
@@ -92,7 +117,13 @@ def _refuse() -> Any:
 def _spelled(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", types.NoneType: "none"}
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        types.NoneType: "none",
+    }
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}, which --set cannot give")
 
 

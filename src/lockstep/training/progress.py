@@ -1,7 +1,7 @@
 """What rank 0 shows while training goes on: a live bar on a terminal, plain lines anywhere else.
 
-All of it goes to stderr: stdout of `lockstep train` is its last line alone. The bar is redrawn by `step` itself, at most ten times
-a second, so that it needs no thread.
+All of it goes to stderr: stdout of `lockstep train` is its last line alone. The bar is redrawn by
+`step` itself, at most ten times a second, so that it needs no thread.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
-
-from rich.console import Console
-from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bars
 
 from lockstep.launcher.logs import Tee
 
@@ -31,7 +26,9 @@ class Progress(Protocol):
 
 
 def progress(steps: int | None, epochs: int | None) -> Progress:
-    """For a training of that many optimizer steps (None: nobody knows): a bar if stderr is a terminal, else lines."""
+    """For a training of that many optimizer steps (None: nobody knows): a bar if stderr is a
+    terminal, else lines.
+    """
     return Live(steps, epochs) if sys.stderr.isatty() else Plain(steps, epochs)
 
 
@@ -50,26 +47,49 @@ class Plain:
         now = time.monotonic()
         if now - self._shown >= _LINE_SECONDS:
             self._shown = now
-            where = f"epoch {of(record['epoch'], self._epochs)}, step {of(record['step'], self._steps)}"
-            self.say(f"{where}: {describe(record, time_left(record['step'], self._steps, now - self._began))}")
+            self.say(
+                f"{where(record, self._steps, self._epochs)}:"
+                f" {describe(record, self._steps, now - self._began)}"
+            )
 
     def close(self) -> None:
         pass
 
 
 class Live:
-    """One line that is redrawn; what is said stands above it. A log that copies the terminal gets the plain lines in its place."""
+    """One line that is redrawn; what is said stands above it. A log that copies the terminal
+    gets the plain lines in its place.
+    """
 
     def __init__(self, steps: int | None, epochs: int | None) -> None:
+        from rich.console import Console  # only on a terminal: it takes a while
+        from rich.file_proxy import FileProxy
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+
         self._steps, self._epochs = steps, epochs
         error = sys.stderr
         self._log = Plain(steps, epochs, error.copy) if isinstance(error, Tee) else None
-        self._console = Console(file=error.stream) if isinstance(error, Tee) else Console(stderr=True)
-        self._tees = [each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()]
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[state]}", markup=False))
-        theirs = self._log is None  # then rich has what others print stand above the bar, else it is done here, and copied
+        self._console = (
+            Console(file=error.stream) if isinstance(error, Tee) else Console(stderr=True)
+        )
+        self._tees = [
+            each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()
+        ]
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[state]}", markup=False),
+        )
+        # then rich has what others print stand above the bar, else it is done here, and copied
+        theirs = self._log is None
         self._bars = Bars(
-            *columns, console=self._console, auto_refresh=False, transient=True, redirect_stdout=theirs, redirect_stderr=theirs
+            *columns,
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=theirs,
+            redirect_stderr=theirs,
         )
         self._bar = self._bars.add_task("starting", total=steps, state="")
         self._began = time.monotonic()
@@ -90,9 +110,13 @@ class Live:
         if now - self._drawn < _REDRAW_SECONDS and record["step"] != self._steps:
             return
         self._drawn = now
-        state = describe(record, time_left(record["step"], self._steps, now - self._began))
-        where = f"epoch {of(record['epoch'], self._epochs)}, step {of(record['step'], self._steps)}"
-        self._bars.update(self._bar, completed=record["step"], description=where, state=state)
+        state = describe(record, self._steps, now - self._began)
+        self._bars.update(
+            self._bar,
+            completed=record["step"],
+            description=where(record, self._steps, self._epochs),
+            state=state,
+        )
         self._bars.refresh()
 
     def close(self) -> None:
@@ -107,15 +131,17 @@ def of(done: int, total: int | None) -> str:
     return f"{done}/{total}" if total is not None else str(done)
 
 
-def describe(record: Mapping[str, Any], seconds: float | None) -> str:
-    """A step in a few words: "loss 0.1234, 5,210 samples/s, 12 s left"."""
-    left = f", {clock(seconds)} left" if seconds is not None else ""
+def where(record: Mapping[str, Any], steps: int | None, epochs: int | None) -> str:
+    return f"epoch {of(record['epoch'], epochs)}, step {of(record['step'], steps)}"
+
+
+def describe(record: Mapping[str, Any], steps: int | None, elapsed: float) -> str:
+    """A step in a few words: "loss 0.1234, 5,210 samples/s, 12 s left", if the rest goes as what
+    is done went in `elapsed` seconds.
+    """
+    done = record["step"]
+    left = "" if steps is None else f", {clock((steps - done) * elapsed / done)} left"
     return f"loss {record['loss']:.4f}, {record['samples_per_s']:,.0f} samples/s{left}"
-
-
-def time_left(done: int, steps: int | None, elapsed: float) -> float | None:
-    """Seconds, if the rest goes as what is done went; None where nobody knows how much there is."""
-    return None if steps is None else (steps - done) * elapsed / done
 
 
 def clock(seconds: float) -> str:

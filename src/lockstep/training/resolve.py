@@ -1,7 +1,8 @@
 """From what the user typed to a Task: a bundled name, or a file whose `task()` returns one.
 
-A user's file is loaded as `import` would load it, from its own folder, so that modules beside it are found and loader workers can
-unpickle its classes. What goes wrong inside it is the user's own exception with the user's own traceback; nothing is hidden.
+A user's file is loaded as `import` would load it, from its own folder, so that modules beside it
+are found and loader workers can unpickle its classes. What goes wrong inside it is the user's own
+exception with the user's own traceback; nothing is hidden.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.task import Task
 from lockstep.training.overrides import arguments, closest
 
 BUNDLED = {name: f"lockstep.tasks.{name}" for name in ("digits", "text")}
 
 
 def locate(name: str) -> str:
-    """The bundled name as it is, or the absolute path of the user's file: what any process can find again. Runs nothing.
+    """The bundled name as it is, or the absolute path of the user's file: what any process can find
+    again. Runs nothing.
 
     Raises TaskError for an unknown name (with the known ones) and for a file that is not there.
     """
@@ -34,11 +36,14 @@ def locate(name: str) -> str:
     if path.suffix == ".py" or os.sep in name:
         if not path.is_file():
             kind = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
-            raise TaskError(f"task file {name!r} {kind}: give the path of a .py file that has a task() function")
+            raise TaskError(
+                f"task file {name!r} {kind}: give the path of a .py file that has a task() function"
+            )
         return os.path.abspath(path)
     raise TaskError(
-        f"task {name!r} is unknown: the bundled tasks are {', '.join(BUNDLED)}{closest(name, BUNDLED)}. "
-        "For your own, give the path of a .py file whose task() returns a lockstep.Task"
+        f"task {name!r} is unknown: the bundled tasks are"
+        f" {', '.join(BUNDLED)}{closest(name, BUNDLED)}. For your own, give the path of a .py file"
+        " whose task() returns a lockstep.Task"
     )
 
 
@@ -55,23 +60,32 @@ def short_name(name: str) -> str:
 def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
     """Load the task and call its `task(**overrides)`, each value converted to the parameter's type.
 
-    Raises TaskError where there is no `task()`, where it returns something else, or where an override does not fit.
+    Raises TaskError where there is no `task()`, where it returns something else, or where an
+    override does not fit.
     """
     place = locate(name)
     module = importlib.import_module(BUNDLED[place]) if place in BUNDLED else _load(Path(place))
     made = _function(module, name)
     found = made(**arguments(made, overrides or {}, name))
     if not isinstance(found, Task):
-        raise TaskError(f"task() in {name} returned a {type(found).__name__}; it must return a lockstep.Task")
+        raise TaskError(
+            f"task() in {name} returned a {type(found).__name__}; it must return a lockstep.Task"
+        )
     return found if found.name else replace(found, name=short_name(place))
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., object]:
     made = getattr(module, "task", None)
     if made is None:
-        raise TaskError(f"{name} has no task() function: define `def task():` in it, which returns a lockstep.Task")
+        raise TaskError(
+            f"{name} has no task() function: define `def task():` in it, which returns a"
+            " lockstep.Task"
+        )
     if isinstance(made, Task) or not callable(made):
-        raise TaskError(f"task in {name} is a {type(made).__name__}; make it a function, `def task():`, that returns a lockstep.Task")
+        raise TaskError(
+            f"task in {name} is a {type(made).__name__}; make it a function, `def task():`, that"
+            " returns a lockstep.Task"
+        )
     return made  # type: ignore[no-any-return]
 
 
@@ -83,7 +97,8 @@ def _load(path: Path) -> ModuleType:
     spec = spec_from_file_location(name, path)
     assert spec is not None, "a .py file always has a spec"
     module = module_from_spec(spec)
-    # Compiled and run here, not by the import system, whose frames would stand in the user's traceback.
+    # Compiled and run here, not by the import system, whose frames would stand in the user's
+    # traceback.
     code: Any = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     sys.modules[name] = module
     try:
@@ -95,7 +110,13 @@ def _load(path: Path) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """The file's own name, unless another module has it: a task file may be called test.py or random.py."""
+    """The file's own name, unless another module has it: a task file may be called test.py or
+    random.py.
+    """
     known = sys.modules.get(path.stem)
-    taken = path.stem in sys.stdlib_module_names or (known is not None and getattr(known, "__file__", None) != str(path))
-    return path.stem if path.stem.isidentifier() and not taken else f"lockstep_task_file_{path.stem}"
+    taken = path.stem in sys.stdlib_module_names or (
+        known is not None and getattr(known, "__file__", None) != str(path)
+    )
+    return (
+        path.stem if path.stem.isidentifier() and not taken else f"lockstep_task_file_{path.stem}"
+    )

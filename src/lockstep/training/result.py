@@ -1,4 +1,5 @@
-"""What a training came to: an object for Python, a file for the run directory, and the one line that ends the command.
+"""What a training came to: an object for Python, a file for the run directory, and the one line
+that ends the command.
 
 No torch at the top: the launcher prints the line after the ranks have gone.
 """
@@ -66,17 +67,25 @@ class Result:
             "seconds": self.seconds,
             "stopped_early": self.stopped_early,
             "sha256": self.sha256,
-            "checkpoint": None if self.checkpoint is None or self.run is None else str(self.checkpoint.relative_to(self.run)),
+            "checkpoint": (
+                None
+                if self.checkpoint is None or self.run is None
+                else str(self.checkpoint.relative_to(self.run))
+            ),
         }
 
 
 def last_line(result: Mapping[str, Any]) -> str:
     """The command's last line, from what result.json holds."""
-    whole = ("epoch", "step", "worker") if result["epochs"] else ("step", "worker")  # it may end inside the first epoch
+    # it may end inside the first epoch
+    whole = ("epoch", "step", "worker") if result["epochs"] else ("step", "worker")
     counts = ", ".join(_count(result[f"{what}s"], what) for what in whole)
     headline = result["headline"]
     metric = f"{headline['name']} {float(headline['value']):.4f}"
-    return f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights sha256 {result['sha256']}"
+    return (
+        f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights"
+        f" sha256 {result['sha256']}"
+    )
 
 
 def read(file: Path) -> dict[str, Any]:

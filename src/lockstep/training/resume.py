@@ -1,29 +1,58 @@
-"""Going on with a training: is it the same one, and what its records still say of steps that will be taken again."""
+"""Going on with a training: is it the same one, and what its records still say of steps that
+will be taken again.
+"""
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.plain import encoded
 from lockstep.collectives.texts import said_by
+from lockstep.config.settings import Settings
+from lockstep.config.task import Task
 from lockstep.errors import UsageError
-from lockstep.settings import Settings
-from lockstep.task import Task
 from lockstep.training.metrics import finite
 from lockstep.training.task_digest import changes
-from lockstep.world import World
+from lockstep.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """By what a training is known again."""
+
+    recipe: Mapping[str, Any]
+    machine: Mapping[str, str]
+    digests: Mapping[str, str]
+    """Of the task's code and samples (task_digest.py)."""
+
+    def check(self, found: Checkpoint, settings: Settings, world: World) -> str:
+        """What has changed in the task since the checkpoint was saved, in words; "" for nothing. A
+        collective.
+
+        Raises UsageError for another training's checkpoint; and in exact mode for changes, if the
+        settings do not allow them.
+        """
+        check_same(self.recipe, found.state.get("recipe", {}), found.folder)
+        refuse = settings.exact and not settings.allow_changes
+        return changed_since(found.state, self.digests, found.folder, world, refuse=refuse)
 
 
 def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str, Any]:
-    """What decides the weights beside the data and the model, which are compared where they are loaded. `optimizer` has taken no step."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """What decides the weights beside the data and the model, which are compared where they are
+    loaded. `optimizer` has taken no step.
+    """
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     return {
         "global_batch": task.global_batch,
         "micro_batch": task.micro_batch,
@@ -44,19 +73,34 @@ def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path)
     differing = [name for name in ours if ours[name] != theirs.get(name)]
     if differing:
         said = "; ".join(f"{name} was {theirs.get(name)} and is {ours[name]}" for name in differing)
-        raise UsageError(f"{folder} belongs to another training: {said}. Train on as it was, or begin anew with --fresh or another --run")
+        raise UsageError(
+            f"{folder} belongs to another training: {said}. Train on as it was, or begin anew with"
+            " --fresh or another --run"
+        )
 
 
-def changed_since(saved: Mapping[str, Any], now: Mapping[str, str], folder: Path, world: World, *, refuse: bool) -> str:
-    """What rank 0 finds changed in the task's code and samples since a checkpoint with this state was saved; "" for nothing. A collective.
+def changed_since(
+    saved: Mapping[str, Any], now: Mapping[str, str], folder: Path, world: World, *, refuse: bool
+) -> str:
+    """What rank 0 finds changed in the task's code and samples since a checkpoint with this state
+    was saved; "" for nothing. A collective.
 
-    Raises UsageError for it, on all ranks, where changes are to be `refuse`d. Older checkpoints say nothing of them.
+    Raises UsageError for it, on all ranks, where changes are to be `refuse`d. Older checkpoints say
+    nothing of them.
     """
-    found = "; ".join(said_by(0, changes(saved.get("digests", {}), now), world.control, "for the comparison with a checkpoint"))
+    found = "; ".join(
+        said_by(
+            0,
+            changes(saved.get("digests", {}), now),
+            world.control,
+            "for the comparison with a checkpoint",
+        )
+    )
     if found and refuse:
         raise UsageError(
-            f"since {folder} was saved the task has changed, and exact=True promises the weights of one task: {found}. "
-            "Restore it, start again with --fresh, or accept the changes with --allow-changes (allow_changes=True)"
+            f"since {folder} was saved the task has changed, and exact=True promises the weights of"
+            f" one task: {found}. Restore it, start again with --fresh, or accept the changes with"
+            " --allow-changes (allow_changes=True)"
         )
     return found
 
@@ -78,27 +122,19 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def moved(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """What is different here from where a run was before, in words."""
-    return "; ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in now if before.get(name) != now[name]) or None
-
-
-def forget_after(metrics: Path, step: int, evaluated: int) -> None:
-    """Leave out of metrics.jsonl what is going to happen again: steps after `step`, evaluations after `evaluated`, and half a line."""
-    if not metrics.exists():
-        return
-    kept = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record: Any = json.loads(line)
-        except ValueError:
-            continue
-        last = {"step": step, "evaluate": evaluated}.get(record.get("kind"))
-        if last is None or record["step"] <= last:
-            kept.append(line + "\n")
-    new = metrics.with_suffix(".unfinished")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(metrics)
+    return (
+        "; ".join(
+            f"{name} was {before.get(name)} and is {now[name]}"
+            for name in now
+            if before.get(name) != now[name]
+        )
+        or None
+    )

@@ -1,8 +1,9 @@
 """The folder of one run, and the lock that keeps a second run out of it.
 
-The lock is the kernel's (flock), held for as long as the owner lives: it cannot be left behind by a process that was killed.
-The lock's file is also the folder's identity. A folder that was removed or replaced under its owner is noticed, and not written to.
-All files in it have the permissions that the umask says. No torch here: the launcher claims the folder before any rank starts.
+The lock is the kernel's (flock), held for as long as the owner lives: it cannot be left behind by a
+process that was killed. The lock's file is also the folder's identity. A folder that was removed or
+replaced under its owner is noticed, and not written to. All files in it have the permissions that
+the umask says. No torch here: the launcher claims the folder before any rank starts.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from lockstep.errors import LockstepError, UsageError
-from lockstep.settings import FILE, Settings
+from lockstep.checkpoints.folders import written
+from lockstep.checkpoints.manifest import check
+from lockstep.config.settings import FILE, Settings
+from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
+from lockstep.training.resolve import short_name
+
+if TYPE_CHECKING:
+    from lockstep.checkpoints.remote import Remote
 
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
@@ -31,16 +40,27 @@ _MARK = "mark"
 _CHECKPOINTS = "checkpoints"
 _BEFORE = "before-"
 _CLAIMED = (_LOCK, _MARK, FILE)
-_PASSING = re.compile(rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*")
+_PASSING = re.compile(
+    rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*"
+)
 _START = 2**20  # bytes of metrics.jsonl that a run without a step never has
 _LOOK_EVERY = 1.0  # s
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
 class RunDirectory:
-    """A claimed folder: `path` and what lies in it. Made by `claim`, or by `of_launcher` in a rank whose launcher holds the claim."""
+    """A claimed folder: `path` and what lies in it. Made by `claim`, or by `of_launcher` in a
+    rank whose launcher holds the claim.
+    """
 
-    def __init__(self, path: Path, lock: int | None = None, *, made_here: bool = False, above: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: int | None = None,
+        *,
+        made_here: bool = False,
+        above: Sequence[Path] = (),
+    ) -> None:
         self.path = path
         self._lock = lock
         self.made_here = made_here
@@ -64,7 +84,9 @@ class RunDirectory:
 
     @property
     def wanted(self) -> Path:
-        """There where the ranks are asked to end at their next checkpoint, because more hosts have come."""
+        """There where the ranks are asked to end at their next checkpoint, because more hosts
+        have come.
+        """
         return self.path / "wanted"
 
     @property
@@ -77,17 +99,25 @@ class RunDirectory:
         return self.metrics.exists() and not self.result.exists()
 
     def check(self) -> None:
-        """Raise LockstepError where `path` is no longer the folder that was claimed: removed, moved, emptied or replaced."""
+        """Raise LockstepError where `path` is no longer the folder that was claimed: removed,
+        moved, emptied or replaced.
+        """
         try:
             found = _identity(self._lock_file)
         except OSError:
             return  # a file system that does not answer now: the next look tells
         if self._identity is None or found == self._identity:
             return
-        now = "was removed, moved or emptied" if found is None else "was replaced by another folder of that name"
+        now = (
+            "was removed, moved or emptied"
+            if found is None
+            else "was replaced by another folder of that name"
+        )
         raise LockstepError(
-            f"run directory {self.path} {now} during the run, so the run cannot go on: the settings, metrics, logs and checkpoints in it went "
-            "with it, and nothing was written to what has its name now. Where it was moved, move it back and give the same command; else start again"
+            f"run directory {self.path} {now} during the run, so the run cannot go on: the"
+            " settings, metrics, logs and checkpoints in it went with it, and nothing was written"
+            " to what has its name now. Where it was moved, move it back and give the same"
+            " command; else start again"
         )
 
     def look(self) -> None:
@@ -99,10 +129,11 @@ class RunDirectory:
 
     @classmethod
     def claim(cls, path: Path | str | None, name: str, *, fresh: bool = False) -> RunDirectory:
-        """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder. A run that is there is gone on with; `fresh`: set aside.
+        """Make and lock `path`; None: runs/NAME-DATE-TIME under the current folder. A run that is
+        there is resumed; `fresh`: set aside.
 
-        Raises UsageError where it cannot be written, is used by another run (naming its pid and host), or holds a finished
-        run or anything else.
+        Raises UsageError where it cannot be written, is used by another run (naming its pid and
+        host), or holds a finished run or anything else.
         """
         chosen = Path(path) if path is not None else _unused(name)
         above = [folder for folder in chosen.parents if not folder.exists()]
@@ -114,8 +145,8 @@ class RunDirectory:
                 _set_aside(chosen)
             elif (chosen / RESULT).exists():
                 raise UsageError(
-                    f"run directory {chosen} already holds a finished run: choose another --run, or --fresh to train anew beside it "
-                    "(--resume shows its result)"
+                    f"run directory {chosen} already holds a finished run: choose another --run, or"
+                    " --fresh to train anew beside it (--resume shows its result)"
                 )
         except BaseException:
             cls(chosen, lock, made_here=made_here).release()
@@ -127,31 +158,28 @@ class RunDirectory:
         """The same folder, in a rank: the launcher, which outlives it, holds the lock."""
         return cls(path)
 
-    def leave_mark(self) -> str:
-        """Write something that nobody else can know into the folder: who reads it looks at the same folder."""
-        mark = secrets.token_hex(8)
-        (self.path / _MARK).write_text(mark, encoding="utf-8")
-        return mark
-
-    @classmethod
-    def shared(cls, path: Path, mark: str) -> RunDirectory:
-        """The folder that another host has claimed. Raises UsageError where this host sees another one under that name, or none."""
-        file = path / _MARK
-        if not file.exists() or file.read_text(encoding="utf-8") != mark:
-            raise UsageError(
-                f"run directory {path} on {socket.gethostname()} is not the one that the first host has claimed: "
-                "give --run DIR in a folder that all hosts share"
-            )
-        return cls(path)
+    def leave_mark(self) -> tuple[str, str]:
+        """Write something that nobody else can know into a file of the folder; the file, and
+        what. Who reads it looks at the same folder.
+        """
+        file, mark = self.path.absolute() / _MARK, secrets.token_hex(8)
+        file.write_text(mark, encoding="utf-8")
+        return str(file), mark
 
     def release(self, *, failed: bool = False) -> None:
-        """Unlock. Where it was made here and nothing happened, it is removed: a mistake can be mended and tried again.
+        """Unlock. Where it was made here and nothing happened, it is removed: a mistake can be
+        mended and tried again.
 
-        `failed`: also where a run has failed before its first step, with what that has left. Somebody else's files stay.
+        `failed`: also where a run has failed before its first step, with what that has left.
+        Somebody else's files stay.
         """
         if self._lock is None:
             return
-        if self.made_here and _identity(self._lock_file) == self._identity and (self.says_nothing or (failed and not self.trained)):
+        if (
+            self.made_here
+            and _identity(self._lock_file) == self._identity
+            and (self.says_nothing or (failed and not self.trained))
+        ):
             shutil.rmtree(self.path, ignore_errors=True)
             for folder in self._above:
                 with suppress(OSError):  # another run has come there
@@ -162,7 +190,10 @@ class RunDirectory:
     @property
     def says_nothing(self) -> bool:
         """Whether there is nothing in it but what a claim leaves."""
-        return all(each.name in _CLAIMED or (each.suffix == ".log" and each.stat().st_size == 0) for each in self.path.iterdir())
+        return all(
+            each.name in _CLAIMED or (each.suffix == ".log" and each.stat().st_size == 0)
+            for each in self.path.iterdir()
+        )
 
     @property
     def trained(self) -> bool:
@@ -171,31 +202,104 @@ class RunDirectory:
             return True
         if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             return True
-        return self.metrics.exists() and (self.metrics.stat().st_size > _START or b'"kind": "step"' in self.metrics.read_bytes())
+        return self.metrics.exists() and (
+            self.metrics.stat().st_size > _START or b'"kind": "step"' in self.metrics.read_bytes()
+        )
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release(failed=isinstance(error, Exception))
 
 
 def take_over(directory: RunDirectory, settings: Settings) -> None:
-    """Write the settings of a run that begins or goes on here. Raises UsageError where it was begun as another training."""
+    """Write the settings of a run that begins or goes on here. Raises UsageError where it was
+    begun as another training.
+    """
     if directory.begun:
         different = settings.differences(Settings.read(directory.path))
         if different:
             raise UsageError(
-                f"run directory {directory.path} holds another training that did not come to its end: {'; '.join(different)}. "
-                "Train on as it was, or give --fresh, or another --run"
+                f"run directory {directory.path} holds another training that did not come to its"
+                f" end: {'; '.join(different)}. Train on as it was, or give --fresh, or another"
+                " --run"
             )
     with _sentences(directory.path):
         settings.write(directory.path)
 
 
+def finished_before(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> bool:
+    """Whether `run` holds the result of this training, so that nothing is to be trained: the
+    same command after its end, or `resume`.
+    """
+    if run is None or fresh or not (run / RESULT).exists():
+        return False
+    return resume or not settings.differences(Settings.read(run))
+
+
+def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
+    """Claim the directory `run` (None: a new one), with its copies elsewhere set aside where it is
+    to be `fresh`.
+
+    Raises UsageError where it cannot be used, and SystemExit with 77, after a sentence on stderr,
+    where `resume` finds nothing to go on from.
+    """
+    directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh)
+    try:
+        remote = None
+        if settings.checkpoints is not None:
+            _check_installed(settings.checkpoints)
+            from lockstep.checkpoints.remote import Remote  # imports fsspec
+
+            remote = Remote(settings.checkpoints)
+        if remote is not None and fresh:
+            remote.set_aside()
+        if resume and (why := _why_not_resumable(directory, remote)):
+            print(why, flush=True, file=sys.stderr)
+            raise SystemExit(ExitCode.NO_CHECKPOINT)
+        take_over(directory, settings)
+    except BaseException:
+        directory.release()
+        raise
+    return directory
+
+
+def _check_installed(url: str) -> None:
+    """Raises UsageError where no package that reads and writes such a URL is installed."""
+    import fsspec
+
+    protocol, separator, _ = url.partition("://")
+    try:
+        fsspec.get_filesystem_class(protocol if separator else "file")
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"checkpoints at {url}: {error}") from None
+
+
+def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
+    """For --resume: a sentence where there is no checkpoint to go on from, else nothing."""
+    if remote is not None and remote.steps():
+        return ""
+    why = "it has none"
+    for folder in reversed(written(directory.checkpoints)):
+        try:
+            check(folder)
+            return ""
+        except DamagedCheckpoint as error:
+            why = str(error)
+    return f"error: --resume: no checkpoint in {directory.path} can be gone on from: {why}"
+
+
 def _set_aside(path: Path) -> None:
     """Move what a run has left into before-1, before-2, ... in its folder."""
-    left = [each for each in path.iterdir() if each.name != _LOCK and not each.name.startswith(_BEFORE)]
+    left = [
+        each for each in path.iterdir() if each.name != _LOCK and not each.name.startswith(_BEFORE)
+    ]
     if not left:
         return
     number = 1
@@ -223,7 +327,10 @@ def _locked(path: Path) -> tuple[bool, int]:
         with _sentences(path):
             made_here = not path.exists()
             if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
-                raise UsageError(f"run directory {path} holds other files and no run: choose a folder of its own with --run")
+                raise UsageError(
+                    f"run directory {path} holds other files and no run: choose a folder of its own"
+                    " with --run"
+                )
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -231,7 +338,9 @@ def _locked(path: Path) -> tuple[bool, int]:
         except BlockingIOError:
             owner = _owner(lock)
             os.close(lock)
-            raise UsageError(f"run directory {path} is in use by {owner}: wait for it, or choose another --run") from None
+            raise UsageError(
+                f"run directory {path} is in use by {owner}: wait for it, or choose another --run"
+            ) from None
         if _identity(path / _LOCK) == _identity(lock):
             return made_here, lock
         os.close(lock)  # its owner has removed it in between: this is the lock of nothing
@@ -265,6 +374,11 @@ def _sentences(path: Path) -> Iterator[None]:
     try:
         yield
     except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"run directory {path} cannot be made: it, or a folder above it, is a file; choose another --run") from None
+        raise UsageError(
+            f"run directory {path} cannot be made: it, or a folder above it, is a file; choose"
+            " another --run"
+        ) from None
     except OSError as error:
-        raise UsageError(f"run directory {path} cannot be written ({error.strerror}): choose another --run") from None
+        raise UsageError(
+            f"run directory {path} cannot be written ({error.strerror}): choose another --run"
+        ) from None

@@ -1,4 +1,9 @@
-"""How far a training has come, and how well: what its checkpoints say beside the model, and what its result is made of."""
+"""How far a training has come, and how well: what its checkpoints say beside the model, and what
+its result is made of.
+
+Every rank watches the same numbers (evaluation is equal on all ranks, to the bit), so all come to
+the same decision without a message.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,57 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.task import EarlyStopping, Task
-from lockstep.training.watch import Watch
+from lockstep.config.task import EarlyStopping, Mode, Task
+from lockstep.errors import TaskError
+
+
+class BestMetric:
+    """The best `value` of `metric` so far, found after `step` steps; `waited` evaluations have
+    not been better.
+    """
+
+    def __init__(self, metric: str, mode: Mode) -> None:
+        self.metric, self.mode = metric, mode
+        self.value = math.nan
+        self.step = 0
+        self.waited = 0
+
+    def better(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Look at one evaluation; whether it is the best so far. nan never is. Raises TaskError
+        where the metric is not there.
+        """
+        if self.metric not in metrics:
+            raise TaskError(
+                f"Task: {self.metric!r} shall be watched, but the metrics are {', '.join(metrics)}:"
+                " use one of these names"
+            )
+        value = metrics[self.metric]
+        improved = value > self.value if self.mode == "max" else value < self.value
+        if improved or (math.isnan(self.value) and not math.isnan(value)):
+            self.value, self.step, self.waited = value, step, 0
+            return True
+        self.waited += 1
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"value": self.value, "step": self.step, "waited": self.waited}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.value = float(state["value"])
+        self.step = int(state["step"])
+        self.waited = int(state["waited"])
+
+    def as_json(self) -> dict[str, Any]:
+        return {"metric": self.metric, "value": self.value, "step": self.step}
 
 
 @dataclass(slots=True)
 class TrainingState:
     """Equal on all ranks, as evaluations are; but for the loss of one that steps alone."""
 
-    best: Watch | None
-    patience: Watch | None
+    best: BestMetric | None
+    patience: BestMetric | None
     _stopping: EarlyStopping | None
     epochs: int = 0
     """That were walked to their end."""
@@ -35,20 +81,27 @@ class TrainingState:
     @classmethod
     def of(cls, task: Task) -> TrainingState:
         """At the beginning."""
-        best = Watch(task.best, task.best_mode) if task.best and task.best_mode else None
+        best = BestMetric(task.best, task.best_mode) if task.best and task.best_mode else None
         stopping = task.early_stopping
-        return cls(best, None if stopping is None else Watch(stopping.metric, stopping.mode), stopping)
+        return cls(
+            best, None if stopping is None else BestMetric(stopping.metric, stopping.mode), stopping
+        )
 
-    def note(self, metrics: dict[str, float], step: int) -> bool:
-        """Take in an evaluation after `step` steps; whether it is the best so far. Raises TaskError where a metric that is watched is not there."""
+    def note(self, metrics: dict[str, float], step: int) -> BestMetric | None:
+        """Take in an evaluation after `step` steps; what has watched it, if it is the best so far.
+
+        Raises TaskError where a metric that is watched is not there."""
         self.metrics, self.unevaluated, self.evaluated = metrics, None, step
         improved = self.best is not None and self.best.better(metrics, step)
         if self.patience is not None and self._stopping is not None:
             better, most = self.patience.better(metrics, step), self._stopping.patience
             if not better and self.patience.waited >= most:
-                value = f"{self.patience.metric} has not been better than {self.patience.value:.4f} (step {self.patience.step})"
+                value = (
+                    f"{self.patience.metric} has not been better than {self.patience.value:.4f}"
+                    f" (step {self.patience.step})"
+                )
                 self.stopped_early = f"{value} for {most} evaluations"
-        return improved
+        return self.best if improved else None
 
     def headline(self) -> tuple[str, float]:
         """The metric that decides, else the task's first, else the loss."""
@@ -71,8 +124,12 @@ class TrainingState:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint says. What the task watches no more is left, and what it did not watch begins anew."""
-        self.epochs, self.evaluated, self.loss = int(state["epochs"]), int(state["evaluated"]), float(state["loss"])
+        """Go on from what a checkpoint says. The best metric and the patience are
+        taken over where the task still has them; new ones start empty.
+        """
+        self.epochs = int(state["epochs"])
+        self.evaluated = int(state["evaluated"])
+        self.loss = float(state["loss"])
         self.applied = int(state.get("applied", 1))  # not in checkpoints of version 1
         self.metrics = {name: float(value) for name, value in state["metrics"].items()}
         for watch, saved in ((self.best, state["best"]), (self.patience, state["patience"])):

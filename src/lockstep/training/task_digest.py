@@ -1,4 +1,5 @@
-"""Digests of what a task is made of, by name: the code that decides its weights, and some samples' bytes. A resumed run compares them.
+"""Digests of what a task is made of, by name: the code that decides its weights, and some samples'
+bytes. A resumed run compares them.
 
     loss                  my_task.py: loss        what the task's field is
     my_task.py: loss      sha256:6f0c...          the compiled code of a function or class, without docstring, paths or line numbers
@@ -6,8 +7,9 @@
     train_data            1797 samples
     sample 17             sha256:91ab...          a sample's bytes, drawn under its own random stream
 
-Code is followed from the task's functions to the functions, classes and values that they name, as far as these are the user's: neither
-the standard library's nor an installed package's. What is not seen: code found by a name in a string, and changes in installed packages.
+Code is followed from the task's functions to the functions, classes and values that they name, as
+far as these are the user's: neither the standard library's nor an installed package's. What is not
+seen: code found by a name in a string, and changes in installed packages.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from time import perf_counter
@@ -32,9 +35,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lockstep import randomness
+from lockstep.config.task import Task
 from lockstep.data.loader import is_iterable
-from lockstep.task import Task
+from lockstep.runtime import randomness
 
 SAMPLES = 8
 SECONDS = 0.05  # of reading, after which no further sample is begun
@@ -43,7 +46,8 @@ _PYTHON = "python"
 _DATA = "train_data"
 SAMPLE = "sample "  # begins the name of a sample's digest
 _SHA = "sha256:"
-_LARGEST = 2**16  # bytes of an array, and a tenth of it in parts of a container, that are compared as a value
+# bytes of an array, and a tenth of it in parts of a container, that are compared as a value
+_LARGEST = 2**16
 _UNCOMPARED = {
     "__doc__",
     "__module__",
@@ -64,7 +68,7 @@ def task_digests(task: Task) -> dict[str, str]:
 
 def code_digests(task: Task) -> dict[str, str]:
     """Of the code of the task's functions and data sets, and of the values that it reads."""
-    walk = _Walk()
+    walk = _CodeWalk()
     for name in _FIELDS:
         walk.found[name] = walk.value(getattr(task, name), name)
     for name in (_DATA, "eval_data"):
@@ -74,11 +78,15 @@ def code_digests(task: Task) -> dict[str, str]:
     return walk.found
 
 
-def sample_digests(dataset: Any, seed: int, *, count: int = SAMPLES, seconds: float | None = SECONDS) -> dict[str, str]:
-    """Of `count` samples of a map-style data set, or of as many as are read within `seconds`; none where two readings differ.
+def sample_digests(
+    dataset: Any, seed: int, *, count: int = SAMPLES, seconds: float | None = SECONDS
+) -> dict[str, str]:
+    """Of `count` samples of a map-style data set, or of as many as are read within `seconds`; none
+    where two readings differ.
 
-    They are read from a shallow copy, so that a file that is opened at the first access is not inherited by loader workers. Random
-    states are as before. A sample that raises is left out: training says so when it comes to it.
+    They are read from a shallow copy, so that a file that is opened at the first access is not
+    inherited by loader workers. Random states are as before. A sample that raises is left out:
+    training says so when it comes to it.
     """
     if is_iterable(dataset):
         return {}
@@ -105,7 +113,9 @@ def sample_digests(dataset: Any, seed: int, *, count: int = SAMPLES, seconds: fl
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """In what a task differs from what it was, in words. Compared is what both have; code only where both ran on the same Python."""
+    """In what a task differs from what it was, in words. Compared is what both have; code only
+    where both ran on the same Python.
+    """
     code = before.get(_PYTHON) == now.get(_PYTHON)
     differing = [name for name in now if name in before and before[name] != now[name]]
     said = [
@@ -115,15 +125,22 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
     if samples := [name.removeprefix(SAMPLE) for name in differing if name.startswith(SAMPLE)]:
         compared = sum(name.startswith(SAMPLE) and name in before for name in now)
-        said.append(f"{len(samples)} of {compared} samples of train_data that were compared have changed (number {', '.join(samples)})")
+        said.append(
+            f"{len(samples)} of {compared} samples of train_data that were compared have changed"
+            f" (number {', '.join(samples)})"
+        )
     return said
 
 
 def _said(name: str, before: str, now: str) -> str:
-    return f"{name} has changed" if before.startswith(_SHA) or now.startswith(_SHA) else f"{name} was {before} and is {now}"
+    return (
+        f"{name} has changed"
+        if before.startswith(_SHA) or now.startswith(_SHA)
+        else f"{name} was {before} and is {now}"
+    )
 
 
-class _Walk:
+class _CodeWalk:
     """From the task's fields to all that they name. `found`: the digests."""
 
     def __init__(self) -> None:
@@ -132,7 +149,9 @@ class _Walk:
         self._open: set[int] = set()
 
     def visit(self, value: Any, role: str) -> None:
-        """Functions and classes are followed; other values say nothing here. `role` names a lambda."""
+        """Functions and classes are followed; other values say nothing here. `role` names a
+        lambda.
+        """
         while isinstance(value, types.MethodType | staticmethod | classmethod):
             value = value.__func__
         if id(value) in self._seen:
@@ -151,9 +170,13 @@ class _Walk:
     def value(self, value: Any, role: str) -> str:
         """A text that is equal for equal values. Functions and classes among them are followed."""
         if isinstance(value, functools.partial):
-            parts = [self.value(each, role) for each in (value.func, value.args, dict(value.keywords))]
+            parts = [
+                self.value(each, role) for each in (value.func, value.args, dict(value.keywords))
+            ]
             return f"partial of {_short(', '.join(parts))}"
-        if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
+        if isinstance(
+            value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type
+        ):
             self.visit(value, role)
             return _label(value, role)
         if isinstance(value, list | tuple | set | frozenset | dict):
@@ -162,8 +185,13 @@ class _Walk:
         if known is not None:
             return known
         self.visit(type(value), role)
-        if callable(value) and role in _FIELDS:  # a loss with settings: nn.CrossEntropyLoss(label_smoothing=0.1)
-            settings = {name: part for name, part in vars(value).items() if not name.startswith("_")} if hasattr(value, "__dict__") else {}
+        if callable(value) and role in _FIELDS:
+            # a loss with settings: nn.CrossEntropyLoss(label_smoothing=0.1)
+            settings = (
+                {name: part for name, part in vars(value).items() if not name.startswith("_")}
+                if hasattr(value, "__dict__")
+                else {}
+            )
             return f"a {type(value).__qualname__}{_short(self._container(settings, ''))}"
         return f"a {type(value).__qualname__}"
 
@@ -178,7 +206,14 @@ class _Walk:
 
     def _parts(self, value: Any, role: str) -> str:
         if isinstance(value, dict):
-            return "{" + ", ".join(f"{self.value(key, role)}: {self.value(each, role)}" for key, each in value.items()) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{self.value(key, role)}: {self.value(each, role)}"
+                    for key, each in value.items()
+                )
+                + "}"
+            )
         parts = [self.value(each, role) for each in value]
         if isinstance(value, set | frozenset):
             return "{" + ", ".join(sorted(parts)) + "}"
@@ -187,19 +222,36 @@ class _Walk:
     def _function(self, function: types.FunctionType, role: str) -> None:
         label = _label(function, role)
         self._add(label, _code(function.__code__))
-        names = list(_names(function.__code__))
-        cells = zip(function.__code__.co_freevars, (function.__closure__ or ()), strict=True)
-        read = {name: cell.cell_contents for name, cell in cells if _full(cell)}
-        read |= {name: function.__globals__[name] for name in names if name in function.__globals__}
-        read |= {f"default {number}": each for number, each in enumerate(function.__defaults__ or ())}
-        read |= {f"default of {name}": each for name, each in (function.__kwdefaults__ or {}).items()}
+        read: dict[str, Any] = {}
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with suppress(ValueError):  # an empty cell
+                read[name] = cell.cell_contents
+        read |= {
+            name: function.__globals__[name]
+            for name in _globals_of(function.__code__)
+            if name in function.__globals__
+        }
+        read |= {
+            f"default {number}": each for number, each in enumerate(function.__defaults__ or ())
+        }
+        read |= {
+            f"default of {name}": each for name, each in (function.__kwdefaults__ or {}).items()
+        }
         self._read(label, read, function.__code__)
 
     def _read(self, label: str, read: Mapping[str, Any], code: types.CodeType) -> None:
         for name, value in read.items():
             if isinstance(value, types.ModuleType):
                 if _is_users_module(value.__name__):
-                    self._read(label, {f"{name}.{each}": vars(value)[each] for each in _attributes(code) if each in vars(value)}, code)
+                    used = {
+                        each
+                        for inner in _codes(code)
+                        for each in inner.co_names
+                        if each in vars(value)
+                    }
+                    self._read(label, {f"{name}.{each}": vars(value)[each] for each in used}, code)
                 continue
             self._note(f"{label}, {name}", value, name)
 
@@ -222,7 +274,9 @@ class _Walk:
             inner = part.__func__ if isinstance(part, staticmethod | classmethod) else part
             if isinstance(inner, types.FunctionType | property):
                 self.visit(inner, f"{role}, {name}")
-            elif not isinstance(inner, types.MemberDescriptorType | types.GetSetDescriptorType) and not name.startswith("_abc_"):
+            elif not isinstance(
+                inner, types.MemberDescriptorType | types.GetSetDescriptorType
+            ) and not name.startswith("_abc_"):
                 self._note(f"{label}, {name}", inner, name)
 
     def _add(self, label: str, digest: str) -> None:
@@ -244,13 +298,17 @@ def _label(value: Any, role: str) -> str:
 
 def _is_users(value: Any) -> bool:
     """Whether a function or class was written by the user."""
-    return not isinstance(value, types.BuiltinFunctionType) and _is_users_module(str(getattr(value, "__module__", None)))
+    return not isinstance(value, types.BuiltinFunctionType) and _is_users_module(
+        str(getattr(value, "__module__", None))
+    )
 
 
 def _is_users_module(module: str) -> bool:
     if module.partition(".")[0] == "lockstep":
         return module.startswith("lockstep.tasks.")
-    return module not in sys.builtin_module_names and _lies_at_users(getattr(sys.modules.get(module), "__file__", None))
+    return module not in sys.builtin_module_names and _lies_at_users(
+        getattr(sys.modules.get(module), "__file__", None)
+    )
 
 
 @functools.cache
@@ -262,26 +320,36 @@ def _lies_at_users(file: str | None) -> bool:
     return not inside and not any(name in Path(file).parts for name in _INSTALLED)
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """That are looked up as globals, in the functions inside too."""
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield str(each.argval)
+def _globals_of(code: types.CodeType) -> list[str]:
+    """Names that are looked up as globals, in the functions inside too."""
+    return [
+        str(each.argval)
+        for inner in _codes(code)
+        for each in dis.get_instructions(inner)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions inside."""
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _names(inner)
-
-
-def _attributes(code: types.CodeType) -> set[str]:
-    inner = [_attributes(each) for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*inner)
+            yield from _codes(inner)
 
 
 def _code(code: types.CodeType) -> str:
     consts = list(code.co_consts)
     if consts and isinstance(consts[0], str) and not code.co_name.startswith("<"):
         consts[0] = None  # the docstring
-    parts: list[Any] = [code.co_code, code.co_exceptiontable, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
+    parts: list[Any] = [
+        code.co_code,
+        code.co_exceptiontable,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+        code.co_cellvars,
+    ]
     parts += [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
     return _sha(*map(repr, parts), *map(_const, consts))
 
@@ -296,13 +364,20 @@ def _const(value: Any) -> str:
 
 def _plain(value: Any) -> str | None:
     """Of a value that is no container; None where only its type can be told."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | np.dtype | Enum | slice | range):
+    if value is None or isinstance(
+        value,
+        bool | int | float | complex | str | bytes | torch.dtype | np.dtype | Enum | slice | range,
+    ):
         return _short(repr(value))
     if isinstance(value, np.generic):
         return _short(repr(value.item()))
     if isinstance(value, Tensor | np.ndarray):
         small = value.nbytes <= _LARGEST
-        return f"{type(value).__name__} of {list(value.shape)} {value.dtype}" if not small else _digest_of(value)
+        return (
+            f"{type(value).__name__} of {list(value.shape)} {value.dtype}"
+            if not small
+            else _digest_of(value)
+        )
     return None
 
 
@@ -314,15 +389,7 @@ def _sha(*parts: str) -> str:
     return _SHA + hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-def _full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # an empty cell raises
-    except ValueError:
-        return False
-    return True
-
-
-# -- samples ---------------------------------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------
 
 
 def _datasets(data: Any) -> Iterator[Any]:
@@ -337,13 +404,17 @@ def _datasets(data: Any) -> Iterator[Any]:
 
 
 def _aside(data: Any) -> Any:
-    """A shallow copy of a data set and of those that it wraps, with copies of their random generators."""
+    """A shallow copy of a data set and of those that it wraps, with copies of their random
+    generators.
+    """
     found = copy.copy(data)
     for name, value in list(getattr(found, "__dict__", {}).items()):
         if isinstance(value, Dataset):
             found.__dict__[name] = _aside(value)
         elif isinstance(value, list) and all(isinstance(each, Dataset) for each in value[:SAMPLES]):
-            found.__dict__[name] = [_aside(each) if isinstance(each, Dataset) else each for each in value]
+            found.__dict__[name] = [
+                _aside(each) if isinstance(each, Dataset) else each for each in value
+            ]
         elif isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
             found.__dict__[name] = copy.deepcopy(value)
         elif isinstance(value, torch.Generator):

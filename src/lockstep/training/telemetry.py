@@ -1,4 +1,6 @@
-"""Files that a training writes and can do without: where one cannot be written, it ends with a warning that names it, and training goes on."""
+"""Files that a training writes and can do without: where one cannot be written, it ends with a
+warning that names it, and training goes on.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _BUFFER = 2**16  # bytes
 
 
 class TelemetryFile:
-    """Appends to `file` through one descriptor. What waits to be written is lost with a process that is killed."""
+    """Appends to `file` through one descriptor. What waits to be written is lost with a process
+    that is killed.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -43,7 +47,11 @@ class TelemetryFile:
 
     def _give_up(self, error: OSError) -> None:
         self._end()
-        warnings.warn(f"{self._file} cannot be written ({error.strerror}): training goes on without it", LockstepWarning, stacklevel=3)
+        warnings.warn(
+            f"{self._file} cannot be written ({error.strerror}): training goes on without it",
+            LockstepWarning,
+            stacklevel=3,
+        )
 
     def _end(self) -> None:
         handle, self._handle = self._handle, None

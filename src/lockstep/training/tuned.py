@@ -1,7 +1,8 @@
-"""The file between `lockstep tune --out FILE` and `lockstep train --settings FILE`: settings that were found to be fast, and where.
+"""The file between `lockstep tune --out FILE` and `lockstep train --settings FILE`: settings that
+were found to be fast, and where.
 
-It holds what differs from the defaults, never anything that belongs to the training, and is applied by name only. It may come from anywhere:
-whatever is not plainly such a file is refused, by name.
+It holds what differs from the defaults, never anything that belongs to the training, and is applied
+by name only. It may come from anywhere: whatever is not plainly such a file is refused, by name.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
+from lockstep.config.knob import knobs
+from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
-from lockstep.settings import Settings
 
 KIND = "lockstep tuned settings"
 _VERSION = 1
 _LARGEST = 2**16  # bytes
-KNOBS = ("reduce", "update", "threads", "loader_workers", "bucket_mb")
+KNOBS = tuple(name for name, field in knobs(Config).items() if field.knob.tuned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class TunedOn:
     """What the settings were found on. A training elsewhere may use them, and is warned."""
 
     task: str
@@ -43,7 +45,11 @@ class Measured:
 
     def differences(self, **here: Any) -> list[str]:
         """`workers=4 there and 2 here`, of what is given."""
-        return [f"{name}={getattr(self, name)} there and {value} here" for name, value in here.items() if getattr(self, name) != value]
+        return [
+            f"{name}={getattr(self, name)} there and {value} here"
+            for name, value in here.items()
+            if getattr(self, name) != value
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,55 +57,60 @@ class Tuned:
     """`settings` by the names of KNOBS: only those that differ from the defaults."""
 
     settings: Mapping[str, Any]
-    measured: Measured
+    measured: TunedOn
 
     def write(self, file: Path) -> None:
         """Raises UsageError where it cannot be written."""
-        whole = {"kind": KIND, "version": _VERSION, "settings": dict(self.settings), "measured": asdict(self.measured)}
+        whole = {
+            "kind": KIND,
+            "version": _VERSION,
+            "settings": dict(self.settings),
+            "measured": asdict(self.measured),
+        }
         try:
             file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UsageError(f"--out {file} cannot be written ({error.strerror}): choose another file") from None
+            raise UsageError(
+                f"--out {file} cannot be written ({error.strerror}): choose another file"
+            ) from None
 
     @classmethod
     def read(cls, file: Path) -> Tuned:
         """Raises UsageError, naming what is wrong, for anything but such a file."""
         found = _json(file)
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise UsageError(f"--settings {file} is no file of tuned settings: give one that `lockstep tune TASK --out FILE` wrote")
+            raise UsageError(
+                f"--settings {file} is no file of tuned settings: give one that `lockstep tune TASK"
+                " --out FILE` wrote"
+            )
         if found.get("version") != _VERSION:
             raise UsageError(
-                f"--settings {file}: version={found.get('version')!r} is not this Lockstep's {_VERSION}: run `lockstep tune` again"
+                f"--settings {file}: version={found.get('version')!r} is not this Lockstep's"
+                f" {_VERSION}: run `lockstep tune` again"
             )
         settings, measured = found.get("settings"), found.get("measured")
         _check_names(file, "settings", settings, KNOBS)
-        _check_names(file, "measured", measured, _TYPES)
+        kinds = get_type_hints(TunedOn)
+        _check_names(file, "measured", measured, kinds)
         assert isinstance(settings, dict)
         assert isinstance(measured, dict)
-        for name, kind in _TYPES.items():
-            if name not in measured or isinstance(measured[name], bool) or not isinstance(measured[name], kind):
+        for name, kind in kinds.items():
+            plain = {float: int | float}.get(kind, get_origin(kind) or kind)
+            if (
+                name not in measured
+                or isinstance(measured[name], bool)
+                or not isinstance(measured[name], plain)
+            ):
                 value = repr(measured[name]) if name in measured else "missing"
-                raise UsageError(f"--settings {file}: measured {name} is {value}, which `lockstep tune` did not write")
+                raise UsageError(
+                    f"--settings {file}: measured {name} is {value}, which `lockstep tune` did not"
+                    " write"
+                )
         try:
             Settings(task="any", **settings)
         except UsageError as error:
             raise UsageError(f"--settings {file}: {error}") from None
-        return cls(settings=settings, measured=Measured(**measured))
-
-
-_TYPES: dict[str, Any] = {
-    "task": str,
-    "workers": int,
-    "device": str,
-    "torch": str,
-    "cpu": str,
-    "cores": int,
-    "threads": int,
-    "seconds": int | float,
-    "lockstep": str,
-    "overrides": dict,
-    "ratio": int | float,
-}
+        return cls(settings=settings, measured=TunedOn(**measured))
 
 
 def _json(file: Path) -> Any:
@@ -108,22 +119,34 @@ def _json(file: Path) -> Any:
             content = stream.read(_LARGEST + 1)
     except OSError as error:
         raise UsageError(
-            f"--settings {file} cannot be read ({error.strerror}): give a file that `lockstep tune TASK --out FILE` wrote"
+            f"--settings {file} cannot be read ({error.strerror}): give a file that `lockstep tune"
+            " TASK --out FILE` wrote"
         ) from None
     if len(content) > _LARGEST:
-        raise UsageError(f"--settings {file} is larger than {_LARGEST} bytes: it is no file of tuned settings")
+        raise UsageError(
+            f"--settings {file} is larger than {_LARGEST} bytes: it is no file of tuned settings"
+        )
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--settings {file} is not JSON ({error}): give a file that `lockstep tune TASK --out FILE` wrote") from None
+        raise UsageError(
+            f"--settings {file} is not JSON ({error}): give a file that `lockstep tune TASK --out"
+            " FILE` wrote"
+        ) from None
 
 
 def _check_names(file: Path, what: str, found: object, known: Any) -> None:
     if not isinstance(found, dict):
-        raise UsageError(f"--settings {file}: its {what} are a {type(found).__name__}, not names and values")
+        raise UsageError(
+            f"--settings {file}: its {what} are a {type(found).__name__}, not names and values"
+        )
     if what == "settings" and "micro_batch" in found:
         raise UsageError(
-            f"--settings {file}: micro_batch changes the training and cannot come from a file of settings; give it to the task"
+            f"--settings {file}: micro_batch changes the training and cannot come from a file of"
+            " settings; give it to the task"
         )
     if unknown := sorted(set(found) - set(known)):
-        raise UsageError(f"--settings {file}: {', '.join(map(repr, unknown))} unknown among its {what}; they can be {', '.join(known)}")
+        raise UsageError(
+            f"--settings {file}: {', '.join(map(repr, unknown))} unknown among its {what}; they can"
+            f" be {', '.join(known)}"
+        )

@@ -1,12 +1,16 @@
 """Local steps: every rank steps alone with its own optimizer, and the replicas meet every H steps.
 
-    step        forward, backward, inner optimizer: on this rank's micro-batches, with no message at all
-    meeting     how far each replica has moved since the last one is averaged, and all go on from one place (outer.py)
-    fragment    some buckets of the parameters, which meet together; with several, one after the other, spread over the H steps
+    step        forward, backward, inner optimizer: on this rank's micro-batches, with no message at
+                all
+    meeting     how far each replica has moved since the last one is averaged, and all go on from
+                one place (OuterStep)
+    fragment    some buckets of the parameters, which meet together; with several, one after the
+                other, spread over the H steps
 
-A movement is weighted by what the replica has learned from since (samples, tokens), so an idle rank does not hold the others back,
-and with H = 1 and plain SGD the meeting is gradient averaging. Inner optimizer states stay where they are. With `overlap` a fragment's
-sum travels while the next steps are computed; when it is there the replica goes on from halfway between itself and the new place
+A movement is weighted by what the replica has learned from since (samples, tokens), so an idle rank
+does not hold the others back, and with H = 1 and plain SGD the meeting is gradient averaging. Inner
+optimizer states stay where they are. With `overlap` a fragment's sum travels while the next steps
+are computed; when it is there the replica goes on from halfway between itself and the new place
 (Streaming DiLoCo, Douillard et al., 2025).
 """
 
@@ -14,25 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lockstep import status
 from lockstep.checkpoints.pieces import Piece
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Work
+from lockstep.config.parallelism import Outer
 from lockstep.errors import UsageError
-from lockstep.gradients.alone import Alone
 from lockstep.gradients.bucket import Bucket, view_of
-from lockstep.gradients.reducer import Reducer
-from lockstep.method import Outer
-from lockstep.updates.applied import Applied
+from lockstep.gradients.reductions import Alone
+from lockstep.runtime import status
+from lockstep.updates.applied import EndedWindow
 from lockstep.updates.meeting_buffers import MeetingBuffers
-from lockstep.updates.outer import OuterStep
-from lockstep.updates.replicated import Replicated, whole_pieces
-from lockstep.updates.update import Ended, Update
+from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
+from lockstep.updates.replicated import Replicated
+from lockstep.updates.update import Updated
 
 _MIXED = 0.5  # of a replica that went on while its fragment met, the share that stays
 
@@ -48,41 +49,89 @@ class _Flight:
     works: list[Work]
 
 
-class LocalSteps(Update):
-    """An update of this rank alone, and the meetings, so many steps after the last one of all fragments.
+class OuterStep:
+    """What a meeting makes of replicas that have gone their own ways: a step of some flat tensors
+    `starts`, against their mean movement.
+
+    average    start - movement                                  parameter averaging, local SGD (Stich, ICLR 2019)
+    nesterov   SGD with Nesterov momentum, movement as gradient  DiLoCo (Douillard et al., 2023)
+
+    All ranks give it the same movements, and have the same bits after it.
+    """
+
+    def __init__(self, outer: Outer, starts: list[Tensor]) -> None:
+        self._outer = outer
+        self.starts = starts
+        self.momenta = (
+            [torch.zeros_like(start) for start in starts] if outer.kind == "nesterov" else []
+        )
+
+    @torch.no_grad()
+    def move(self, index: int, movement: Tensor) -> None:
+        """Move the start of that number by the mean movement, which is used up."""
+        start = self.starts[index]
+        if not self.momenta:
+            start.sub_(movement)
+            return
+        momentum = self.momenta[index].mul_(self._outer.momentum).add_(movement)
+        start.sub_(movement.add_(momentum, alpha=self._outer.momentum), alpha=self._outer.lr)
+
+
+class RankZeros(WholeOptimizer):
+    """In checkpoints a training of another kind finds rank 0's optimizer; the others' are kept
+    by rank.
+    """
+
+    def __init__(self, updated: Updated) -> None:
+        super().__init__(updated.reducer, updated.optimizer)
+        self._first = updated.everyone.rank == 0
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        return [], super().pieces(name_of)[0] if self._first else []
+
+
+class LocalSteps(Replicated):
+    """An update of this rank alone, and the meetings, so many steps after the last one of all
+    fragments.
 
     Every rank makes the same steps in the same order, also where it has nothing to learn from.
     """
 
     name = "local steps"
 
-    def __init__(self, everyone: Group, model: nn.Module, every: int, outer: Outer) -> None:
-        self._everyone, self._every, self._outer = everyone, every, outer
-        self._inner = Replicated()
-        self._buffers = MeetingBuffers(model, everyone)
+    def __init__(self, updated: Updated, every: int, outer: Outer) -> None:
+        super().__init__(updated)
+        reducer = updated.reducer
+        assert isinstance(reducer.reduction, Alone)
+        self.optimizer = RankZeros(updated)
+        self._everyone, self._every, self._outer = updated.everyone, every, outer
+        self._reducer, self._meeting = reducer, reducer.reduction.meeting
+        self._buffers = MeetingBuffers(updated.model, self._everyone)
         self.taken = 0
         """Local steps so far."""
         self._parted_at = 0  # their number at the last meeting of all fragments, without overlap
         self._flights: list[_Flight] = []
-
-    def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
-        assert isinstance(reducer.reduction, Alone)
-        self._inner.bind(reducer, optimizer)
-        self._reducer, self._optimizer, self._meeting = reducer, optimizer, reducer.reduction.meeting
-        reducer.lay(reducer.order)  # and keep that order, which is the same on all ranks: nothing leaves early
+        # and keep that order, which is the same on all ranks: nothing leaves early
+        reducer.lay(reducer.order)
         self._lay()
 
     def _lay(self) -> None:
         reducer = self._reducer
-        self._generation = reducer.generation
+        self._layouts, self._generation = reducer.layouts, reducer.generation
         self._names, self._buckets = reducer.names, list(reducer.buckets)
         self._step = OuterStep(self._outer, [self._copied(bucket) for bucket in reducer.buckets])
-        self._fragments = fragments_of([bucket.sum.numel() for bucket in reducer.buckets], self._outer.fragments)
+        self._fragments = fragments_of(
+            [bucket.sum.numel() for bucket in reducer.buckets], self._outer.fragments
+        )
         self._since = [0.0] * len(self._fragments)
         self._moving: list[Bucket] = list(reducer.buckets)
-        if self._outer.overlap:  # the gradients of the steps that are computed meanwhile need their place
+        if self._outer.overlap:
+            # the gradients of the steps that are computed meanwhile need their place
             memory = self._meeting.memory(reducer.layout)
-            self._moving = [Bucket(plan, reducer.parameters, room) for plan, room in zip(reducer.layout.buckets, memory, strict=True)]
+            self._moving = [
+                Bucket(plan, reducer.parameters, room)
+                for plan, room in zip(reducer.layout.buckets, memory, strict=True)
+            ]
 
     @torch.no_grad()
     def _copied(self, bucket: Bucket) -> Tensor:
@@ -94,54 +143,46 @@ class LocalSteps(Update):
 
     def follow(self) -> None:
         """Layers were added, frozen or unfrozen. Every rank calls it in the same step."""
-        if self._reducer.generation == self._generation:  # laid anew for the same parameters: only ever before the first step
+        if self._reducer.layouts == self._layouts:
+            return
+        if self._reducer.generation == self._generation:
+            # laid anew for the same parameters: only ever before the first step
             self._lay()
             return
         if not self.together:
             raise UsageError(
-                "parameters were added, frozen or unfrozen between two meetings, while they differ among the ranks: do it where "
-                "StepResult.together is true, or call stepper.meet() first"
+                "parameters were added, frozen or unfrozen between two meetings, while they differ"
+                " among the ranks: do it where StepResult.together is true, or call stepper.meet()"
+                " first"
             )
         known = set(self._names)
         for name, parameter in self._parameters:
             if name not in known:
-                self._everyone.broadcast(parameter.detach(), place=f"for {name}, which joined the training").wait()
+                self._everyone.broadcast(
+                    parameter.detach(), place=f"for {name}, which joined the training"
+                ).wait()
         momenta = self._named(self._step.momenta)
         self._reducer.lay(self._reducer.order)
         self._lay()
         self._fill(self._step.momenta, momenta)
 
-    # -- this rank's own step ------------------------------------------------------------------------------------------------------
-
-    def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
-        return self._inner.apply(divisor, clip, scaler)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._inner.load_state_dict(state)
-
-    def wholes(self) -> Sequence[Sequence[Tensor]]:
-        return self._inner.wholes()
-
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
-        """Rank 0's optimizer is the one that a training of another kind finds; the others' are kept by rank."""
-        self._name_of = name_of
-        return [], self._inner.pieces(name_of)[0] if self._everyone.rank == 0 else []
-
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
         """The inner optimizers' states differ from meeting to meeting: they are no part of it."""
-        return [(f"outer/momentum/{name}", value) for name, value in self._named(self._step.momenta).items()]
+        return [
+            (f"outer/momentum/{name}", value)
+            for name, value in self._named(self._step.momenta).items()
+        ]
 
-    # -- meetings ------------------------------------------------------------------------------------------------------------------
+    # -- meetings ---------------------------------------------------------------------------------
 
     @property
     def together(self) -> bool:
-        """Whether all ranks hold the same model: nobody has taken a step since the last meeting of all fragments. The same on all ranks."""
+        """Whether all ranks hold the same model: nobody has taken a step since the last meeting
+        of all fragments. The same on all ranks.
+        """
         return not self._flights and self._parted_at == self.taken
 
-    def meet_if_due(self, ended: Ended) -> bool:
+    def meet_if_due(self, ended: EndedWindow) -> bool:
         assert ended.outcome is not None
         weight = ended.weight if ended.outcome.applied else 0.0
         self.taken += 1
@@ -149,7 +190,11 @@ class LocalSteps(Update):
         self._buffers.learned(weight)
         self._land(lambda flight: flight.lands <= self.taken)
         since, count = self.taken - self._parted_at, len(self._fragments)
-        due = [part for part in range(count) if since % self._every == (part + 1) * self._every // count % self._every]
+        due = [
+            part
+            for part in range(count)
+            if since % self._every == (part + 1) * self._every // count % self._every
+        ]
         heard = False
         for fragment in due:
             heard = self._send(fragment, self.taken + self._outer.overlap, stop=ended.stop)
@@ -160,7 +205,9 @@ class LocalSteps(Update):
         return heard
 
     def meet(self, *, stop: bool = False) -> bool:
-        """All fragments now, where somebody has taken a step since. Every rank calls it; whether it was heard that one of them asks to stop."""
+        """All fragments now, where somebody has taken a step since. Every rank calls it; whether
+        it was heard that one of them asks to stop.
+        """
         if self.together:
             return False
         self._land(lambda flight: True)
@@ -173,12 +220,18 @@ class LocalSteps(Update):
 
     @torch.no_grad()
     def _send(self, fragment: int, lands: int, *, stop: bool) -> bool:
-        """Start the sum of a fragment's movements; with the last one the buffers meet. Whether somebody asks to stop."""
+        """Start the sum of a fragment's movements; with the last one the buffers meet. Whether
+        somebody asks to stop.
+        """
         buffers = fragment == len(self._fragments) - 1
         with status.inside("reduce"):
             weight = self._since[fragment]
-            facts = torch.tensor([weight, float(stop), *self._buffers.changed(buffers)], dtype=torch.float64)
-            self._everyone.host.all_reduce_small(facts, place=f"for the facts of a meeting after local step {self.taken}").wait()
+            facts = torch.tensor(
+                [weight, float(stop), *self._buffers.changed(buffers)], dtype=torch.float64
+            )
+            self._everyone.host.all_reduce_small(
+                facts, place=f"for the facts of a meeting after local step {self.taken}"
+            ).wait()
             total, stops, *changed = facts.tolist()
             works = []
             for index in self._fragments[fragment]:
@@ -196,7 +249,9 @@ class LocalSteps(Update):
         bucket.sum.zero_()
         if weight == 0:
             return
-        for span, view, parameter in zip(bucket.spans, bucket.views, bucket.parameters, strict=True):
+        for span, view, parameter in zip(
+            bucket.spans, bucket.views, bucket.parameters, strict=True
+        ):
             torch.sub(view_of(start, span, parameter), parameter, out=view)
         bucket.sum.mul_(weight)
 
@@ -221,21 +276,35 @@ class LocalSteps(Update):
                         parameter.copy_(place)
                 bucket.sum.zero_()
 
-    # -- what a checkpoint keeps ---------------------------------------------------------------------------------------------------
+    # -- what a checkpoint keeps ------------------------------------------------------------------
 
     def model(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model that all ranks agree on: as it was at the last meeting, where some have gone on since."""
-        return {**weights, **({} if self.together else {**self._named(self._step.starts), **self._buffers.starts()})}
+        """The model that all ranks agree on: as it was at the last meeting, where some have gone
+        on since.
+        """
+        return {
+            **weights,
+            **(
+                {}
+                if self.together
+                else {**self._named(self._step.starts), **self._buffers.starts()}
+            ),
+        }
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        common = {f"outer/momentum/{name}": value for name, value in self._named(self._step.momenta).items()}
+        common = {
+            f"outer/momentum/{name}": value
+            for name, value in self._named(self._step.momenta).items()
+        }
         common["outer/taken"] = torch.tensor([self.taken, self._parted_at])
         own: dict[str, Tensor] = {}
         for flight in self._flights:  # the sums are the same on all ranks
             for work in flight.works:
                 work.wait()
             flight.works = []
-            common[f"outer/flight/{flight.fragment}"] = torch.tensor([flight.lands, flight.weight], dtype=torch.float64)
+            common[f"outer/flight/{flight.fragment}"] = torch.tensor(
+                [flight.lands, flight.weight], dtype=torch.float64
+            )
             sums = [self._moving[index] for index in self._fragments[flight.fragment]]
             for bucket in sums:
                 for span, view in zip(bucket.spans, bucket.views, strict=True):
@@ -245,20 +314,33 @@ class LocalSteps(Update):
             own |= {f"buffer/{name}": each for name, each in self._buffers.now().items()}
             own["since"] = torch.tensor([*self._since, self._buffers.since], dtype=torch.float64)
         if self._everyone.rank > 0:
-            wholes = [each for members in self.wholes() for each in members]
-            own |= {f"inner/{piece.name}": piece.data for piece in whole_pieces(self._optimizer, wholes, self._name_of)}
+            names = {id(each): name for name, each in self._parameters}
+            inner = whole_pieces(
+                self._updated.optimizer, self._reducer.parameters, lambda each: names[id(each)]
+            )
+            own |= {f"inner/{piece.name}": piece.data for piece in inner}
         return common, own
 
     @torch.no_grad()
-    def take_back(self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]) -> None:
-        """A rank that was there goes on from its own replica; a new one from where all started. Nothing is kept before local steps begin."""
-        self.taken, self._parted_at = (int(value) for value in common.get("outer/taken", torch.zeros(2)).tolist())
+    def take_back(
+        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        """A rank that was there goes on from its own replica; a new one from where all started.
+        Nothing is kept before local steps begin.
+        """
+        self.taken, self._parted_at = (
+            int(value) for value in common.get("outer/taken", torch.zeros(2)).tolist()
+        )
         for index, bucket in enumerate(self._reducer.buckets):
             self._step.starts[index] = self._copied(bucket)
         self._buffers.restart()
         self._fill(self._step.momenta, _under(common, "outer/momentum/"))
         self._flights = []
-        for key, (lands, weight) in ((key, value.tolist()) for key, value in common.items() if key.startswith("outer/flight/")):
+        for key, (lands, weight) in (
+            (key, value.tolist())
+            for key, value in common.items()
+            if key.startswith("outer/flight/")
+        ):
             self._flights.append(_Flight(int(key.rpartition("/")[2]), int(lands), weight, []))
         flying = _under(common, "outer/flying/")
         for bucket in self._moving:
@@ -280,7 +362,7 @@ class LocalSteps(Update):
         for key, value in states.items():
             state, _, name = key.partition("/")
             if name in parameters:
-                self._optimizer.state[parameters[name]][state].copy_(value)
+                self._updated.optimizer.state[parameters[name]][state].copy_(value)
 
     @property
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -301,7 +383,9 @@ class LocalSteps(Update):
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Buckets of these sizes as `count` runs of about equal size, fewer where there are fewer buckets. None is empty."""
+    """Buckets of these sizes as `count` runs of about equal size, fewer where there are fewer
+    buckets. None is empty.
+    """
     total, before, found = sum(sizes), 0, dict[int, list[int]]()
     for index, size in enumerate(sizes):
         found.setdefault(min(count - 1, int(count * (before + size / 2) / total)), []).append(index)
@@ -310,4 +394,8 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }

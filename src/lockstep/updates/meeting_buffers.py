@@ -1,4 +1,5 @@
-"""Buffers of replicas that step alone (BatchNorm statistics): at a meeting they move by the weighted mean of their movements since the last.
+"""Buffers of replicas that step alone (BatchNorm statistics): at a meeting they move by the
+weighted mean of their movements since the last.
 
 What no rank's forward has changed does not travel, and keeps its bits.
 """
@@ -29,7 +30,9 @@ class MeetingBuffers:
 
     def restart(self) -> None:
         """All ranks have the same buffers now."""
-        self._start = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
+        self._start = {
+            name: buffer.detach().clone() for name, buffer in self._model.named_buffers()
+        }
         self.since = 0.0
 
     def learned(self, weight: float) -> None:
@@ -52,20 +55,38 @@ class MeetingBuffers:
         """Of each buffer 1 where this rank's has moved, for the facts of the meeting."""
         if not wanted:
             return []
-        return [float(not _same(buffer, self._start.get(name))) for name, buffer in self.now().items()]
+        return [
+            float(not _same(buffer, self._start.get(name))) for name, buffer in self.now().items()
+        ]
 
     @torch.no_grad()
     def meet(self, changed: Sequence[float], total: float) -> None:
-        """`changed`: of each buffer, how many ranks have moved it; `total`: the weight of all ranks. A cache whose shape changes is left alone."""
+        """`changed`: of each buffer, how many ranks have moved it; `total`: the weight of all
+        ranks. A cache whose shape changes is left alone.
+        """
         buffers = self.now()
-        moving = [name for (name, buffer), count in zip(buffers.items(), changed, strict=True) if count and self._still(name, buffer)]
+        moving = [
+            name
+            for (name, buffer), count in zip(buffers.items(), changed, strict=True)
+            if count and self._still(name, buffer)
+        ]
         if moving:
-            wide = torch.float64 if any(buffers[name].dtype == torch.float64 for name in moving) else torch.float32
-            moved = [movement(real(buffers[name]), real(self._start[name])).reshape(-1).to(wide) * self.since for name in moving]
+            wide = (
+                torch.float64
+                if any(buffers[name].dtype == torch.float64 for name in moving)
+                else torch.float32
+            )
+            moved = [
+                movement(real(buffers[name]), real(self._start[name])).reshape(-1).to(wide)
+                * self.since
+                for name in moving
+            ]
             flat = torch.cat(moved)
             self._everyone.all_reduce_small(flat, place="for the buffers of a meeting").wait()
             flat.mul_(1 / total if total > 0 else 0.0)
-            for name, mean in zip(moving, flat.split([each.numel() for each in moved]), strict=True):
+            for name, mean in zip(
+                moving, flat.split([each.numel() for each in moved]), strict=True
+            ):
                 start = real(self._start[name])
                 real(buffers[name]).copy_(moved_by(start, mean.view(start.shape)))
         self.restart()

@@ -1,25 +1,32 @@
 """The norm of all gradients, as one process would see it.
 
-Squares are added up in blocks of fixed places, and the blocks one after the other: the same bits, whoever added up which block.
+Squares are added up in blocks of fixed places, and the blocks one after the other: the same bits,
+whoever added up which block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lockstep.collectives.group import Group
 from lockstep.collectives.slices import BLOCK
 
 _PIECE = 256 * BLOCK  # elements whose squares are held at a time: what fits into a core's cache
 
 
 def block_sums(flat: Tensor) -> Tensor:
-    """The sum of squares of every BLOCK elements of a flat tensor, in float32 or wider; shape [ceil(n / BLOCK)]."""
+    """The sum of squares of every BLOCK elements of a flat tensor, in float32 or wider; shape
+    [ceil(n / BLOCK)].
+    """
     if flat.device.type != "cpu":
         return _sums(flat)
-    return torch.cat([_sums(piece) for piece in flat.split(_PIECE)]) if flat.numel() else _sums(flat)
+    return (
+        torch.cat([_sums(piece) for piece in flat.split(_PIECE)]) if flat.numel() else _sums(flat)
+    )
 
 
 def _sums(flat: Tensor) -> Tensor:
@@ -30,7 +37,9 @@ def _sums(flat: Tensor) -> Tensor:
 
 
 def norm_of(sums: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm from the block sums of all flat tensors, in order: float64, 0-d, on the first one's device. Nobody waits for it here."""
+    """The Euclidean norm from the block sums of all flat tensors, in order: float64, 0-d, on the
+    first one's device. Nobody waits for it here.
+    """
     device = sums[0].device
     return torch.cat([each.to(device, torch.float64) for each in sums]).sum().sqrt()
 
@@ -38,3 +47,64 @@ def norm_of(sums: Sequence[Tensor]) -> Tensor:
 def gradient_norm(flats: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all elements of these flat tensors; float64, 0-d."""
     return norm_of([block_sums(flat) for flat in flats])
+
+
+class Summed(Protocol):
+    """Gradients summed over the ranks, as an update holds them on this rank."""
+
+    device: torch.device
+    spread: Sequence[Group]
+    """Groups whose members hold different parts of these gradients."""
+
+    def flats(self) -> Sequence[Tensor]:
+        """This rank's, in flat tensors."""
+        ...
+
+    def blocks(self) -> Sequence[Tensor]:
+        """The block sums of all of them, in the order in which one rank would have them. A
+        collective where they are spread.
+        """
+        ...
+
+    def named(self) -> Iterable[tuple[str, Tensor]]:
+        """This rank's, by the names of their parameters."""
+        ...
+
+
+Norm = Callable[[Summed, float], Tensor]
+"""The norm of the model's gradient: of sums, which are still to be divided by a number. float64,
+0-d. A collective.
+"""
+
+
+def whole_norm(summed: Summed, divisor: float) -> Tensor:
+    """Where the gradients are those of the whole model."""
+    return norm_of(summed.blocks()) / divisor
+
+
+class SplitNorm:
+    """Where every rank of `replica` has a part of the model. `counted(name)`: whether this
+    rank's part of a parameter counts: no element may twice.
+    """
+
+    def __init__(self, replica: Group, counted: Callable[[str], bool]) -> None:
+        self._replica, self._counted = replica, counted
+
+    def __call__(self, summed: Summed, divisor: float) -> Tensor:
+        """Ranks along the data axis may sum in ways of their own, some of which have divided
+        already: each brings its own `divisor`.
+        """
+        squares = torch.zeros((), dtype=torch.float64, device=summed.device)
+        for name, gradient in summed.named():
+            if self._counted(name):
+                squares += (
+                    torch.linalg.vector_norm(
+                        gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)
+                    )
+                    .double()
+                    .square()
+                )
+        squares /= divisor**2
+        for group in (*summed.spread, self._replica):
+            group.all_reduce_small(squares, place="for the gradient's norm").wait()
+        return squares.sqrt()

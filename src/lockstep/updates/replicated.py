@@ -1,78 +1,69 @@
-"""Every rank applies the whole update to its whole copy: the form of data parallelism that everybody knows."""
+"""Every rank applies the whole update to its whole copy: the form of data parallelism that
+everybody knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import Piece
+from lockstep.collectives.group import Group
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.applied import Applied
-from lockstep.updates.held import SplitNorm
-from lockstep.updates.norm import gradient_norm
+from lockstep.updates.norm import block_sums
+from lockstep.updates.optimizer_state import OptimizerState, WholeOptimizer, whole_pieces
 from lockstep.updates.stepping import Stepping
-from lockstep.updates.update import Update, check_belongs
+from lockstep.updates.update import OwnStep, Updated
 
 
-class Replicated(Update):
-    """The gradients are equal on all ranks, so norm, finite check and step need no further message."""
+class Replicated(OwnStep):
+    """The gradients are equal on all ranks, so norm, finite check and step need no further
+    message.
+    """
 
     name = "replicated"
 
-    def __init__(self, norm: SplitNorm | None = None) -> None:
-        """`norm`: where a rank holds a part of the model only."""
-        self._split_norm = norm
-
-    def bind(self, reducer: Reducer, optimizer: Optimizer) -> None:
-        check_belongs(reducer, optimizer)
-        self._optimizer = optimizer
-        self._reducer = reducer
-        self._stepping = Stepping(optimizer, reducer.parameters[0].device, lambda: sums_of(reducer), self._norm)
-
-    def _norm(self, divisor: float) -> Tensor:
-        reducer = self._reducer
-        if self._split_norm is None:
-            return gradient_norm(sums_of(reducer)) / divisor
-        gradients = [(name, each.grad) for name, each in zip(reducer.names, reducer.parameters, strict=True) if each.grad is not None]
-        return self._split_norm(gradients, divisor, reducer.parameters[0].device)
+    def __init__(self, updated: Updated) -> None:
+        super().__init__(updated)
+        self.optimizer: OptimizerState = WholeOptimizer(updated.reducer, updated.optimizer)
+        self._stepping = Stepping(updated, InBuckets(updated.reducer))
 
     def follow(self) -> None:
         """Nothing here depends on the layout."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._optimizer.load_state_dict(dict(state))
-
-    def wholes(self) -> Sequence[Sequence[Tensor]]:
-        return [group["params"] for group in self._optimizer.param_groups]
-
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
-        return whole_pieces(self._optimizer, [each for members in self.wholes() for each in members], name_of), []
-
     def replicated(self) -> Sequence[tuple[str, Tensor]]:
-        names = {id(each): name for name, each in zip(self._reducer.names, self._reducer.parameters, strict=True)}
-        pieces = whole_pieces(self._optimizer, self._reducer.parameters, lambda parameter: names[id(parameter)])
+        reducer = self._updated.reducer
+        names = {
+            id(each): name for name, each in zip(reducer.names, reducer.parameters, strict=True)
+        }
+        pieces = whole_pieces(
+            self._updated.optimizer, reducer.parameters, lambda parameter: names[id(parameter)]
+        )
         return [(piece.name, piece.data) for piece in pieces]
 
-    def apply(self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler | None) -> Applied:
-        return self._stepping.apply(divisor, clip, scaler)
+    def apply(self, divisor: float) -> Applied:
+        return self._stepping.apply(divisor)
 
 
-def whole_pieces(optimizer: Optimizer, parameters: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> list[Piece]:
-    """What the optimizer keeps in tensors for these parameters."""
-    return [
-        Piece(f"{state}/{name_of(parameter)}", value)
-        for parameter in parameters
-        for state, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    ]
+class InBuckets:
+    """A reducer's sums (norm.Summed), which every rank has."""
 
+    spread: Sequence[Group] = ()
 
-def sums_of(reducer: Reducer) -> list[Tensor]:
-    return [bucket.sum for bucket in reducer.buckets]
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self.device = reducer, reducer.parameters[0].device
+
+    def flats(self) -> list[Tensor]:
+        return [bucket.sum for bucket in self._reducer.buckets]
+
+    def blocks(self) -> list[Tensor]:
+        return [block_sums(flat) for flat in self.flats()]
+
+    def named(self) -> Iterable[tuple[str, Tensor]]:
+        reducer = self._reducer
+        return [
+            (name, each.grad)
+            for name, each in zip(reducer.names, reducer.parameters, strict=True)
+            if each.grad is not None
+        ]

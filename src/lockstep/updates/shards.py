@@ -1,11 +1,14 @@
-"""Parameters cut into shards: every rank updates its slices of them, then all exchange what they have updated.
+"""Parameters cut into shards: every rank updates its slices of them, then all exchange what they
+have updated.
 
-    layout      the parameters one after the other in flat tensors (gradients/layout.py), which become their memory
+    layout      the parameters one after the other in flat tensors (gradients/layout.py), which
+                become their memory
     slice       a rank's part of a flat tensor (collectives/slices.py)
-    piece       what a slice holds of one parameter: a view of it, that the user's optimizer takes for a parameter
+    piece       what a slice holds of one parameter: a view of it, that the user's optimizer takes
+                for a parameter
 
-An elementwise optimizer does to a piece exactly what it would do to the whole. On one host the flat tensors lie in shared memory, and a rank
-reads the others' slices where they are.
+An elementwise optimizer does to a piece exactly what it would do to the whole. On one host the flat
+tensors lie in shared memory, and a rank reads the others' slices where they are.
 """
 
 from __future__ import annotations
@@ -20,15 +23,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import Piece as StatePiece
-from lockstep.collectives.group import Group
+from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.collectives.group import Group, Work
 from lockstep.collectives.slices import BLOCK, slice_of
+from lockstep.collectives.texts import everybodys
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import view_of
 from lockstep.gradients.layout import Layout
-from lockstep.updates.state_dict import State
 
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+State = dict[str, Any]
+"""An optimizer's, of one parameter."""
+ELEMENTWISE = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+)
 SCALARS = ("step", "eta", "mu", "mu_product")  # of their state: one number for a whole parameter
 
 
@@ -41,14 +59,17 @@ def check_elementwise(kind: type[Optimizer]) -> None:
     """Raise a UsageError for an optimizer that does not treat every element by itself."""
     if not elementwise(kind):
         raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be sharded: only torch.optim's elementwise optimizers are known to give a part of a "
-            f"parameter what they would give the whole ({', '.join(ELEMENTWISE)}); use update='replicated'"
+            f"{kind.__module__}.{kind.__qualname__} cannot be sharded: only torch.optim's"
+            " elementwise optimizers are known to give a part of a parameter what they would give"
+            f" the whole ({', '.join(ELEMENTWISE)}); use update='replicated'"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements [start, stop) of a parameter, in the order in which they lie in memory, that are one rank's."""
+class OwnedRange:
+    """Elements [start, stop) of a parameter, in the order in which they lie in memory, that are
+    one rank's.
+    """
 
     parameter: int
     rank: int
@@ -56,7 +77,7 @@ class Piece:
     stop: int
 
 
-def pieces_of(layout: Layout, size: int) -> list[Piece]:
+def pieces_of(layout: Layout, size: int) -> list[OwnedRange]:
     """All ranks' pieces, in the order of the layout. They tile every parameter."""
     found = []
     for bucket in layout.buckets:
@@ -65,12 +86,15 @@ def pieces_of(layout: Layout, size: int) -> list[Piece]:
             for span in bucket.spans:
                 start, stop = max(mine.start, span.start), min(mine.stop, span.stop)
                 if start < stop:
-                    found.append(Piece(span.parameter, rank, start - span.start, stop - span.start))
+                    found.append(
+                        OwnedRange(span.parameter, rank, start - span.start, stop - span.start)
+                    )
     return found
 
 
 class Shards:
-    """Some parameters, in flat memory, cut into a shard for each rank of a group. Every rank makes it and calls its methods alike.
+    """Some parameters, in flat memory, cut into a shard for each rank of a group. Every rank makes
+    it and calls its methods alike.
 
     The parameters keep their values and their identity; their memory is another.
     """
@@ -79,18 +103,23 @@ class Shards:
         self.parameters, self._layout, self._group = parameters, layout, group
         self._shared: list[list[Tensor]] | None = None  # by bucket and rank
         if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):
-            sizes, dtypes = [plan.numel for plan in layout.buckets], [plan.dtype for plan in layout.buckets]
-            self._shared = group.memory.allocate(sizes, dtypes, "for sharded parameters")
+            self._shared = group.memory.allocate(*layout.kinds(), "for sharded parameters")
             self.flats = [everybodys[group.rank] for everybodys in self._shared]
         else:
-            self.flats = [torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device) for plan in layout.buckets]
+            self.flats = [
+                torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+                for plan in layout.buckets
+            ]
         for plan, flat in zip(layout.buckets, self.flats, strict=True):
             for span in plan.spans:
                 parameter = parameters[span.parameter]
                 parameter.data = view_of(flat, span, parameter).copy_(parameter.data)
         self.all_pieces = pieces_of(layout, group.size)
         self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
-        self.views = [nn.Parameter(flat_view(parameters[piece.parameter])[piece.start : piece.stop]) for piece in self.pieces]
+        self.views = [
+            nn.Parameter(flat_view(parameters[piece.parameter])[piece.start : piece.stop])
+            for piece in self.pieces
+        ]
         self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < group.size
         self._mine: dict[int, list[nn.Parameter]] = {}
         for piece, view in zip(self.pieces, self.views, strict=True):
@@ -109,10 +138,16 @@ class Shards:
         return found
 
     def take_gradients(self) -> None:
-        """Give the pieces their part of the parameters' `.grad`; None where that is None. Before the pieces are updated."""
+        """Give the pieces their part of the parameters' `.grad`; None where that is None. Before
+        the pieces are updated.
+        """
         for piece, view in zip(self.pieces, self.views, strict=True):
             gradient = self.parameters[piece.parameter].grad
-            view.grad = None if gradient is None else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
+            view.grad = (
+                None
+                if gradient is None
+                else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
+            )
 
     def gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Of this rank's pieces, with their parameters' names."""
@@ -132,12 +167,18 @@ class Shards:
         for index, flat in enumerate(self.flats):
             for rank in range(self._group.size):
                 part = slice_of(flat.numel(), rank, self._group.size)
-                works.append(self._group.broadcast(flat[part.start : part.stop], rank, place=f"for updated parameters {index}"))
+                works.append(
+                    self._group.broadcast(
+                        flat[part.start : part.stop], rank, place=f"for updated parameters {index}"
+                    )
+                )
         for work in works:
             work.wait()
 
     def everybodys(self, sums: Sequence[Tensor]) -> Tensor:
-        """What every rank found for the blocks of its slices (`sums[i]` for those of flat tensor i), in the order of the blocks."""
+        """What every rank found for the blocks of its slices (`sums[i]` for those of flat tensor
+        i), in the order of the blocks.
+        """
         wholes = [sums[0].new_zeros(-(-plan.numel // BLOCK)) for plan in self._layout.buckets]
         for plan, whole, mine in zip(self._layout.buckets, wholes, sums, strict=True):
             first = slice_of(plan.numel, self._group.rank, self._group.size).start // BLOCK
@@ -146,15 +187,21 @@ class Shards:
         self._group.all_reduce_small(joined, place="for the gradient's norm").wait()
         return joined
 
-    # -- optimizer state -----------------------------------------------------------------------------------------------------------
+    # -- optimizer state --------------------------------------------------------------------------
 
     def whole_states(self, optimizer: Optimizer) -> Iterator[tuple[int, State]]:
-        """The optimizer's state of one parameter after the other, with its number, as an unsharded optimizer would have it; on all ranks.
+        """The optimizer's state of one parameter after the other, with its number, as an unsharded
+        optimizer would have it; on all ranks.
 
-        A collective: every rank walks it to its end. Whoever lets go of each state has never more than one parameter's whole.
+        A collective: every rank walks it to its end. Whoever lets go of each state has never more
+        than one parameter's whole.
         """
         mine = {
-            place: {name: value for name, value in optimizer.state.get(view, {}).items() if value is not None}
+            place: {
+                name: value
+                for name, value in optimizer.state.get(view, {}).items()
+                if value is not None
+            }
             for place, view in zip(self._places, self.views, strict=True)
         }
         known = self._known(mine)
@@ -164,31 +211,45 @@ class Shards:
                 self._join(state, self.all_pieces[place], known[place], mine.get(place))
             yield number, state
 
-    def _join(self, state: State, piece: Piece, names: Mapping[str, torch.dtype], mine: State | None) -> None:
+    def _join(
+        self, state: State, piece: OwnedRange, names: Mapping[str, torch.dtype], mine: State | None
+    ) -> None:
         """Add to a parameter's state what the rank of this piece has of it."""
         for name, dtype in sorted(names.items()):
             if name in SCALARS:
-                value = torch.zeros((), dtype=dtype) if mine is None else torch.as_tensor(mine[name]).detach().cpu().clone()
-                self._group.host.broadcast(value, piece.rank, place=f"for optimizer state {name}").wait()
+                value = (
+                    torch.zeros((), dtype=dtype)
+                    if mine is None
+                    else torch.as_tensor(mine[name]).detach().cpu().clone()
+                )
+                self._group.host.broadcast(
+                    value, piece.rank, place=f"for optimizer state {name}"
+                ).wait()
                 state[name] = value
                 continue
             if name not in state:
-                state[name] = torch.zeros_like(self.parameters[piece.parameter], dtype=dtype, requires_grad=False)
+                state[name] = torch.zeros_like(
+                    self.parameters[piece.parameter], dtype=dtype, requires_grad=False
+                )
             part = flat_view(state[name])[piece.start : piece.stop]
             if mine is not None:
                 part.copy_(mine[name])
             self._group.broadcast(part, piece.rank, place=f"for optimizer state {name}").wait()
 
-    def state_pieces(self, optimizer: Optimizer, name_of: Callable[[Tensor], str]) -> Iterator[StatePiece]:
-        """The optimizer's state of this rank's pieces, "state/parameter" by name. What is one number for a whole parameter comes with its first piece."""
+    def state_pieces(
+        self, optimizer: Optimizer, name_of: Callable[[Tensor], str]
+    ) -> Iterator[Piece]:
+        """The optimizer's state of this rank's pieces, "state/parameter" by name. What is one
+        number for a whole parameter comes with its first piece.
+        """
         for piece, view in zip(self.pieces, self.views, strict=True):
             whole = self.parameters[piece.parameter]
             for state, value in optimizer.state.get(view, {}).items():
                 name = f"{state}/{name_of(whole)}"
                 if state not in SCALARS and isinstance(value, Tensor):
-                    yield StatePiece(name, value, piece.start, tuple(whole.shape), whole.stride())
+                    yield Piece(name, value, piece.start, tuple(whole.shape), whole.stride())
                 elif value is not None and piece.start == 0:
-                    yield StatePiece(name, torch.as_tensor(value))
+                    yield Piece(name, torch.as_tensor(value))
 
     def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
         """Give this rank's pieces of a parameter their part of its state."""
@@ -198,22 +259,169 @@ class Shards:
                 continue
             for name, value in whole.items():
                 if isinstance(value, Tensor) and name not in SCALARS:
-                    value = flat_like(value.to(like.device, like.dtype), like)[piece.start : piece.stop]
+                    value = flat_like(value.to(like.device, like.dtype), like)[
+                        piece.start : piece.stop
+                    ]
                 optimizer.state[view][name] = value.clone() if isinstance(value, Tensor) else value
 
     @property
     def _places(self) -> list[int]:
-        return [place for place, piece in enumerate(self.all_pieces) if piece.rank == self._group.rank]
+        return [
+            place for place, piece in enumerate(self.all_pieces) if piece.rank == self._group.rank
+        ]
 
     def _known(self, mine: dict[int, State]) -> dict[int, dict[str, torch.dtype]]:
-        """Of which pieces there is what state, and its dtype, parameter by parameter, in the same order on all ranks."""
-        ours = {place: {name: torch.as_tensor(value).dtype for name, value in state.items()} for place, state in mine.items() if state}
+        """Of which pieces there is what state, and its dtype, parameter by parameter, in the
+        same order on all ranks.
+        """
+        ours = {
+            place: {name: torch.as_tensor(value).dtype for name, value in state.items()}
+            for place, state in mine.items()
+            if state
+        }
         self._group.say("all_gather of what optimizer state there is")
         self._group.wait_for_all(self._group.number)
         everybodys: list[Any] = [None] * self._group.size
         dist.all_gather_object(everybodys, ours, group=self._group.host.process_group)
         joined = {place: names for known in everybodys for place, names in known.items()}
-        return {place: joined[place] for place in sorted(joined, key=lambda place: (self.all_pieces[place].parameter, place))}
+        return {
+            place: joined[place]
+            for place in sorted(joined, key=lambda place: (self.all_pieces[place].parameter, place))
+        }
+
+
+class Dealt:
+    """Whole parameters, each of which one rank of a group owns and updates. Every rank makes it and
+    calls its methods alike.
+
+    For optimizers that must see a whole parameter, or that nobody knows, and for models too small
+    to be cut into slices. The user's optimizer holds the parameters themselves. Their memory stays
+    where it is.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: Group) -> None:
+        self.parameters, self._group = parameters, group
+        loads = [0] * group.size
+        self._owners = [0] * len(parameters)
+        for number in sorted(
+            range(len(parameters)), key=lambda number: -parameters[number].numel()
+        ):
+            owner = loads.index(min(loads))
+            self._owners[number] = owner
+            loads[owner] += parameters[number].numel()
+        self._owner_of = {
+            id(each): owner for each, owner in zip(parameters, self._owners, strict=True)
+        }
+
+    def mine_of(self, parameter: Tensor) -> list[Tensor]:
+        """The parameter, where it is this rank's."""
+        return [parameter] if self._owner_of[id(parameter)] == self._group.rank else []
+
+    def take_gradients(self) -> None:
+        """The optimizer finds them where they are."""
+
+    def gather(self) -> None:
+        """After this rank's parameters were updated: every rank gets everybody's."""
+        if self._group.size == 1:
+            return
+        works: list[tuple[int, list[Tensor], Tensor, Work]] = []
+        by_memory: dict[Any, list[Tensor]] = {}
+        for parameter, owner in zip(self.parameters, self._owners, strict=True):
+            by_memory.setdefault((owner, parameter.dtype, parameter.device), []).append(
+                parameter.detach()
+            )
+        for (owner, _, _), members in by_memory.items():
+            flat = torch.cat([each.reshape(-1) for each in members])
+            works.append(
+                (
+                    owner,
+                    members,
+                    flat,
+                    self._group.broadcast(flat, owner, place="for updated parameters"),
+                )
+            )
+        for owner, members, flat, work in works:
+            work.wait()
+            if owner != self._group.rank:
+                for each, part in zip(
+                    members, flat.split([each.numel() for each in members]), strict=True
+                ):
+                    each.copy_(part.view(each.shape))
+
+    # -- optimizer state --------------------------------------------------------------------------
+
+    def whole_states(self, optimizer: Optimizer) -> Iterator[tuple[int, State]]:
+        """The optimizer's state of one parameter after the other, with its number; on all ranks.
+
+        A collective: every rank walks it to its end. Raises UsageError for state that is neither
+        tensors nor plain values.
+        """
+        mine = {
+            number: {
+                name: _described(name, value) for name, value in optimizer.state[parameter].items()
+            }
+            for number, parameter in enumerate(self.parameters)
+            if self._owners[number] == self._group.rank and parameter in optimizer.state
+        }
+        said = everybodys(mine, self._group.host, "for what optimizer state there is")
+        for number, parameter in enumerate(self.parameters):
+            known = said[self._owners[number]].get(str(number))
+            if known is not None:
+                yield (
+                    number,
+                    {
+                        name: self._value(optimizer, number, parameter, name, each)
+                        for name, each in known.items()
+                    },
+                )
+
+    def _value(
+        self, optimizer: Optimizer, number: int, parameter: Tensor, name: str, described: Any
+    ) -> Any:
+        if described[0] == "plain":
+            return decoded(described[1])
+        _, dtype, shape, on_cpu = described
+        owner = self._owners[number]
+        if owner == self._group.rank:
+            tensor = optimizer.state[parameter][name].detach().clone()
+        else:
+            tensor = torch.empty(
+                shape, dtype=getattr(torch, dtype), device="cpu" if on_cpu else parameter.device
+            )
+        group = self._group.host if on_cpu else self._group
+        group.broadcast(tensor, owner, place=f"for optimizer state {name}").wait()
+        return tensor
+
+    def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
+        """Give a parameter's owner its state."""
+        parameter = self.parameters[number]
+        if self._owners[number] == self._group.rank:
+            optimizer.state[parameter] = {
+                name: _fitting(value, name, parameter) for name, value in whole.items()
+            }
+
+
+def _described(name: str, value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [
+            "tensor",
+            str(value.dtype).removeprefix("torch."),
+            list(value.shape),
+            value.device.type == "cpu",
+        ]
+    return ["plain", encoded(value, f"the optimizer's state {name}")]
+
+
+def _fitting(value: Any, name: str, parameter: Tensor) -> Any:
+    """As torch's `Optimizer.load_state_dict` has it: on the parameter's device and in its dtype,
+    but for the count of steps.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if name == "step":
+        return value.clone()
+    dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+    return value.to(device=parameter.device, dtype=dtype, copy=True)
 
 
 def flat_view(tensor: Tensor) -> Tensor:
@@ -222,8 +430,12 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def flat_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor's elements in the order in which those of `like` lie; a view where both lie alike."""
+    """A tensor's elements in the order in which those of `like` lie; a view where both lie
+    alike.
+    """
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     if tensor.stride() != like.stride() and tensor.numel() > 1:
-        tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        tensor = torch.empty_strided(
+            like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
     return flat_view(tensor)

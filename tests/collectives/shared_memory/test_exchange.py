@@ -1,4 +1,6 @@
-"""Broadcast, all-gather and reduce-scatter through shared memory give what the backend gives, at the edges too."""
+"""Broadcast, all-gather and reduce-scatter through shared memory give what the backend gives, at
+the edges too.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ def noise(shape: tuple[int, ...], rank: int, dtype: torch.dtype) -> Tensor:
 
 
 SHAPES = [(), (0, 3), (1,), (7, 3), (PIECE // 4 + 5,), ((SLOTS + 1) * PIECE // 4 + 1,)]
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.int16,
+    torch.bool,
+    torch.complex64,
+]
 
 
 def everything(world: lockstep.World, algorithm: Any) -> list[Tensor]:
@@ -32,21 +42,32 @@ def everything(world: lockstep.World, algorithm: Any) -> list[Tensor]:
             found.append(collectives.broadcast(tensor.clone(), world.size - 1, algorithm=algorithm))
             found.append(collectives.all_gather(tensor, algorithm=algorithm))
             if shape:
-                found.append(collectives.all_gather(tensor[: world.rank + 1], algorithm=algorithm))  # other lengths
+                # other lengths
+                found.append(collectives.all_gather(tensor[: world.rank + 1], algorithm=algorithm))
                 op = "max" if dtype == torch.bool else "sum"
                 found.append(collectives.reduce_scatter(tensor, op, algorithm=algorithm))
             if len(shape) == 2:
                 askew = noise((3, 7), world.rank, dtype).t()
-                found.append(collectives.broadcast(askew.clone().t().contiguous().t(), 0, algorithm=algorithm))
+                found.append(
+                    collectives.broadcast(
+                        askew.clone().t().contiguous().t(), 0, algorithm=algorithm
+                    )
+                )
                 found.append(collectives.all_gather(askew, algorithm=algorithm))
-    found.append(collectives.reduce_scatter(noise((5, 2), world.rank, torch.float32), "mean", algorithm=algorithm))
+    found.append(
+        collectives.reduce_scatter(
+            noise((5, 2), world.rank, torch.float32), "mean", algorithm=algorithm
+        )
+    )
     return found
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_they_give_what_the_backend_gives(workers: int) -> None:
     for native, ours in zip(
-        run_ranks(everything, workers, args=("native",)), run_ranks(everything, workers, args=("shared_memory",)), strict=True
+        run_ranks(everything, workers, args=("native",)),
+        run_ranks(everything, workers, args=("shared_memory",)),
+        strict=True,
     ):
         for expected, found in zip(native, ours, strict=True):
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
@@ -59,7 +80,13 @@ def test_they_give_what_the_backend_gives(workers: int) -> None:
 
 def chosen(world: lockstep.World, backend_raises: bool) -> list[int]:
     if backend_raises:
-        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        for name in (
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+            "reduce_scatter_tensor",
+        ):
             setattr(torch.distributed, name, None)
     mine = torch.full((world.size,), world.rank)
     return [
@@ -79,7 +106,13 @@ def alone(world: lockstep.World) -> None:
 
 
 def test_one_rank_shares_with_nobody() -> None:
-    with pytest.raises(WorkerFailed, match="algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more than one"):
+    with pytest.raises(
+        WorkerFailed,
+        match=(
+            "algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more"
+            " than one"
+        ),
+    ):
         run_ranks(alone, 1)
 
 
@@ -94,7 +127,9 @@ def test_a_root_outside_is_refused() -> None:
 
 def mixed_flight(world: lockstep.World) -> list[float]:
     """Different kinds at once, waited for backwards."""
-    tensors = [torch.full((PIECE // 4 + number,), float(world.rank + number)) for number in range(6)]
+    tensors = [
+        torch.full((PIECE // 4 + number,), float(world.rank + number)) for number in range(6)
+    ]
     handles: list[Any] = []
     for number, tensor in enumerate(tensors):
         if number % 3 == 0:

@@ -1,4 +1,6 @@
-"""All-reduce through shared memory: the right sum, the same bits on every rank, several at once, and nobody waits for the dead."""
+"""All-reduce through shared memory: the right sum, the same bits on every rank, several at once,
+and nobody waits for the dead.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from torch import Tensor
 
 import lockstep
 from lockstep import collectives
-from lockstep import world_groups as module
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
 from lockstep.collectives.shared_memory.fold import fold
 from lockstep.errors import CollectiveTimeout, UsageError
 from lockstep.testing import run_ranks
+from lockstep.world import groups as module
 
 
 def noise(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,11 +26,18 @@ def noise(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def sums(world: lockstep.World) -> dict[str, Tensor]:
     assert world.group.memory is not None
     found = {}
-    counts = {"one": 1, "a piece": PIECE // 4, "a piece and one": PIECE // 4 + 1, "more than there are slots": (SLOTS + 2) * PIECE // 4 - 3}
+    counts = {
+        "one": 1,
+        "a piece": PIECE // 4,
+        "a piece and one": PIECE // 4 + 1,
+        "more than there are slots": (SLOTS + 2) * PIECE // 4 - 3,
+    }
     for name, count in counts.items():
         found[name] = collectives.all_reduce(noise(world.rank, count), algorithm="shared_memory")
     for dtype in (torch.bfloat16, torch.float16):
-        found[str(dtype)] = collectives.all_reduce(noise(world.rank, 1000, dtype), "mean", algorithm="shared_memory")
+        found[str(dtype)] = collectives.all_reduce(
+            noise(world.rank, 1000, dtype), "mean", algorithm="shared_memory"
+        )
     return found
 
 
@@ -38,25 +47,39 @@ def test_everybody_has_the_bits_of_the_balanced_tree(workers: int) -> None:
     for name, first in everyone[0].items():
         assert all(torch.equal(found[name], first) for found in everyone), name
         if first.dtype == torch.float32:
-            assert torch.equal(first, fold([noise(rank, len(first)) for rank in range(workers)], "sum")), name
+            assert torch.equal(
+                first, fold([noise(rank, len(first)) for rank in range(workers)], "sum")
+            ), name
         else:
-            exact = torch.stack([noise(rank, 1000, first.dtype).double() for rank in range(workers)]).mean(0)
-            assert torch.equal(first, exact.to(first.dtype)) or torch.allclose(first.double(), exact, rtol=1e-2, atol=1e-3)
+            exact = torch.stack(
+                [noise(rank, 1000, first.dtype).double() for rank in range(workers)]
+            ).mean(0)
+            assert torch.equal(first, exact.to(first.dtype)) or torch.allclose(
+                first.double(), exact, rtol=1e-2, atol=1e-3
+            )
 
 
 def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
     big, tiny = torch.tensor([1.0]), torch.tensor([2.0**-24])
-    assert fold([big, tiny, tiny, tiny], "sum").item() == 1 + 2.0**-23  # ((1 + t) + (t + t)); one after the other it would stay 1
+    # ((1 + t) + (t + t)); one after the other it would stay 1
+    assert fold([big, tiny, tiny, tiny], "sum").item() == 1 + 2.0**-23
     assert fold([tiny, big, tiny], "sum").item() == 1  # ((t + 1) + t)
 
 
 def in_flight(world: lockstep.World) -> list[float]:
-    """Twelve at once, large and small, waited for in another order on each rank; in between others that go another way."""
+    """Twelve at once, large and small, waited for in another order on each rank; in between
+    others that go another way.
+    """
     sizes = [3, 3 * PIECE // 4, 10, (SLOTS + 1) * PIECE // 4] * 3
     tensors = [torch.full((size,), float(number + world.rank)) for number, size in enumerate(sizes)]
-    handles = [collectives.all_reduce(tensor, algorithm="shared_memory", async_op=True) for tensor in tensors]
+    handles = [
+        collectives.all_reduce(tensor, algorithm="shared_memory", async_op=True)
+        for tensor in tensors
+    ]
     other = collectives.all_reduce(torch.ones(5), algorithm="native", async_op=True)
-    order = torch.randperm(len(tensors), generator=torch.Generator().manual_seed(world.rank)).tolist()
+    order = torch.randperm(
+        len(tensors), generator=torch.Generator().manual_seed(world.rank)
+    ).tolist()
     for number in order:
         handles[number].wait()
     assert other is not None
@@ -104,7 +127,10 @@ def test_who_does_not_come_is_named() -> None:
 def test_elsewhere_it_is_refused() -> None:
     with (
         lockstep.init(backend="gloo"),
-        pytest.raises(UsageError, match="algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host"),
+        pytest.raises(
+            UsageError,
+            match="algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host",
+        ),
     ):
         collectives.all_reduce(torch.ones(2), algorithm="shared_memory")
 

@@ -1,8 +1,9 @@
-"""Tensors that lie in shared memory: summed where they are, by slices, in tree order; and slices that go round."""
+"""Tensors that lie in shared memory: summed where they are, by slices, in tree order; and slices
+that go round.
+"""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,11 @@ TYPES = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.floa
 
 
 def noise(rank: int, number: int) -> Tensor:
-    return torch.randn(SIZES[number], generator=torch.Generator().manual_seed(10 * rank + number), dtype=torch.float32).to(TYPES[number])
+    return torch.randn(
+        SIZES[number],
+        generator=torch.Generator().manual_seed(10 * rank + number),
+        dtype=torch.float32,
+    ).to(TYPES[number])
 
 
 def summed(world: lockstep.World, rounds: int, scattered: bool, divisor: float) -> list[Tensor]:
@@ -32,7 +37,10 @@ def summed(world: lockstep.World, rounds: int, scattered: bool, divisor: float) 
     for _ in range(rounds):
         for number, tensors in enumerate(everybodys):
             tensors[world.rank].copy_(noise(world.rank, number))
-        works = [memory.sum_in_place(tensors, divisor=lambda: divisor, scattered=scattered) for tensors in everybodys]
+        works = [
+            memory.sum_in_place(tensors, divisor=lambda: divisor, scattered=scattered)
+            for tensors in everybodys
+        ]
         small = memory.all_reduce(torch.ones(1))
         for work in reversed(works):
             work.wait()
@@ -45,7 +53,9 @@ def test_the_sum_is_along_the_tree_and_divided_once(workers: int) -> None:
     found = run_ranks(summed, workers, args=(3, False, 3.0))
     for number, dtype in enumerate(TYPES):
         wide = torch.float32 if dtype == torch.bfloat16 else dtype
-        expected = (fold([noise(rank, number).to(wide) for rank in range(workers)], "sum").to(dtype)).div_(3.0)
+        expected = (
+            fold([noise(rank, number).to(wide) for rank in range(workers)], "sum").to(dtype)
+        ).div_(3.0)
         for tensors in found:
             assert torch.equal(tensors[number], expected)
 
@@ -54,7 +64,9 @@ def test_scattered_a_rank_has_its_slice_and_keeps_its_own_elsewhere() -> None:
     for rank, tensors in enumerate(run_ranks(summed, 3, args=(1, True, 1.0))):
         mine = slice_of(SIZES[3], rank, 3)
         expected = noise(rank, 3)
-        expected[mine.start : mine.stop] = fold([noise(other, 3).float() for other in range(3)], "sum")[mine.start : mine.stop].bfloat16()
+        expected[mine.start : mine.stop] = fold(
+            [noise(other, 3).float() for other in range(3)], "sum"
+        )[mine.start : mine.stop].bfloat16()
         assert torch.equal(tensors[3], expected)
 
 
@@ -66,7 +78,9 @@ def rounds(world: lockstep.World) -> list[float]:
     for number in range(50):
         tensors[world.rank][mine.start : mine.stop] = 100.0 * number + world.rank
         memory.gather_slices([tensors])
-        assert tensors[world.rank].unique().tolist() == [100.0 * number + rank for rank in range(world.size)]
+        assert tensors[world.rank].unique().tolist() == [
+            100.0 * number + rank for rank in range(world.size)
+        ]
     return tensors[world.rank].unique().tolist()
 
 
@@ -78,7 +92,11 @@ def otherwise(world: lockstep.World) -> None:
     memory = world.group.memory
     assert memory is not None
     with pytest.raises(
-        CollectiveMismatch, match=r"rank 0 shared memory of 4096 bytes at test_resident.py:\d+; rank 1 shared memory of 8192 bytes"
+        CollectiveMismatch,
+        match=(
+            r"rank 0 shared memory of 4096 bytes at test_resident.py:\d+; rank 1 shared memory of"
+            r" 8192 bytes"
+        ),
     ):
         memory.allocate([1 + 1024 * world.rank], [torch.float32])
     world.close(failed=True)
@@ -117,13 +135,21 @@ except PeerFailed as error:
 @pytest.mark.parametrize("when", ["before", "in the middle"])
 @pytest.mark.parametrize("way", ["in place", "through slots"])
 def test_a_dead_rank_is_named_by_all_others_and_leaves_nothing_behind(way: str, when: str) -> None:
-    """No launcher here: it would end the others before they could say anything."""
-    before = set(os.listdir("/dev/shm"))
+    """No launcher here: it would end the others before they could say anything. What is left
+    behind, `nothing_left` in conftest.py finds.
+    """
     ranks = [
-        subprocess.Popen([sys.executable, "-c", DIES, str(rank), way, when], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", DIES, str(rank), way, when],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(3)
     ]
     outputs = [rank.communicate()[0] for rank in ranks]
     for survivor in (0, 2):
-        assert re.match(r"rank 1 \(pid \d+\) has ended; its last collective was #\d+: all_reduce", outputs[survivor])
-    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before
+        assert re.match(
+            r"rank 1 \(pid \d+\) has ended; its last collective was #\d+: all_reduce",
+            outputs[survivor],
+        )

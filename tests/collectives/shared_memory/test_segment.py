@@ -30,7 +30,9 @@ def test_all_see_what_each_writes() -> None:
 def test_a_rank_of_another_host_is_told() -> None:
     store = dist.HashStore()
     store.set("key/path", "another-boot pid:[1] /proc/1/fd/3")
-    with pytest.raises(UsageError, match="rank 2 is on another host, or in another container, than rank 0"):
+    with pytest.raises(
+        UsageError, match="rank 2 is on another host, or in another container, than rank 0"
+    ):
         segment.share(store, "key", 2, 3, 100, SECOND)
 
 

@@ -96,7 +96,10 @@ def together(rank_that_leaves: int | None) -> tuple[float, list[float]]:
 @pytest.mark.parametrize("workers", [2, 5])
 def test_sums_of_ranks_on_one_core(workers: int) -> None:
     expected = sum(sum(rank + step for rank in range(workers)) for step in range(50))
-    assert lockstep.launch(together, workers, (None,)) == [(expected, [float(rank) for rank in range(workers)])] * workers
+    assert (
+        lockstep.launch(together, workers, (None,))
+        == [(expected, [float(rank) for rank in range(workers)])] * workers
+    )
 
 
 def test_a_rank_that_leaves_is_named_by_those_that_sleep() -> None:

@@ -1,4 +1,6 @@
-"""The StreamLoader: nothing lost or twice, no rank left waiting, and with "items" the same steps at any number of ranks and workers."""
+"""The StreamLoader: nothing lost or twice, no rank left waiting, and with "items" the same steps
+at any number of ranks and workers.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.iterable.loader import StreamLoader
 from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError, WorkerFailed
-from lockstep.gradients.exact.choice import check_window
-from lockstep.stepper import Stepper
+from lockstep.gradients.exact import check_window
+from lockstep.step.stepper import Stepper
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 
 
 class Numbers(IterableDataset[Any]):
@@ -38,7 +40,9 @@ class Numbers(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for number in range(self.samples):
             value = 100 * self.epoch + number
-            drawn = torch.rand(()).item() + np.random.rand() + random.random() if self.draws else 0.0
+            drawn = (
+                torch.rand(()).item() + np.random.rand() + random.random() if self.draws else 0.0
+            )
             yield (value, drawn) if self.draws else value
 
 
@@ -53,7 +57,9 @@ class SplitsByWorker(Numbers):
 
 
 class SharesItsEpoch(SplitsByWorker):
-    """As Hugging Face's do: all workers have one, and add to it what is missing. This one takes its time between the two."""
+    """As Hugging Face's do: all workers have one, and add to it what is missing. This one takes
+    its time between the two.
+    """
 
     def __init__(self, samples: int) -> None:
         self.samples, self._epoch = samples, torch.zeros((), dtype=torch.int64).share_memory_()
@@ -88,7 +94,9 @@ class Own(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(100 * self.rank, 100 * self.rank + self.counts[self.rank])[worker::workers])
+        return iter(
+            range(100 * self.rank, 100 * self.rank + self.counts[self.rank])[worker::workers]
+        )
 
 
 class Stateful(Numbers):
@@ -113,7 +121,9 @@ class Stateful(Numbers):
 
 
 class CountsForItsOwnLoader(Numbers):
-    """As mosaicml's StreamingDataset: its methods of these names are called by its own loader, with what that has counted."""
+    """As mosaicml's StreamingDataset: its methods of these names are called by its own loader,
+    with what that has counted.
+    """
 
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         return {"sample": num_samples, "from_beginning": from_beginning}
@@ -154,12 +164,17 @@ def walked(ours: StreamLoader, epochs: int, start: int | None = None) -> Seen:
     found: Seen = {}
     for epoch in ours.epochs(epochs, start):
         for window in epoch:
-            found |= {(window.epoch, window.step, slot): data(batch) for slot, batch in zip(window.slots, window, strict=True)}
+            found |= {
+                (window.epoch, window.step, slot): data(batch)
+                for slot, batch in zip(window.slots, window, strict=True)
+            }
             assert window.counts == [len(places) for places in window.positions]
     return found
 
 
-def on_rank(world: World, dataset: Any, epochs: int, options: dict[str, Any]) -> tuple[Seen, list[int]]:
+def on_rank(
+    world: World, dataset: Any, epochs: int, options: dict[str, Any]
+) -> tuple[Seen, list[int]]:
     """What a rank sees, and the number of its samples in every window."""
     ours = loader(dataset, **options)
     samples = [window.samples for epoch in ours.epochs(epochs) for window in epoch]
@@ -168,7 +183,9 @@ def on_rank(world: World, dataset: Any, epochs: int, options: dict[str, Any]) ->
     return found, samples
 
 
-def everywhere(size: int, dataset: Any, epochs: int = 1, **options: Any) -> list[tuple[Seen, list[int]]]:
+def everywhere(
+    size: int, dataset: Any, epochs: int = 1, **options: Any
+) -> list[tuple[Seen, list[int]]]:
     if size == 1:
         return [on_rank(None, dataset, epochs, options)]  # type: ignore[arg-type]
     return run_ranks(on_rank, size, args=(dataset, epochs, options))
@@ -185,8 +202,14 @@ def together(ranks: list[tuple[Seen, list[int]]]) -> Seen:
 def test_items_are_cut_alike_at_any_number_of_ranks_and_workers(size: int, workers: int) -> None:
     expected = together(everywhere(1, Numbers(21, draws=True), epochs=2))
     assert len(expected) == 2 * (4 + 4 + 3)
-    assert [batch[0] for key, batch in sorted(expected.items()) if key[0] == 1][:2] == [[100, 101], [102, 103]]
-    assert together(everywhere(size, Numbers(21, draws=True), epochs=2, num_workers=workers)) == expected
+    assert [batch[0] for key, batch in sorted(expected.items()) if key[0] == 1][:2] == [
+        [100, 101],
+        [102, 103],
+    ]
+    assert (
+        together(everywhere(size, Numbers(21, draws=True), epochs=2, num_workers=workers))
+        == expected
+    )
 
 
 def test_fewer_items_than_ranks_and_ranks_without_a_share() -> None:
@@ -203,8 +226,16 @@ def test_drop_last_drops_on_all_ranks(drop_last: bool) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_dataset_that_shards_itself_by_worker_loses_nothing_either_way(workers: int) -> None:
     for sharding in ("items", "dataset"):
-        found = together(run_ranks(on_rank_quietly, 2, args=(SplitsByWorker(21), {"num_workers": workers, "sharding": sharding})))
-        assert sorted(number for batch in found.values() for number in batch) == list(range(21)), sharding
+        found = together(
+            run_ranks(
+                on_rank_quietly,
+                2,
+                args=(SplitsByWorker(21), {"num_workers": workers, "sharding": sharding}),
+            )
+        )
+        assert sorted(number for batch in found.values() for number in batch) == list(range(21)), (
+            sharding
+        )
 
 
 def on_rank_quietly(world: World, dataset: Any, options: dict[str, Any]) -> tuple[Seen, list[int]]:
@@ -215,15 +246,25 @@ def on_rank_quietly(world: World, dataset: Any, options: dict[str, Any]) -> tupl
 def told(world: World, options: dict[str, Any]) -> AbstractContextManager[Any]:
     """Rank 0 says that the order depends on the number of ranks."""
     says = options.get("sharding") == "dataset" and world.rank == 0
-    return pytest.warns(LockstepWarning, match="depends on the number of ranks") if says else nullcontext()
+    return (
+        pytest.warns(LockstepWarning, match="depends on the number of ranks")
+        if says
+        else nullcontext()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_rank_that_is_dry_has_empty_windows_until_all_are(workers: int) -> None:
     counts = [3, 17, 0]
-    ranks = run_ranks(on_rank_quietly, 3, args=(Own(counts), {"batch_per_rank": 2, "num_workers": workers, "sharding": "dataset"}))
+    ranks = run_ranks(
+        on_rank_quietly,
+        3,
+        args=(Own(counts), {"batch_per_rank": 2, "num_workers": workers, "sharding": "dataset"}),
+    )
     found = [sorted(number for batch in seen.values() for number in batch) for seen, _ in ranks]
-    assert found == [[100 * rank + number for number in range(count)] for rank, count in enumerate(counts)]
+    assert found == [
+        [100 * rank + number for number in range(count)] for rank, count in enumerate(counts)
+    ]
     assert ranks[2][1] == [0] * 9
     assert sum(ranks[0][1][2:]) == 0
 
@@ -235,7 +276,9 @@ def test_drop_last_of_own_streams_stops_at_the_first_that_is_not_full() -> None:
 
 
 def test_world_size_is_said_once() -> None:
-    said = run_ranks(warnings_of, 2, args=(Own([4, 4]), {"batch_per_rank": 2, "sharding": "dataset"}))
+    said = run_ranks(
+        warnings_of, 2, args=(Own([4, 4]), {"batch_per_rank": 2, "sharding": "dataset"})
+    )
     assert [len(each) for each in said] == [1, 0]
     assert "order of Own depends on the number of ranks" in said[0][0]
 
@@ -249,13 +292,15 @@ def warnings_of(world: World, dataset: Any, options: dict[str, Any]) -> list[str
     return [str(warning.message) for warning in caught if warning.category is LockstepWarning]
 
 
-# -- resume ----------------------------------------------------------------------------------------------------------------------------
+# -- resume --------------------------------------------------------------------------------------
 
 
 def stopped(dataset: Any, after: int, **options: Any) -> dict[str, Any]:
     """The state after some windows of two epochs."""
     ours = loader(dataset, **options)
-    for _, _window in zip(range(after), (window for epoch in ours.epochs(2) for window in epoch), strict=False):
+    for _, _window in zip(
+        range(after), (window for epoch in ours.epochs(2) for window in epoch), strict=False
+    ):
         state = ours.state_dict()
     ours.close()
     return state
@@ -269,7 +314,9 @@ def test_without_a_state_of_its_own_it_skips_and_says_so(after: int, workers: in
     assert state["step"] == after  # the window that was fetched ahead does not count
     ours = loader(Numbers(21, draws=True))
     ours.load_state_dict(state)
-    with pytest.warns(LockstepWarning, match=rf"the first {8 * ((after - 1) % 3 + 1)} items .* skipped"):
+    with pytest.warns(
+        LockstepWarning, match=rf"the first {8 * ((after - 1) % 3 + 1)} items .* skipped"
+    ):
         rest = walked(ours, 2)
     assert rest == {key: batch for key, batch in whole.items() if key[1] >= after}
 
@@ -332,7 +379,7 @@ def test_another_trainings_state_is_refused() -> None:
         loader(Numbers(9), seed=1).load_state_dict(stopped(Numbers(9), 1))
 
 
-# -- training --------------------------------------------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------
 
 
 class Rows(IterableDataset[Any]):
@@ -344,7 +391,9 @@ class Rows(IterableDataset[Any]):
             yield torch.tensor([number / 7, 1.0, number % 3])
 
 
-def train(world: World, dataset: Any, options: dict[str, Any], rows: bool = True) -> tuple[list[list[float]], list[tuple[int, ...]]]:
+def train(
+    world: World, dataset: Any, options: dict[str, Any], rows: bool = True
+) -> tuple[list[list[float]], list[tuple[int, ...]]]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     stepper = Stepper(model, torch.optim.SGD(model.parameters(), lr=0.05), world=world)
@@ -371,12 +420,14 @@ def test_training_gives_the_same_weights_at_any_number_of_ranks() -> None:
 
 
 def test_a_dry_rank_takes_part_with_weight_0() -> None:
-    ranks = run_ranks(train, 2, args=(Own([2, 7]), {"batch_per_rank": 2, "sharding": "dataset"}, False))
+    ranks = run_ranks(
+        train, 2, args=(Own([2, 7]), {"batch_per_rank": 2, "sharding": "dataset"}, False)
+    )
     assert ranks[0] == ranks[1]
     assert ranks[0][1] == [(2, 2), (0, 2), (0, 2), (0, 1)] * 2
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------------------------
+# -- what goes wrong -----------------------------------------------------------------------------
 
 
 def caught(world: World, dataset: Any, options: dict[str, Any]) -> tuple[str, str]:
@@ -393,7 +444,9 @@ def caught(world: World, dataset: Any, options: dict[str, Any]) -> tuple[str, st
 
 def test_a_dataset_without_items_is_an_error_on_all_ranks() -> None:
     said = run_ranks(caught, 2, args=(Numbers(0), {}))
-    assert [(kind, "the dataset yielded nothing in epoch 0" in text) for kind, text in said] == [("UsageError", True)] * 2
+    assert [(kind, "the dataset yielded nothing in epoch 0" in text) for kind, text in said] == [
+        ("UsageError", True)
+    ] * 2
     ours = loader(iter(range(4)))
     with pytest.raises(UsageError, match="yielded nothing in epoch 1"):
         walked(ours, 2)
@@ -401,7 +454,9 @@ def test_a_dataset_without_items_is_an_error_on_all_ranks() -> None:
 
 def test_ranks_that_read_different_streams_are_told() -> None:
     said = run_ranks(differing, 2)
-    assert [(kind, "does not yield the same on all ranks" in text) for kind, text in said] == [("UsageError", True)] * 2
+    assert [(kind, "does not yield the same on all ranks" in text) for kind, text in said] == [
+        ("UsageError", True)
+    ] * 2
 
 
 def differing(world: World) -> tuple[str, str]:
@@ -427,9 +482,9 @@ def test_what_the_dataset_raises_is_told_where_and_after_the_good_windows() -> N
             seen += [window.step for epoch in ours.epochs(1) for window in collecting(epoch, seen)]
         ours.close()
         assert seen == [0, 1]
-        assert f"This was Raises, in epoch 0, {where}, after 5 of its items." in str(error.value) + "".join(
-            getattr(error.value, "__notes__", ())
-        )
+        assert f"This was Raises, in epoch 0, {where}, after 5 of its items." in str(
+            error.value
+        ) + "".join(getattr(error.value, "__notes__", ()))
 
 
 def collecting(epoch: Any, seen: list[int]) -> Iterator[Any]:
@@ -445,12 +500,16 @@ def test_the_others_hear_of_a_rank_that_failed() -> None:
 
 
 def failing_on_one(world: World) -> tuple[str, str]:
-    return caught(world, Raises(20) if world.rank else Numbers(20), {"global_batch": 2, "micro_batch": 1})
+    return caught(
+        world, Raises(20) if world.rank else Numbers(20), {"global_batch": 2, "micro_batch": 1}
+    )
 
 
 def test_a_worker_that_dies_is_named() -> None:
     ours = loader(Dies(4), num_workers=1)
-    with pytest.raises(LockstepError, match=r"rank 0's loader worker 0 \(pid \d+\) died by SIGKILL"):
+    with pytest.raises(
+        LockstepError, match=r"rank 0's loader worker 0 \(pid \d+\) died by SIGKILL"
+    ):
         walked(ours, 1)
     ours.close()
 
@@ -459,7 +518,10 @@ def test_a_worker_that_dies_is_named() -> None:
     ("options", "says"),
     [
         ({"global_batch": 2, "micro_batch": 3}, "micro_batch=3 is larger than global_batch=2"),
-        ({"global_batch": 7, "sharding": "dataset"}, "global_batch=7 is not a multiple of micro_batch=2"),
+        (
+            {"global_batch": 7, "sharding": "dataset"},
+            "global_batch=7 is not a multiple of micro_batch=2",
+        ),
         ({"global_batch": None}, "give exactly one"),
         ({"batch_per_rank": 3, "micro_batch": 2}, "batch_per_rank=3 is not a multiple"),
         ({"sharding": "mine"}, "sharding='mine': choose one of items, dataset"),
@@ -487,7 +549,12 @@ def test_what_is_not_iterable_is_refused() -> None:
 
 def test_the_callers_random_states_and_environment_are_left_alone() -> None:
     def states() -> Any:
-        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate(), dict(os.environ)  # type: ignore[index]
+        return (
+            torch.get_rng_state().tolist(),
+            np.random.get_state()[1].tolist(),
+            random.getstate(),
+            dict(os.environ),
+        )  # type: ignore[index]
 
     before = states()
     for workers in (0, 1):
@@ -500,14 +567,24 @@ def test_the_callers_random_states_and_environment_are_left_alone() -> None:
 
 
 def test_it_describes_itself() -> None:
-    assert loader(Numbers(3)).describe() == "global batch 8 = 4 micro-batches x 2; 1 rank x 4; an iterable dataset, sharded by the loader"
-    assert loader(Numbers(3), batch_per_rank=3).describe().endswith("(this recipe depends on the world size)")
+    assert (
+        loader(Numbers(3)).describe()
+        == "global batch 8 = 4 micro-batches x 2; 1 rank x 4; an iterable dataset, sharded by the"
+        " loader"
+    )
+    assert (
+        loader(Numbers(3), batch_per_rank=3)
+        .describe()
+        .endswith("(this recipe depends on the world size)")
+    )
 
 
 @pytest.mark.parametrize("wraps", [False, True])
 def test_workers_that_share_their_epoch_do_not_advance_it_twice(wraps: bool) -> None:
     dataset = SharesItsEpoch(8)
-    ours = loader(Wraps(dataset) if wraps else dataset, sharding="dataset", num_workers=2, batch_per_rank=2)
+    ours = loader(
+        Wraps(dataset) if wraps else dataset, sharding="dataset", num_workers=2, batch_per_rank=2
+    )
     seen = walked(ours, 3)
     ours.close()
     assert sorted(number for batch in seen.values() for number in batch) == [
@@ -515,12 +592,14 @@ def test_workers_that_share_their_epoch_do_not_advance_it_twice(wraps: bool) -> 
     ]
 
 
-# -- other people's datasets -----------------------------------------------------------------------------------------------------------
+# -- other people's datasets ---------------------------------------------------------------------
 
 
 def hugging_face() -> Any:
     datasets = pytest.importorskip("datasets")
-    return datasets.IterableDataset.from_generator(shards_of_numbers, gen_kwargs={"shards": [0, 1, 2, 3, 4, 5]})
+    return datasets.IterableDataset.from_generator(
+        shards_of_numbers, gen_kwargs={"shards": [0, 1, 2, 3, 4, 5]}
+    )
 
 
 def shards_of_numbers(shards: list[int]) -> Iterator[dict[str, int]]:
@@ -529,9 +608,21 @@ def shards_of_numbers(shards: list[int]) -> Iterator[dict[str, int]]:
             yield {"x": 10 * shard + number}
 
 
-def foreign(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: str, workers: int, after: int) -> Any:
+def foreign(
+    world: World,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    key: str,
+    workers: int,
+    after: int,
+) -> Any:
     """Every sample of two epochs by epoch, and what is left after a resume."""
-    options: dict[str, Any] = {"batch_per_rank": 2, "num_workers": workers, "collate_fn": list, "sharding": "dataset"}
+    options: dict[str, Any] = {
+        "batch_per_rank": 2,
+        "num_workers": workers,
+        "collate_fn": list,
+        "sharding": "dataset",
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ours = loader(make(*args), **options)
@@ -540,7 +631,15 @@ def foreign(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: 
         ours.load_state_dict(state)
         rest = walked(ours, 2)
         ours.close()
-    flat = [[sample[key] for (number, *_), batch in whole.items() if number == epoch for sample in batch] for epoch in (0, 1)]
+    flat = [
+        [
+            sample[key]
+            for (number, *_), batch in whole.items()
+            if number == epoch
+            for sample in batch
+        ]
+        for epoch in (0, 1)
+    ]
     return flat, rest == {key: batch for key, batch in whole.items() if key[1] >= after}
 
 
@@ -556,7 +655,9 @@ def test_hugging_faces_datasets_shard_themselves(size: int, workers: int) -> Non
 
 def web_dataset(folder: str) -> Any:
     wds = pytest.importorskip("webdataset")
-    return wds.WebDataset([f"{folder}/{number}.tar" for number in range(5)], shardshuffle=False).decode()
+    return wds.WebDataset(
+        [f"{folder}/{number}.tar" for number in range(5)], shardshuffle=False
+    ).decode()
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 0), (2, 2), (3, 2)])
@@ -578,9 +679,18 @@ def write_shards(folder: Any) -> list[int]:
     return sorted(10 * shard + number for shard in range(5) for number in range(shard + 1))
 
 
-def parted(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: str, state: Any, stop: int | None) -> Any:
+def parted(
+    world: World,
+    make: Callable[..., Any],
+    args: tuple[Any, ...],
+    key: str,
+    state: Any,
+    stop: int | None,
+) -> Any:
     """This rank's samples by (epoch, step, slot), up to step `stop`; and the state there."""
-    ours = loader(make(*args), global_batch=6, micro_batch=1, collate_fn=list, num_workers=world.rank % 2)
+    ours = loader(
+        make(*args), global_batch=6, micro_batch=1, collate_fn=list, num_workers=world.rank % 2
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if state is not None:
@@ -588,7 +698,10 @@ def parted(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: s
         found = {}
         for window in (window for epoch in ours.epochs(2) for window in epoch):
             check_window(window)  # exact mode takes it
-            found |= {(window.epoch, window.step, slot): batch[0][key] for slot, batch in zip(window.slots, window, strict=True)}
+            found |= {
+                (window.epoch, window.step, slot): batch[0][key]
+                for slot, batch in zip(window.slots, window, strict=True)
+            }
             state = ours.state_dict()
             if window.step + 1 == stop:
                 break
@@ -596,7 +709,9 @@ def parted(world: World, make: Callable[..., Any], args: tuple[Any, ...], key: s
     return found, state
 
 
-def in_two_parts(sizes: tuple[int, int], make: Callable[..., Any], args: tuple[Any, ...], key: str) -> dict[tuple[int, int, int], int]:
+def in_two_parts(
+    sizes: tuple[int, int], make: Callable[..., Any], args: tuple[Any, ...], key: str
+) -> dict[tuple[int, int, int], int]:
     before = run_ranks(parted, sizes[0], args=(make, args, key, None, 2))
     after = run_ranks(parted, sizes[1], args=(make, args, key, before[0][1], None))
     everything = [item for found, _ in [*before, *after] for item in found.items()]
@@ -604,23 +719,36 @@ def in_two_parts(sizes: tuple[int, int], make: Callable[..., Any], args: tuple[A
     return dict(everything)
 
 
-def test_a_foreign_stream_that_resumes_with_other_ranks_loses_and_repeats_nothing(tmp_path: Any) -> None:
+def test_a_foreign_stream_that_resumes_with_other_ranks_loses_and_repeats_nothing(
+    tmp_path: Any,
+) -> None:
     expected = write_shards(tmp_path)
     found = in_two_parts((2, 3), web_dataset, (str(tmp_path),), "cls")
-    assert [sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)] == [expected, expected]
+    assert [
+        sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)
+    ] == [expected, expected]
     pytest.importorskip("datasets")
     expected = sorted(10 * shard + number for shard in range(6) for number in range(shard + 1))
     found = in_two_parts((3, 2), hugging_face, (), "x")
-    assert [sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)] == [expected, expected]
+    assert [
+        sorted(number for key, number in found.items() if key[0] == epoch) for epoch in (0, 1)
+    ] == [expected, expected]
     assert found == in_two_parts((1, 1), hugging_face, (), "x")
 
 
 def test_who_shards_a_foreign_stream(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")  # what Hugging Face's imports is set here too, and would be left behind
+    # what Hugging Face's imports is set here too, and would be left behind
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "TRUE")
     pytest.importorskip("datasets")
     wds = pytest.importorskip("webdataset")
-    split = importlib.import_module("datasets.distributed").split_dataset_by_node(hugging_face(), rank=0, world_size=2)
-    assert loader(hugging_face()).sharding == loader(hugging_face().shuffle(seed=3)).sharding == "items"
+    split = importlib.import_module("datasets.distributed").split_dataset_by_node(
+        hugging_face(), rank=0, world_size=2
+    )
+    assert (
+        loader(hugging_face()).sharding
+        == loader(hugging_face().shuffle(seed=3)).sharding
+        == "items"
+    )
     assert loader(split).sharding == "dataset"
     files = [f"{tmp_path}/{number}.tar" for number in range(5)]
     assert loader(web_dataset(str(tmp_path)).map(str)).sharding == "items"

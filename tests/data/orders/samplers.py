@@ -12,7 +12,9 @@ from torch.utils.data import Sampler
 
 
 class Drawing(Sampler[int]):
-    """Shuffles by one of the streams that a sampler may use: a library's global one, or a generator of its own."""
+    """Shuffles by one of the streams that a sampler may use: a library's global one, or a
+    generator of its own.
+    """
 
     def __init__(self, samples: int, stream: str) -> None:
         self.samples, self.stream = samples, stream
@@ -63,14 +65,20 @@ class Told(Sampler[Any]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([] if self.epoch >= self.until else [(place + self.epoch) % 8 for place in range(8)])
+        return iter(
+            [] if self.epoch >= self.until else [(place + self.epoch) % 8 for place in range(8)]
+        )
 
 
 class Dealing(Sampler[Any]):
-    """A batch sampler that deals out whole batches to ranks: number n goes to rank n mod num_replicas."""
+    """A batch sampler that deals out whole batches to ranks: number n goes to rank n mod
+    num_replicas.
+    """
 
     def __init__(self, num_replicas: int, rank: int) -> None:
         self.num_replicas, self.rank = num_replicas, rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        return iter([[2 * number, 2 * number + 1] for number in range(self.rank, 6, self.num_replicas)])
+        return iter(
+            [[2 * number, 2 * number + 1] for number in range(self.rank, 6, self.num_replicas)]
+        )

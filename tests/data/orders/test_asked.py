@@ -1,4 +1,6 @@
-"""A user's sampler is asked under keyed randomness: the same on every rank, another every epoch, and the caller's streams are left alone."""
+"""A user's sampler is asked under keyed randomness: the same on every rank, another every epoch,
+and the caller's streams are left alone.
+"""
 
 from __future__ import annotations
 
@@ -66,17 +68,26 @@ def test_two_generators_of_one_sampler_draw_apart() -> None:
             self.one, self.other = torch.Generator(), torch.Generator()
 
         def __iter__(self) -> Any:
-            return iter([torch.randperm(50, generator=each).tolist() for each in (self.one, self.other)])
+            return iter(
+                [torch.randperm(50, generator=each).tolist() for each in (self.one, self.other)]
+            )
 
     found = Asked(Two(), 0).epoch(0)
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize(("samples", "size", "drop_last"), [(10, 4, False), (10, 4, True), (8, 4, False), (3, 5, False), (7, 1, False)])
+@pytest.mark.parametrize(
+    ("samples", "size", "drop_last"),
+    [(10, 4, False), (10, 4, True), (8, 4, False), (3, 5, False), (7, 1, False)],
+)
 @pytest.mark.parametrize("make", [DistributedSampler, OurSampler])
-def test_what_ranks_were_dealt_is_put_together_again_without_the_padding(make: Any, samples: int, size: int, drop_last: bool) -> None:
+def test_what_ranks_were_dealt_is_put_together_again_without_the_padding(
+    make: Any, samples: int, size: int, drop_last: bool
+) -> None:
     sampler = make(range(samples), num_replicas=size, rank=0, shuffle=False, drop_last=drop_last)
-    assert Asked(sampler, 0).epoch(0) == list(range(samples - samples % size if drop_last else samples))
+    assert Asked(sampler, 0).epoch(0) == list(
+        range(samples - samples % size if drop_last else samples)
+    )
     sampler.shuffle = True
     assert len(Asked(sampler, 0).epoch(0)) == (samples - samples % size if drop_last else samples)
     assert sorted(Asked(sampler, 0).epoch(0)) == list(range(samples)) or drop_last
@@ -93,7 +104,9 @@ def test_blocks_are_put_together_as_blocks() -> None:
 
 def test_dealt_batches_are_put_together_in_turn() -> None:
     for size in (1, 2, 4):
-        assert Asked(Dealing(size, 0), 0).epoch(0) == [[2 * number, 2 * number + 1] for number in range(6)]
+        assert Asked(Dealing(size, 0), 0).epoch(0) == [
+            [2 * number, 2 * number + 1] for number in range(6)
+        ]
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["sampler", "in a batch sampler"])
@@ -104,12 +117,20 @@ def test_a_forgotten_set_epoch_is_said_once_and_corrected(wrapped: bool) -> None
         warnings.simplefilter("always")
         epochs = [str(asked.epoch(epoch)) for epoch in range(4)]
     assert [str(each.message) for each in said] == [
-        "DistributedSampler.set_epoch(1) was not called, and without it every epoch has the same order: calling it for you, now and in later "
-        "epochs"
+        "DistributedSampler.set_epoch(1) was not called, and without it every epoch has the same"
+        " order: calling it for you, now and in later epochs"
     ]
     assert len(set(epochs)) == 4
     inner.set_epoch(2)
-    assert str([list(each) for each in BatchSampler(inner, 3, drop_last=False)] if wrapped else list(inner)) not in epochs  # one rank's
+    # one rank's
+    assert (
+        str(
+            [list(each) for each in BatchSampler(inner, 3, drop_last=False)]
+            if wrapped
+            else list(inner)
+        )
+        not in epochs
+    )
     assert inner.epoch == 2  # the user's is told on a copy
 
 
@@ -129,22 +150,31 @@ def test_what_cannot_be_repeated_is_refused_when_it_is_asked_again() -> None:
     assert asked.same(0, "a") == "a"
     with pytest.raises(UsageError) as caught:
         asked.same(1, "c")
-    assert str(caught.value) == (
-        "Remembering yields something else when it is asked for epoch 1 again: let it draw from torch, numpy, `random` or a generator in an "
-        "attribute of its own, so that it can be repeated on every rank and on resuming"
+    assert (
+        str(caught.value)
+        == "Remembering yields something else when it is asked for epoch 1 again: let it draw from"
+        " torch, numpy, `random` or a generator in an attribute of its own, so that it can be"
+        " repeated on every rank and on resuming"
     )
 
 
 @pytest.mark.parametrize("once", [iter([1, 2]), (index for index in [1, 2]), map(int, [1, 2])])
 def test_what_can_be_gone_through_once_only_is_refused(once: Any) -> None:
-    with pytest.raises(UsageError, match=r"^\w+ can be gone through once only: give a sampler, which starts anew in every epoch$"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"^\w+ can be gone through once only: give a sampler, which starts anew in every epoch$"
+        ),
+    ):
         Asked(once, 0)
 
 
 def test_an_epoch_of_nothing_is_refused() -> None:
     asked = Asked(Told(until=1), 0)
     assert len(asked.epoch(0)) == 8
-    with pytest.raises(UsageError, match=r"^Told yields nothing in epoch 1: there is nothing to train on$"):
+    with pytest.raises(
+        UsageError, match=r"^Told yields nothing in epoch 1: there is nothing to train on$"
+    ):
         asked.epoch(1)
 
 
@@ -158,13 +188,25 @@ def test_indices_of_all_makes(values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "length", "message"),
     [
-        ([0, 4, 5], 4, "It yields index 4 at place 1, which is not in [0, 4): no sample of the dataset"),
-        ([0, 1, -1], 4, "It yields index -1 at place 2, which is not in [0, 4): no sample of the dataset"),
+        (
+            [0, 4, 5],
+            4,
+            "It yields index 4 at place 1, which is not in [0, 4): no sample of the dataset",
+        ),
+        (
+            [0, 1, -1],
+            4,
+            "It yields index -1 at place 2, which is not in [0, 4): no sample of the dataset",
+        ),
         ([-1], None, "It yields index -1 at place 0, which is below 0: no sample of the dataset"),
         ([0, 1.0], 4, "It yields 1.0 at place 1, which is no index: give whole numbers"),
         ([0, True], 4, "It yields True at place 1, which is no index: give whole numbers"),
         ([0, "1"], 4, "It yields '1' at place 1, which is no index: give whole numbers"),
-        ([0, torch.tensor(1.0)], 4, "It yields tensor(1.) at place 1, which is no index: give whole numbers"),
+        (
+            [0, torch.tensor(1.0)],
+            4,
+            "It yields tensor(1.) at place 1, which is no index: give whole numbers",
+        ),
         ([[0, 1]], 4, "It yields [0, 1] at place 0, which is no index: give whole numbers"),
     ],
 )

@@ -1,4 +1,6 @@
-"""A shuffle in blocks: neighbours stay together, in an order of their own, and the short last block comes anywhere."""
+"""A shuffle in blocks: neighbours stay together, in an order of their own, and the short last
+block comes anywhere.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def epoch_of(order: BlockShuffled, epoch: int) -> list[int]:
 def blocks_of(order: BlockShuffled, epoch: int) -> list[tuple[int, list[int]]]:
     """(block's number, its samples less its first), as they come."""
     runs = groupby(epoch_of(order, epoch), key=lambda sample: sample // order.block)
-    return [(number, [sample - number * order.block for sample in samples]) for number, samples in runs]
+    return [
+        (number, [sample - number * order.block for sample in samples]) for number, samples in runs
+    ]
 
 
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**63), st.integers(0, 5))
@@ -39,14 +43,20 @@ def test_each_block_comes_once_and_whole(samples: int, block: int, seed: int, ep
 
 
 def test_blocks_their_samples_epochs_and_seeds_have_orders_of_their_own() -> None:
-    every = {(seed, epoch): blocks_of(BlockShuffled(1000, 50, seed), epoch) for seed in range(2) for epoch in range(2)}
+    every = {
+        (seed, epoch): blocks_of(BlockShuffled(1000, 50, seed), epoch)
+        for seed in range(2)
+        for epoch in range(2)
+    }
     assert len({tuple(number for number, _ in found) for found in every.values()}) == 4
     assert len({tuple(inside) for found in every.values() for _, inside in found}) == 4 * 20
 
 
 def test_every_block_comes_equally_often_at_every_place_and_the_short_one_too() -> None:
     order = BlockShuffled(14, 3, 0)  # blocks of 3 3 3 3 2
-    numbers = np.array([[number for number, _ in blocks_of(order, epoch)] for epoch in range(EPOCHS)])
+    numbers = np.array(
+        [[number for number, _ in blocks_of(order, epoch)] for epoch in range(EPOCHS)]
+    )
     for place in range(5):
         assert usual(places(numbers[:, place], 5), EPOCHS / 5), place
     pairs = places(numbers[:, :-1] * 5 + numbers[:, 1:], 25)
@@ -102,7 +112,12 @@ def test_an_order_is_the_same_on_every_machine() -> None:
 
 
 def test_fingerprints_tell_orders_apart() -> None:
-    orders = [BlockShuffled(50, 7, 0), BlockShuffled(51, 7, 0), BlockShuffled(50, 8, 0), BlockShuffled(50, 7, 1)]
+    orders = [
+        BlockShuffled(50, 7, 0),
+        BlockShuffled(51, 7, 0),
+        BlockShuffled(50, 8, 0),
+        BlockShuffled(50, 7, 1),
+    ]
     assert len({order.fingerprint() for order in orders}) == len(orders)
     assert BlockShuffled(50, 7, 0).fingerprint() == orders[0].fingerprint()
 

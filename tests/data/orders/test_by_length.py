@@ -1,4 +1,6 @@
-"""Micro-batches by length: within the budget, of similar lengths, each sample once, and alike in cost."""
+"""Micro-batches by length: within the budget, of similar lengths, each sample once, and alike in
+cost.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ def test_full_batches_hold_what_they_can_and_short_ones_come_last_the_costliest_
     batches = [(batch.size, int(bucket[batch[0]])) for batch in epoch_of(order, 0)]
     full = [size == tokens // longest[each] for size, each in batches]
     assert full == sorted(full, reverse=True)
-    assert all(size * longest[each] > tokens - longest[each] for (size, each), whole in zip(batches, full, strict=True) if whole)
+    assert all(
+        size * longest[each] > tokens - longest[each]
+        for (size, each), whole in zip(batches, full, strict=True)
+        if whole
+    )
     short = [(size, each) for (size, each), whole in zip(batches, full, strict=True) if not whole]
     assert len({each for _, each in short}) == len(short)  # one a bucket at most
     costs = [size * longest[each] for size, each in short]
@@ -86,11 +92,17 @@ def test_by_default_little_is_padded() -> None:
 
 def test_a_sample_longer_than_half_of_the_budget_is_alone_and_one_longer_than_it_refused() -> None:
     lengths = [5, 51, 100, 51]
-    alone = [batch.tolist() for batch in epoch_of(ByLength(lengths, 100, seed=0, boundaries=[10, 60]), 0)]
+    alone = [
+        batch.tolist() for batch in epoch_of(ByLength(lengths, 100, seed=0, boundaries=[10, 60]), 0)
+    ]
     assert sorted(alone) == [[0], [1], [2], [3]]
     with pytest.raises(UsageError) as caught:
         ByLength(lengths, 99, seed=0)
-    assert str(caught.value) == "lengths[2]=100 is more than tokens=99: the sample fits in no micro-batch; raise tokens, or cut the sample"
+    assert (
+        str(caught.value)
+        == "lengths[2]=100 is more than tokens=99: the sample fits in no micro-batch; raise tokens,"
+        " or cut the sample"
+    )
 
 
 def test_what_is_longer_than_the_last_boundary_is_one_more_bucket() -> None:
@@ -101,14 +113,17 @@ def test_what_is_longer_than_the_last_boundary_is_one_more_bucket() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_are_balanced_in_every_full_step(size: int) -> None:
-    """Of lengths as texts have them, a micro-batch for each rank: none costs less than what does not go into it any more leaves."""
+    """Of lengths as texts have them, a micro-batch for each rank: none costs less than what does
+    not go into it any more leaves.
+    """
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(4, 0.8, 20_000), 1, 512).astype(np.int64)
     tokens, longest = 4096, 512
     order = ByLength(lengths, tokens, seed=0)
     batches = epoch_of(order, 1)
     padded = np.array([cost(batch, lengths) for batch in batches])
-    full = len(batches) - len(order.boundaries)  # at least: a bucket leaves one short micro-batch at most
+    # at least: a bucket leaves one short micro-batch at most
+    full = len(batches) - len(order.boundaries)
     assert full > 0.85 * len(batches)
     steps = padded[: full // size * size].reshape(-1, size)
     assert steps.max() <= tokens
@@ -120,7 +135,11 @@ def test_ranks_are_balanced_in_every_full_step(size: int) -> None:
 
 def test_epochs_and_seeds_put_other_samples_together_in_another_order() -> None:
     lengths = np.random.default_rng(1).integers(1, 100, 600)
-    walks = [epoch_of(ByLength(lengths, 300, seed=seed), epoch) for seed in range(2) for epoch in range(2)]
+    walks = [
+        epoch_of(ByLength(lengths, 300, seed=seed), epoch)
+        for seed in range(2)
+        for epoch in range(2)
+    ]
     together = [{frozenset(batch.tolist()) for batch in walk} for walk in walks]
     buckets = [tuple(int(lengths[batch].max()) // 10 for batch in walk) for walk in walks]
     for one in range(4):
@@ -143,7 +162,11 @@ def test_a_batch_can_be_asked_for_alone_and_changed_without_harm() -> None:
     last = order.count(4) - 1
     expected = epoch_of(order, 4)[last].tolist()
     order.batch(4, last)[:] = 0
-    assert ByLength(lengths, 100, seed=3).batch(4, last).tolist() == order.batch(4, last).tolist() == expected
+    assert (
+        ByLength(lengths, 100, seed=3).batch(4, last).tolist()
+        == order.batch(4, last).tolist()
+        == expected
+    )
 
 
 @pytest.mark.parametrize("number", [-1, 4])
@@ -151,7 +174,9 @@ def test_a_batch_that_there_is_not_is_refused(number: int) -> None:
     order = ByLength(PICTURE, 18, boundaries=[4, 9], seed=0)
     with pytest.raises(UsageError) as caught:
         order.batch(2, number)
-    assert str(caught.value) == f"number={number} does not lie in [0, 4), the micro-batches of epoch 2"
+    assert (
+        str(caught.value) == f"number={number} does not lie in [0, 4), the micro-batches of epoch 2"
+    )
 
 
 def test_an_order_is_the_same_on_every_machine() -> None:
@@ -180,7 +205,11 @@ def test_fingerprints_tell_orders_apart() -> None:
         ([3.0], {}, "lengths are float64, not whole numbers: give integers"),
         ([], {}, "lengths are empty: give one number each"),
         ([3], {"tokens": 0}, "tokens=0: give a whole number, 1 or more"),
-        ([3], {"boundaries": [4, 4]}, "boundaries[1]=4 is not more than boundaries[0]=4: boundaries grow"),
+        (
+            [3],
+            {"boundaries": [4, 4]},
+            "boundaries[1]=4 is not more than boundaries[0]=4: boundaries grow",
+        ),
         ([3], {"boundaries": [0, 4]}, "boundaries[0]=0: give a whole number, 1 or more"),
     ],
 )

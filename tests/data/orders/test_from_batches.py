@@ -1,4 +1,6 @@
-"""A torch BatchSampler as micro-batches: its batches, as many as it makes, the same on every rank."""
+"""A torch BatchSampler as micro-batches: its batches, as many as it makes, the same on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from lockstep.data.loader import Loader
 from lockstep.data.orders import FromBatches
 from lockstep.errors import ReplicaDivergence, UsageError
-from lockstep.stepper import Stepper
+from lockstep.step.stepper import Stepper
 from lockstep.testing import run_ranks
-from lockstep.world import World
+from lockstep.world.world import World
 from tests.data.datasets import Counted, Numbers
 from tests.data.orders.samplers import Dealing, Drawing, Remembering, Told
 
@@ -29,7 +31,9 @@ def test_batches_are_the_samplers() -> None:
     shuffled = FromBatches(BatchSampler(RandomSampler(range(50)), 8, drop_last=False))
     for epoch in range(2):
         assert [len(batch) for batch in epoch_of(shuffled, epoch)] == [8] * 6 + [2]
-        assert sorted(index for batch in epoch_of(shuffled, epoch) for index in batch) == list(range(50))
+        assert sorted(index for batch in epoch_of(shuffled, epoch) for index in batch) == list(
+            range(50)
+        )
     assert epoch_of(shuffled, 0) != epoch_of(shuffled, 1)
     assert epoch_of(FromBatches([[4, 4], (1,), torch.tensor([2, 3])]), 0) == [[4, 4], [1], [2, 3]]  # type: ignore[list-item]
 
@@ -49,9 +53,15 @@ def test_their_number_may_change_from_epoch_to_epoch() -> None:
 
 def test_a_sampler_of_all_ranks_is_cut_whole_and_without_padding() -> None:
     for rank in range(4):
-        inner: DistributedSampler[int] = DistributedSampler(range(10), num_replicas=4, rank=rank, seed=3)  # type: ignore[arg-type]
+        inner: DistributedSampler[int] = DistributedSampler(
+            range(10), num_replicas=4, rank=rank, seed=3
+        )  # type: ignore[arg-type]
         order = torch.randperm(10, generator=torch.Generator().manual_seed(3)).tolist()
-        assert epoch_of(FromBatches(BatchSampler(inner, 4, drop_last=False)), 0) == [order[:4], order[4:8], order[8:]]
+        assert epoch_of(FromBatches(BatchSampler(inner, 4, drop_last=False)), 0) == [
+            order[:4],
+            order[4:8],
+            order[8:],
+        ]
         assert epoch_of(FromBatches(Dealing(4, rank)), 0) == epoch_of(FromBatches(Dealing(1, 0)), 0)
 
 
@@ -69,13 +79,22 @@ def test_the_sampler_is_asked_once_an_epoch() -> None:
     assert sampler.asked == 1
     epoch_of(order, 1)
     assert sampler.asked == 2
-    with pytest.raises(UsageError, match="Remembering yields something else when it is asked for epoch 0 again"):
+    with pytest.raises(
+        UsageError, match="Remembering yields something else when it is asked for epoch 0 again"
+    ):
         order.count(0)
 
 
 def test_digests_tell_apart_where_a_batch_ends() -> None:
-    orders = [FromBatches(batches) for batches in ([[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]], [[0, 1], [3]])]
-    assert len({order.digest(0) for order in orders}) == len({order.fingerprint() for order in orders}) == 4
+    orders = [
+        FromBatches(batches)
+        for batches in ([[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]], [[0, 1], [3]])
+    ]
+    assert (
+        len({order.digest(0) for order in orders})
+        == len({order.fingerprint() for order in orders})
+        == 4
+    )
     assert FromBatches([[0, 1], [2]]).digest(0) == FromBatches([(0, 1), (2,)]).digest(0)
     assert FromBatches([[0]], seed=1).fingerprint() != FromBatches([[0]], seed=2).fingerprint()
 
@@ -86,10 +105,25 @@ def test_digests_tell_apart_where_a_batch_ends() -> None:
         ([[0], []], "list, batch 1 of epoch 0, is empty: a micro-batch has at least one sample"),
         (
             [0, 1],
-            "list, batch 0 of epoch 0, is 0: a batch sampler yields lists of indices; a sampler of single ones goes with micro_batch=",
+            (
+                "list, batch 0 of epoch 0, is 0: a batch sampler yields lists of indices; a sampler"
+                " of single ones goes with micro_batch="
+            ),
         ),
-        ([[0], [3, 8]], "list, batch 1 of epoch 0, yields index 8 at place 1, which is not in [0, 8): no sample of the dataset"),
-        ([[0, 0.5]], "list, batch 0 of epoch 0, yields 0.5 at place 1, which is no index: give whole numbers"),
+        (
+            [[0], [3, 8]],
+            (
+                "list, batch 1 of epoch 0, yields index 8 at place 1, which is not in [0, 8): no"
+                " sample of the dataset"
+            ),
+        ),
+        (
+            [[0, 0.5]],
+            (
+                "list, batch 0 of epoch 0, yields 0.5 at place 1, which is no index: give whole"
+                " numbers"
+            ),
+        ),
         ([], "list yields nothing in epoch 0: there is nothing to train on"),
     ],
 )
@@ -99,7 +133,7 @@ def test_what_are_no_batches_is_refused_at_once(batches: Any, message: str) -> N
     assert str(caught.value) == message
 
 
-# -- through a Loader ----------------------------------------------------------------------------------------------------------------------
+# -- through a Loader ----------------------------------------------------------------------------
 
 
 def loader(sampler: Any, dataset: Any = None, **options: Any) -> Loader:
@@ -112,7 +146,9 @@ def test_resuming_repeats_indices_and_fetches_no_sample() -> None:
         return BatchSampler(Drawing(40, "numpy"), 3, drop_last=False)
 
     first, dataset = loader(sampler()), Counted(40)
-    undisturbed = [[batch.tolist() for batch in window] for epoch in first.epochs(2) for window in epoch]
+    undisturbed = [
+        [batch.tolist() for batch in window] for epoch in first.epochs(2) for window in epoch
+    ]
     epoch = iter(next(first.epochs(2, start=1)))
     for _ in range(3):
         list(next(epoch))
@@ -125,7 +161,12 @@ def test_resuming_repeats_indices_and_fetches_no_sample() -> None:
 
 
 def test_an_epoch_that_became_shorter_is_walked_as_it_is() -> None:
-    assert [[window.step for window in epoch] for epoch in loader(Fewer()).epochs(4)] == [[0, 1], [2, 3], [4], [5]]
+    assert [[window.step for window in epoch] for epoch in loader(Fewer()).epochs(4)] == [
+        [0, 1],
+        [2, 3],
+        [4],
+        [5],
+    ]
 
 
 def other_on_rank_1(world: World, ends_elsewhere: bool) -> str:

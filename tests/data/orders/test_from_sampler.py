@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lockstep.data.loader import Loader
 from lockstep.data.orders import FromSampler
@@ -36,10 +42,15 @@ def test_torchs_samplers_mean_what_they_mean() -> None:
 
 def test_a_distributed_sampler_gives_everyones_samples_none_of_them_twice() -> None:
     for rank in range(4):
-        sampler: DistributedSampler[int] = DistributedSampler(range(10), num_replicas=4, rank=rank, seed=3)  # type: ignore[arg-type]
+        sampler: DistributedSampler[int] = DistributedSampler(
+            range(10), num_replicas=4, rank=rank, seed=3
+        )  # type: ignore[arg-type]
         order = FromSampler(sampler)
         assert sorted(epoch_of(order, 0)) == list(range(10))
-        assert epoch_of(order, 0) == torch.randperm(10, generator=torch.Generator().manual_seed(3)).tolist()
+        assert (
+            epoch_of(order, 0)
+            == torch.randperm(10, generator=torch.Generator().manual_seed(3)).tolist()
+        )
 
 
 def test_positions_can_be_asked_for_in_any_shape_and_changed_without_harm() -> None:
@@ -61,7 +72,9 @@ def test_the_sampler_is_asked_once_an_epoch() -> None:
     epoch_of(order, 1)
     order.digest(1)
     assert sampler.asked == 2
-    with pytest.raises(UsageError, match="Remembering yields something else when it is asked for epoch 0 again"):
+    with pytest.raises(
+        UsageError, match="Remembering yields something else when it is asked for epoch 0 again"
+    ):
         order.at(0, np.array([0], dtype=np.int64))
 
 
@@ -81,7 +94,14 @@ class Growing(Told):
 @pytest.mark.parametrize(
     ("sampler", "length", "message"),
     [
-        (SequentialSampler(range(9)), 8, "SequentialSampler yields index 8 at place 8, which is not in [0, 8): no sample of the dataset"),
+        (
+            SequentialSampler(range(9)),
+            8,
+            (
+                "SequentialSampler yields index 8 at place 8, which is not in [0, 8): no sample of"
+                " the dataset"
+            ),
+        ),
         ([[0, 1]], 8, "list yields [0, 1] at place 0, which is no index: give whole numbers"),
         ([], 8, "list yields nothing in epoch 0: there is nothing to train on"),
     ],
@@ -96,12 +116,14 @@ def test_an_epoch_of_another_length_is_refused() -> None:
     order = FromSampler(Growing())
     with pytest.raises(UsageError) as caught:
         epoch_of(order, 2)
-    assert str(caught.value) == (
-        "Growing yields 8 indices in epoch 0 and 10 in epoch 2: an order has equally many in every epoch; a batch sampler may change"
+    assert (
+        str(caught.value)
+        == "Growing yields 8 indices in epoch 0 and 10 in epoch 2: an order has equally many in"
+        " every epoch; a batch sampler may change"
     )
 
 
-# -- through a Loader ----------------------------------------------------------------------------------------------------------------------
+# -- through a Loader ----------------------------------------------------------------------------
 
 
 def loader(sampler: Any, dataset: Any = None, **options: Any) -> Loader:
@@ -114,7 +136,9 @@ def test_ranks_that_draw_by_their_own_seeds_walk_one_order() -> None:
     for rank in range(2):
         torch.manual_seed(rank)  # as a user does who wants augmentations of their own on every rank
         ours = loader(RandomSampler(range(40)), rank=rank, size=2)
-        seen += [index for window in next(ours.epochs(1)) for batch in window for index in batch.tolist()]
+        seen += [
+            index for window in next(ours.epochs(1)) for batch in window for index in batch.tolist()
+        ]
     assert sorted(seen) == list(range(40))
 
 
@@ -125,10 +149,13 @@ def test_an_order_that_is_another_on_one_rank_is_in_what_ranks_compare() -> None
 
     one, other = loader(FromTwo()), loader(SequentialSampler(range(8)))
     other_name = {**other.recipe, "order": one.recipe["order"]}
-    assert {name for name in one.recipe if one.recipe[name] != other_name[name]} == set()  # the same samples, in epoch 0
+    # the same samples, in epoch 0
+    assert {name for name in one.recipe if one.recipe[name] != other_name[name]} == set()
     for ours in (one, other):
         list(map(list, next(ours.epochs(2, start=1))))
-    states = [ours.state_dict() | {"epoch": 2, "step_in_epoch": 0, "step": 2} for ours in (one, other)]
+    states = [
+        ours.state_dict() | {"epoch": 2, "step_in_epoch": 0, "step": 2} for ours in (one, other)
+    ]
     one.load_state_dict(states[0])
     other.load_state_dict(states[1])
     assert one.recipe["samples of epoch 2"] != other.recipe["samples of epoch 2"]
@@ -136,7 +163,9 @@ def test_an_order_that_is_another_on_one_rank_is_in_what_ranks_compare() -> None
 
 def test_resuming_repeats_indices_and_fetches_no_sample() -> None:
     first, dataset = loader(Drawing(40, "random")), Counted(40)
-    undisturbed = [[batch.tolist() for batch in window] for epoch in first.epochs(3) for window in epoch]
+    undisturbed = [
+        [batch.tolist() for batch in window] for epoch in first.epochs(3) for window in epoch
+    ]
     epoch = iter(next(first.epochs(2, start=1)))
     for _ in range(3):
         list(next(epoch))
@@ -154,5 +183,11 @@ def test_a_sampler_that_cannot_be_repeated_does_not_resume() -> None:
     epoch = iter(next(first.epochs(1)))
     list(next(epoch))
     state = first.state_dict()
-    with pytest.raises(UsageError, match=r"the state belongs to another training: order was sampler Remembering.*samples of epoch 0 was"):
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"the state belongs to another training: order was sampler Remembering.*samples of"
+            r" epoch 0 was"
+        ),
+    ):
         loader(sampler).load_state_dict(state)

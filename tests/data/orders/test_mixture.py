@@ -1,4 +1,6 @@
-"""A mixture: the shares hold in every stretch, and no sample of a component comes again before all of it have come."""
+"""A mixture: the shares hold in every stretch, and no sample of a component comes again before
+all of it have come.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,16 @@ from tests.data.chance import places, usual
 
 def line_of(order: Mixture, epochs: int) -> NDArray[np.int64]:
     """All positions of so many epochs, one after the other."""
-    return np.concatenate([order.at(epoch, np.arange(order.samples, dtype=np.int64)) for epoch in range(epochs)])
+    return np.concatenate(
+        [order.at(epoch, np.arange(order.samples, dtype=np.int64)) for epoch in range(epochs)]
+    )
 
 
 def components(order: Mixture, samples: NDArray[np.int64], lengths: list[int]) -> NDArray[np.int64]:
     return np.searchsorted(np.cumsum(lengths), samples, side="right")
 
 
-# -- shares --------------------------------------------------------------------------------------------------------------------------------
+# -- shares --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,9 @@ def test_in_any_stretch_a_share_is_off_by_less_than_two_periods() -> None:
     seen = np.concatenate([np.zeros((1, 3)), np.cumsum(found[:, None] == np.arange(3), axis=0)])
     for length in (1, 7, 10, 99, 512):
         stretches = seen[length:] - seen[:-length]
-        assert (np.abs(stretches - length * np.array(weights) / 10) < 2 * np.array(weights)).all(), length
+        assert (
+            np.abs(stretches - length * np.array(weights) / 10) < 2 * np.array(weights)
+        ).all(), length
 
 
 def test_within_a_period_every_arrangement_comes_equally_often() -> None:
@@ -81,15 +87,19 @@ def test_within_a_period_every_arrangement_comes_equally_often() -> None:
     assert usual(counts[counts > 0], 1200 / 12)
 
 
-# -- samples -------------------------------------------------------------------------------------------------------------------------------
+# -- samples -------------------------------------------------------------------------------------
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=4).filter(lambda given: any(w for _, w in given)),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=4).filter(
+        lambda given: any(w for _, w in given)
+    ),
     st.integers(1, 30),
     st.integers(0, 2**63),
 )
-def test_each_component_is_walked_in_permutations_through_the_epochs(given: list[tuple[int, int]], samples: int, seed: int) -> None:
+def test_each_component_is_walked_in_permutations_through_the_epochs(
+    given: list[tuple[int, int]], samples: int, seed: int
+) -> None:
     lengths, weights = [list(column) for column in zip(*given, strict=True)]
     order = Mixture(lengths, weights, samples=samples, seed=seed)
     line = line_of(order, 4)
@@ -107,8 +117,13 @@ def test_each_component_is_walked_in_permutations_through_the_epochs(given: list
 
 def test_cycles_components_and_seeds_have_orders_of_their_own() -> None:
     orders = [Mixture([30, 30], [1, 1], samples=60, seed=seed) for seed in range(2)]
-    walks = [order.at(epoch, np.arange(60, dtype=np.int64)) for order in orders for epoch in range(3)]
-    assert len({tuple((walk[walk // 30 == c] % 30).tolist()) for walk in walks for c in range(2)}) == 12
+    walks = [
+        order.at(epoch, np.arange(60, dtype=np.int64)) for order in orders for epoch in range(3)
+    ]
+    assert (
+        len({tuple((walk[walk // 30 == c] % 30).tolist()) for walk in walks for c in range(2)})
+        == 12
+    )
 
 
 def test_an_epoch_is_as_long_as_all_lengths_unless_said() -> None:
@@ -128,9 +143,13 @@ def test_any_positions_can_be_asked_for_alone(data: st.DataObject) -> None:
 
 
 def test_many_periods_asked_for_at_once_are_those_asked_for_one_by_one() -> None:
-    order = Mixture([1000, 10**6], [1, 4095], samples=300 * 4096, seed=1)  # more than a million positions are drawn in parts
+    # more than a million positions are drawn in parts
+    order = Mixture([1000, 10**6], [1, 4095], samples=300 * 4096, seed=1)
     asked = np.arange(0, order.samples, 4096, dtype=np.int64) + 5
-    assert np.array_equal(order.at(0, asked), np.concatenate([order.at(0, asked[i : i + 1]) for i in range(asked.size)]))
+    assert np.array_equal(
+        order.at(0, asked),
+        np.concatenate([order.at(0, asked[i : i + 1]) for i in range(asked.size)]),
+    )
 
 
 def test_the_far_end_is_reached_at_once() -> None:
@@ -166,14 +185,29 @@ def test_fingerprints_tell_orders_apart() -> None:
         ([4, 4], [float("nan"), 1.0], {}, "weights[0]=nan: a weight is finite and not negative"),
         ([4, 4], [float("inf"), 1.0], {}, "weights[0]=inf: a weight is finite and not negative"),
         ([4, 4], [0, 0], {}, "all 2 weights are 0: there is nothing to draw"),
-        ([4, 0], [1, 1], {}, "lengths[1]=0 with a positive weight: there is nothing to draw from; leave it out, or give it weight 0"),
+        (
+            [4, 0],
+            [1, 1],
+            {},
+            (
+                "lengths[1]=0 with a positive weight: there is nothing to draw from; leave it out,"
+                " or give it weight 0"
+            ),
+        ),
         ([4, -1], [1, 0], {}, "lengths[1]=-1: a length is at least 0"),
         ([4.0, 1.0], [1, 1], {}, "lengths are float64, not whole numbers: give integers"),
-        ([4, 4], [1, 4096], {}, "weights[0] is 0.000244 of the sum: give 1/4096 of it at least, or 0"),
+        (
+            [4, 4],
+            [1, 4096],
+            {},
+            "weights[0] is 0.000244 of the sum: give 1/4096 of it at least, or 0",
+        ),
         ([4, 4], [1, 1], {"samples": 0}, "samples=0: give a whole number, 1 or more"),
     ],
 )
-def test_what_cannot_be_mixed_is_refused(lengths: Any, weights: Any, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_mixed_is_refused(
+    lengths: Any, weights: Any, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         Mixture(lengths, weights, seed=0, **options)
     assert str(caught.value) == message

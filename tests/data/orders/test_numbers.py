@@ -1,4 +1,6 @@
-"""Lists of numbers from users, checked: what is wrong is named with its place, and what is right comes out in one form."""
+"""Lists of numbers from users, checked: what is wrong is named with its place, and what is right
+comes out in one form.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,15 @@ def test_what_is_no_whole_number_is_refused(value: Any, least: int, message: str
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("values", [[1, 0, 4], (1.0, 0.0, 4.0), np.array([1, 0, 4], dtype=np.int32), torch.tensor([1.0, 0.0, 4.0])])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0, 4],
+        (1.0, 0.0, 4.0),
+        np.array([1, 0, 4], dtype=np.int32),
+        torch.tensor([1.0, 0.0, 4.0]),
+    ],
+)
 def test_weights_of_all_makes_are_scaled_to_the_largest(values: Any) -> None:
     found = weights(values)
     assert (found.dtype, found.tolist()) == (np.float64, [0.25, 0.0, 1.0])
@@ -68,7 +78,10 @@ def test_the_given_list_is_left_alone() -> None:
         ([], "weights are empty: give one number each"),
         ([[1.0, 2.0]], "weights of shape [1, 2]: give a list, one number each"),
         (2.0, "weights of shape []: give a list, one number each"),
-        (["much", 1], "weights are not a list of numbers: could not convert string to float: 'much'"),
+        (
+            ["much", 1],
+            "weights are not a list of numbers: could not convert string to float: 'much'",
+        ),
     ],
 )
 def test_bad_weights_are_refused(values: Any, message: str) -> None:
@@ -77,7 +90,9 @@ def test_bad_weights_are_refused(values: Any, message: str) -> None:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("values", [[3, 0], np.array([3, 0], dtype=np.uint16), torch.tensor([3, 0])])
+@pytest.mark.parametrize(
+    "values", [[3, 0], np.array([3, 0], dtype=np.uint16), torch.tensor([3, 0])]
+)
 def test_lengths_of_all_makes(values: Any) -> None:
     found = lengths(values, 0)
     assert (found.dtype, found.tolist()) == (np.int64, [3, 0])
@@ -102,5 +117,9 @@ def test_bad_lengths_are_refused(values: Any, least: int, message: str) -> None:
 def test_a_digest_tells_lists_apart_and_is_the_same_on_every_machine() -> None:
     # Recorded once: it is kept in checkpoints.
     assert short(np.array([1, 2, 3])) == digest(np.array([1, 2, 3]))[:16] == "e2e2033ae7e19d68"
-    assert digest(np.array([1, 2, 3], dtype=">i8")) == digest(np.arange(2, 8, 2) // 2) == digest(np.array([1, 2, 3]))
+    assert (
+        digest(np.array([1, 2, 3], dtype=">i8"))
+        == digest(np.arange(2, 8, 2) // 2)
+        == digest(np.array([1, 2, 3]))
+    )
     assert digest(np.array([1, 3, 2])) != digest(np.array([1, 2, 3])) != digest(np.array([1, 2]))

@@ -1,4 +1,6 @@
-"""Every order through the Loader: ranks share its samples, none twice; their number changes nothing, nor does resuming with another one."""
+"""Every order through the Loader: ranks share its samples, none twice; their number changes
+nothing, nor does resuming with another one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import pytest
 from torch.utils.data import BatchSampler, RandomSampler
 
 from lockstep.data.loader import Loader
-from lockstep.data.orders import BlockShuffled, ByLength, FromBatches, FromSampler, Mixture, Sequential, Shuffled, Weighted
+from lockstep.data.orders import (
+    BlockShuffled,
+    ByLength,
+    FromBatches,
+    FromSampler,
+    Mixture,
+    Sequential,
+    Shuffled,
+    Weighted,
+)
 from tests.data.datasets import Numbers
 from tests.data.orders.samplers import Drawing
 
@@ -24,7 +35,9 @@ def lengths(samples: int) -> list[int]:
 
 
 def mixture(samples: int) -> Mixture:
-    """As many as there are, of two components; the small one is gone through again in the same epoch."""
+    """As many as there are, of two components; the small one is gone through again in the same
+    epoch.
+    """
     return Mixture([samples - samples // 3, samples // 3], [1, 2], seed=7)
 
 
@@ -33,13 +46,19 @@ MAKE: dict[str, Callable[[int], Any]] = {
     "shuffled": lambda samples: Shuffled(samples, 7),
     "blocks": lambda samples: BlockShuffled(samples, 4, 7),
     "weighted": lambda samples: Weighted(lengths(samples), seed=7),
-    "weighted without replacement": lambda samples: Weighted(lengths(samples), replacement=False, seed=7),
+    "weighted without replacement": lambda samples: Weighted(
+        lengths(samples), replacement=False, seed=7
+    ),
     "mixture": mixture,
     "sampler": lambda samples: FromSampler(RandomSampler(range(samples)), length=samples, seed=7),
     "torch's own": lambda samples: Drawing(samples, "own torch"),
     "by length": lambda samples: ByLength(lengths(samples), 24, seed=7),
-    "batches": lambda samples: FromBatches(BatchSampler(Drawing(samples, "random"), 3, False), length=samples, seed=7),
-    "torch's batches": lambda samples: BatchSampler(Drawing(samples, "own numpy"), 3, drop_last=False),
+    "batches": lambda samples: FromBatches(
+        BatchSampler(Drawing(samples, "random"), 3, False), length=samples, seed=7
+    ),
+    "torch's batches": lambda samples: BatchSampler(
+        Drawing(samples, "own numpy"), 3, drop_last=False
+    ),
 }
 REPEATING = {"weighted", "mixture"}
 OF_BATCHES = {"by length", "batches", "torch's batches"}
@@ -48,7 +67,9 @@ OF_BATCHES = {"by length", "batches", "torch's batches"}
 def loader(kind: str, samples: int, rank: int, size: int, state: Any = None) -> Loader:
     """As a rank makes it: with an order of its own."""
     sizes = {"micro_batches": 5} if kind in OF_BATCHES else {"global_batch": 10, "micro_batch": 2}
-    made = Loader(Numbers(samples), order=MAKE[kind](samples), **sizes, rank=rank, size=size, device="cpu")  # type: ignore[arg-type]
+    made = Loader(
+        Numbers(samples), order=MAKE[kind](samples), **sizes, rank=rank, size=size, device="cpu"
+    )  # type: ignore[arg-type]
     if state is not None:
         made.load_state_dict(state)
     return made
@@ -58,7 +79,9 @@ def walked(kind: str, samples: int, size: int, state: Any = None) -> list[dict[i
     """By rank: step -> its micro-batches."""
     return [
         {
-            window.step: {slot: batch.tolist() for slot, batch in zip(window.slots, window, strict=True)}
+            window.step: {
+                slot: batch.tolist() for slot, batch in zip(window.slots, window, strict=True)
+            }
             for epoch in loader(kind, samples, rank, size, state).epochs(EPOCHS)
             for window in epoch
         }
@@ -67,7 +90,9 @@ def walked(kind: str, samples: int, size: int, state: Any = None) -> list[dict[i
 
 
 def together(ranks: list[dict[int, Step]]) -> dict[int, Step]:
-    """What the ranks consume in each step. Fails where two of them have the same micro-batch, or one has fewer steps."""
+    """What the ranks consume in each step. Fails where two of them have the same micro-batch, or
+    one has fewer steps.
+    """
     found: dict[int, Step] = {}
     for step in ranks[0]:
         every = [(slot, batch) for rank in ranks for slot, batch in rank[step].items()]
@@ -102,9 +127,13 @@ def test_an_epoch_holds_every_sample_once_over_all_ranks(kind: str, samples: int
             assert sorted(seen) == list(range(samples)), (size, number)
 
 
-@pytest.mark.parametrize("sizes", [(1, 3), (3, 8), (8, 2)], ids=lambda sizes: "{} ranks, then {}".format(*sizes))
+@pytest.mark.parametrize(
+    "sizes", [(1, 3), (3, 8), (8, 2)], ids=lambda sizes: "{} ranks, then {}".format(*sizes)
+)
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_state_of_the_middle_of_an_epoch_goes_on_with_another_number_of_ranks(kind: str, sizes: tuple[int, int]) -> None:
+def test_a_state_of_the_middle_of_an_epoch_goes_on_with_another_number_of_ranks(
+    kind: str, sizes: tuple[int, int]
+) -> None:
     undisturbed = together(walked(kind, 37, sizes[0]))
     middle = 1 + next(step for step in undisturbed if step >= len(undisturbed) // 2)
     ranks = [loader(kind, 37, rank, sizes[0]) for rank in range(sizes[0])]

@@ -1,4 +1,6 @@
-"""Weighted draws: how often, how early, and never what has weight 0; against the probabilities worked out by hand."""
+"""Weighted draws: how often, how early, and never what has weight 0; against the probabilities
+worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ EPOCHS = 4000
 
 def epochs_of(order: Weighted, epochs: int) -> NDArray[np.int64]:
     """An epoch a row."""
-    return np.stack([order.at(epoch, np.arange(order.samples, dtype=np.int64)) for epoch in range(epochs)])
+    return np.stack(
+        [order.at(epoch, np.arange(order.samples, dtype=np.int64)) for epoch in range(epochs)]
+    )
 
 
-# -- with replacement ----------------------------------------------------------------------------------------------------------------------
+# -- with replacement ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -53,7 +57,7 @@ def test_an_epoch_may_be_of_any_length() -> None:
     assert set(epochs_of(Weighted([3.0], samples=50, seed=0), 1)[0].tolist()) == {0}
 
 
-# -- without -------------------------------------------------------------------------------------------------------------------------------
+# -- without -------------------------------------------------------------------------------------
 
 
 def test_without_replacement_every_sample_of_positive_weight_comes_once() -> None:
@@ -70,17 +74,24 @@ def test_without_replacement_each_is_drawn_from_what_is_left(seed: int) -> None:
     counts = places(found[:, 0] * 5 + found[:, 1], 25).reshape(5, 5)
     drawn = [(i, j) for i in POSITIVE for j in POSITIVE if i != j]
     assert sum(counts[pair] for pair in drawn) == EPOCHS
-    assert usual([counts[pair] for pair in drawn], [EPOCHS * SHARES[i] * SHARES[j] / (1 - SHARES[i]) for i, j in drawn])
+    assert usual(
+        [counts[pair] for pair in drawn],
+        [EPOCHS * SHARES[i] * SHARES[j] / (1 - SHARES[i]) for i, j in drawn],
+    )
 
 
 def test_heavy_samples_come_earlier() -> None:
-    """Sample j comes before i with probability weight j / (weight i + weight j): that sum over j is i's place on average."""
+    """Sample j comes before i with probability weight j / (weight i + weight j): that sum over j
+    is i's place on average.
+    """
     weights = np.arange(1.0, 41.0)
     found = epochs_of(Weighted(weights, replacement=False, seed=1), 1000)
     place = np.argsort(found, axis=1)
     before = weights[None, :] / (weights[:, None] + weights[None, :])
     np.fill_diagonal(before, 0)
-    assert (np.abs(place.mean(axis=0) - before.sum(axis=1)) < 5 * place.std(axis=0) / math.sqrt(1000)).all()
+    assert (
+        np.abs(place.mean(axis=0) - before.sum(axis=1)) < 5 * place.std(axis=0) / math.sqrt(1000)
+    ).all()
 
 
 def test_without_replacement_an_epoch_may_be_a_part() -> None:
@@ -88,12 +99,15 @@ def test_without_replacement_an_epoch_may_be_a_part() -> None:
     assert np.array_equal(epochs_of(whole, 5)[:, :3], epochs_of(part, 5))
 
 
-# -- both ----------------------------------------------------------------------------------------------------------------------------------
+# -- both ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacement", [True, False])
 def test_a_weight_is_a_proportion(replacement: bool) -> None:
-    one, other = (Weighted(np.array(WEIGHTS) * unit, replacement=replacement, samples=4, seed=1) for unit in (1.0, 2.0**900))
+    one, other = (
+        Weighted(np.array(WEIGHTS) * unit, replacement=replacement, samples=4, seed=1)
+        for unit in (1.0, 2.0**900)
+    )
     assert np.array_equal(epochs_of(one, 9), epochs_of(other, 9))
     assert one.fingerprint() == other.fingerprint()
 
@@ -113,8 +127,13 @@ def test_an_order_has_no_memory_and_seeds_and_epochs_their_own(replacement: bool
 def test_an_order_is_the_same_on_every_machine() -> None:
     # Recorded once: a change of these numbers changes every training that anybody has recorded.
     weights = [5.0, 1.0, 1.0, 3.0, 2.0, 0.0]
-    assert epochs_of(Weighted(weights, samples=10, seed=1), 1).tolist() == [[0, 3, 3, 3, 0, 1, 3, 3, 3, 4]]
-    assert epochs_of(Weighted(weights, replacement=False, seed=1), 2).tolist() == [[3, 0, 2, 1, 4], [0, 4, 3, 2, 1]]
+    assert epochs_of(Weighted(weights, samples=10, seed=1), 1).tolist() == [
+        [0, 3, 3, 3, 0, 1, 3, 3, 3, 4]
+    ]
+    assert epochs_of(Weighted(weights, replacement=False, seed=1), 2).tolist() == [
+        [3, 0, 2, 1, 4],
+        [0, 4, 3, 2, 1],
+    ]
 
 
 def test_fingerprints_tell_orders_apart() -> None:
@@ -150,7 +169,10 @@ def test_bad_weights_are_refused(weights: list[float], message: str, replacement
         ({"samples": 0}, "samples=0: give a whole number, 1 or more"),
         (
             {"samples": 5, "replacement": False},
-            "samples=5 and 4 positive weights: without replacement each is drawn once at most; give fewer samples, or replacement=True",
+            (
+                "samples=5 and 4 positive weights: without replacement each is drawn once at most;"
+                " give fewer samples, or replacement=True"
+            ),
         ),
     ],
 )

@@ -20,7 +20,11 @@ def test_every_epoch_holds_every_sample_once(samples: int) -> None:
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders = {(seed, epoch): tuple(epoch_of(Shuffled(50, seed), epoch)) for seed in range(4) for epoch in range(4)}
+    orders = {
+        (seed, epoch): tuple(epoch_of(Shuffled(50, seed), epoch))
+        for seed in range(4)
+        for epoch in range(4)
+    }
     assert len(set(orders.values())) == 16
     assert epoch_of(Sequential(50), 0) == epoch_of(Sequential(50), 1) == list(range(50))
 
@@ -34,6 +38,12 @@ def test_an_order_has_no_memory() -> None:
 
 
 def test_fingerprints_tell_orders_apart() -> None:
-    orders: list[Order] = [Sequential(50), Sequential(51), Shuffled(50, 0), Shuffled(51, 0), Shuffled(50, 1)]
+    orders: list[Order] = [
+        Sequential(50),
+        Sequential(51),
+        Shuffled(50, 0),
+        Shuffled(51, 0),
+        Shuffled(50, 1),
+    ]
     assert len({order.fingerprint() for order in orders}) == len(orders)
     assert Shuffled(50, 1).fingerprint() == Shuffled(50, 1).fingerprint()

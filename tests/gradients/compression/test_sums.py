@@ -1,9 +1,14 @@
-"""Compressed sums: the same bits on all ranks, nothing lost for good, as few bytes as promised, whatever the tensors look like."""
+"""Compressed sums: the same bits on all ranks, nothing lost for good, as few bytes as promised,
+whatever the tensors look like.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +18,40 @@ import lockstep
 from lockstep.errors import UsageError
 from lockstep.gradients.compression.power_sgd import PowerSGD
 from lockstep.testing import run_ranks
-from tests.gradients.compression.summing import EVERY, OWING, Summing, gradients_of, parameters, true_sum
+from tests.gradients.compression.summing import (
+    EVERY,
+    OWING,
+    Summing,
+    gradients_of,
+    parameters,
+    true_sum,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def added_up(world: lockstep.World, text: str, steps: int) -> list[tuple[list[list[Tensor]], list[Tensor]]]:
-    """By dtype: every step's sums, and what this rank owes in the end. The buckets are laid anew on the way."""
+STEPS = 6
+SIZES = (1e-30, 1e-6, 1e6, 1e30)
+
+
+def with_each(
+    world: lockstep.World, fn: Callable[..., Any], *cases: tuple[Any, ...]
+) -> dict[Any, Any]:
+    """By case: ranks start once for all of them."""
+    return {case: fn(world, *case) for case in cases}
+
+
+@cache
+def of_each(workers: int, fn: Callable[..., Any], *cases: tuple[Any, ...]) -> list[dict[Any, Any]]:
+    return run_ranks(with_each, workers, args=(fn, *cases))
+
+
+def added_up(
+    world: lockstep.World, text: str, steps: int
+) -> list[tuple[list[list[Tensor]], list[Tensor]]]:
+    """By dtype: every step's sums, and what this rank owes in the end. The buckets are laid anew
+    on the way.
+    """
     told = []
     for dtype in DTYPES:
         summing = Summing(world.group, text, parameters(dtype))
@@ -40,11 +72,13 @@ def norm(tensors: list[Tensor]) -> float:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("text", EVERY)
 def test_all_ranks_have_the_same_bits_and_nothing_is_lost(text: str, workers: int) -> None:
-    steps = 6
-    everyone = run_ranks(added_up, workers, args=(text, steps))
+    everyone = [
+        found[text, STEPS]
+        for found in of_each(workers, added_up, *((each, STEPS) for each in EVERY))
+    ]
     for dtype, found in zip(DTYPES, zip(*everyone, strict=True), strict=True):
         for sums, _ in found[1:]:
-            for step in range(steps):
+            for step in range(STEPS):
                 assert all(map(torch.equal, sums[step], found[0][0][step]))
         if text in OWING:
             assert all(norm(owed) > 1e-3 for _, owed in found)
@@ -54,12 +88,21 @@ def test_all_ranks_have_the_same_bits_and_nothing_is_lost(text: str, workers: in
 
 def rounding(text: str, dtype: torch.dtype) -> float:
     """What may be lost: what the gradients' own dtype rounds, and of a cast what it does."""
-    own = {torch.float64: 1e-13 if text in OWING[1:] else 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+    own = {
+        torch.float64: 1e-13 if text in OWING[1:] else 1e-6,
+        torch.float32: 1e-5,
+        torch.float16: 1e-2,
+        torch.bfloat16: 4e-2,
+    }
     return own[dtype] + {"bf16": 1e-2, "fp16": 1e-3}.get(text, 0.0)
 
 
-def lost(number: int, dtype: torch.dtype, found: Sequence[tuple[list[list[Tensor]], list[Tensor]]]) -> float:
-    """Of one parameter: all there was, without what was applied and what is owed, beside all there was."""
+def lost(
+    number: int, dtype: torch.dtype, found: Sequence[tuple[list[list[Tensor]], list[Tensor]]]
+) -> float:
+    """Of one parameter: all there was, without what was applied and what is owed, beside all
+    there was.
+    """
     steps = len(found[0][0])
     true = [true_sum(len(found), step, parameters(dtype))[number] for step in range(steps)]
     rest = torch.stack(true).sum(0)
@@ -77,7 +120,9 @@ def one_sum(world: lockstep.World, text: str) -> list[Tensor]:
 
 @pytest.mark.parametrize(("text", "worst"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 1 / 127)])
 def test_one_sum_is_near_the_true_one(text: str, worst: float) -> None:
-    """Two roundings, each relative to the largest element of its own parameter: those differ by 10^6 here."""
+    """Two roundings, each relative to the largest element of its own parameter: those differ by
+    10^6 here.
+    """
     found = run_ranks(one_sum, 3, args=(text,))[0]
     for ours, true in zip(found, true_sum(3, 0, parameters()), strict=True):
         if ours.numel() > 1:
@@ -90,8 +135,11 @@ def of_ones(world: lockstep.World, text: str) -> float:
 
 
 def test_a_sum_of_bf16_is_added_in_float32() -> None:
-    """1 + 2^-7 is a bfloat16 number; the sum over 3 ranks in bfloat16 would round in every addition, here it does once."""
-    assert run_ranks(of_ones, 3, args=("bf16",)) == [3.0] * 3  # 3.0078125 has 9 bits: rounded to even
+    """1 + 2^-7 is a bfloat16 number; the sum over 3 ranks in bfloat16 would round in every
+    addition, here it does once.
+    """
+    # 3.0078125 has 9 bits: rounded to even
+    assert run_ranks(of_ones, 3, args=("bf16",)) == [3.0] * 3
     exact = run_ranks(of_ones, 3, args=("fp16",))
     assert exact == [3.0078125] * 3
 
@@ -102,10 +150,13 @@ def of_size(world: lockstep.World, text: str, size: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("text", ["fp16", "int8"])
-@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e6, 1e30])
+@pytest.mark.parametrize("size", SIZES)
 def test_neither_large_nor_small_gradients_leave_the_range(text: str, size: float) -> None:
     """fp16 ends at 65504 and begins at 6e-8; a sum of losses over a large batch is far beyond."""
-    for (found,) in run_ranks(of_size, 2, args=(text, size)):
+    for (found,) in (
+        ranks[text, size]
+        for ranks in of_each(2, of_size, *itertools.product(("fp16", "int8"), SIZES))
+    ):
         assert (found - 2 * size * torch.linspace(-1, 1, 1000)).abs().max() <= 2 * size / 50
 
 
@@ -122,11 +173,14 @@ def sent(world: lockstep.World, text: str, compress_it: bool) -> int:
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_bytes(workers: int) -> None:
-    whole = run_ranks(sent, workers, args=("", False))[0]
-    shared = workers > 2  # what goes through a host's shared memory is counted once, not once a rank
-    assert run_ranks(sent, workers, args=("bf16", True))[0] == whole // 2 or shared
-    for text, times in (("bf16", 2), ("int8", 3.7), ("powersgd:4", 60), ("topk:0.01", 12)):
-        assert run_ranks(sent, workers, args=(text, True))[0] * times <= whole, text
+    times_less = {"bf16": 2, "int8": 3.7, "powersgd:4": 60, "topk:0.01": 12}
+    found = of_each(workers, sent, ("", False), *((text, True) for text in times_less))[0]
+    whole = found["", False]
+    # what goes through a host's shared memory is counted once, not once a rank
+    shared = workers > 2
+    assert found["bf16", True] == whole // 2 or shared
+    for text, times in times_less.items():
+        assert found[text, True] * times <= whole, text
 
 
 def with_a_nan(world: lockstep.World, text: str) -> tuple[bool, list[bool], list[Tensor]]:
@@ -144,14 +198,18 @@ def with_a_nan(world: lockstep.World, text: str) -> tuple[bool, list[bool], list
 
 @pytest.mark.parametrize("text", EVERY)
 def test_a_nan_is_seen_by_all_ranks_and_forgotten(text: str) -> None:
-    for untouched, finite, after in run_ranks(with_a_nan, 2, args=(text,)):
+    for untouched, finite, after in (
+        ranks[text,] for ranks in of_each(2, with_a_nan, *((each,) for each in EVERY))
+    ):
         assert untouched
         assert not finite[0]
         assert all(each.isfinite().all() for each in after)
 
 
 def of_an_idle_rank(world: lockstep.World, text: str) -> tuple[float, float]:
-    """A rank without micro-batches pays what it owes all the same: with zeros from everyone, debts become small."""
+    """A rank without micro-batches pays what it owes all the same: with zeros from everyone,
+    debts become small.
+    """
     summing = Summing(world.group, text, parameters())
     summing(gradients_of(world.rank, 0, summing.given))
     before = norm(summing.owed())
@@ -162,7 +220,9 @@ def of_an_idle_rank(world: lockstep.World, text: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("text", OWING)
 def test_debts_are_paid_also_by_ranks_that_have_nothing_new(text: str) -> None:
-    for before, after in run_ranks(of_an_idle_rank, 3, args=(text,)):
+    for before, after in (
+        ranks[text,] for ranks in of_each(3, of_an_idle_rank, *((each,) for each in OWING))
+    ):
         assert before > 0
         assert after < 0.2 * before
 
@@ -170,14 +230,17 @@ def test_debts_are_paid_also_by_ranks_that_have_nothing_new(text: str) -> None:
 def followed(world: lockstep.World, warm: bool) -> list[float]:
     """How much of a gradient of rank 2 that does not change is missing from each step's sum."""
     fixed = torch.Generator().manual_seed(5)
-    left, values, right = (torch.randn(shape, generator=fixed) for shape in ((60, 4), (4,), (4, 50)))
+    left, values, right = (
+        torch.randn(shape, generator=fixed) for shape in ((60, 4), (4,), (4, 50))
+    )
     matrix = left @ torch.diag(values.abs() + torch.tensor([3.0, 2.0, 0.2, 0.1])) @ right
     summing = Summing(world.group, "powersgd:2", [nn.Parameter(torch.zeros(60, 50))])
     missing = []
     for _ in range(8):
         if not warm:
-            summing.reduction._way = PowerSGD(world.group, 2)
-        summing.reduction.take_back(summing.reduction.kept()[0], [])  # nothing is owed: only the warm start is looked at
+            summing.reduction._compressor = PowerSGD(world.group, 2)
+        # nothing is owed: only the warm start is looked at
+        summing.reduction.take_back(summing.reduction.kept()[0], [])
         (found,) = summing([matrix * (world.rank + 1)])
         missing.append(norm([found - 3 * matrix]) / norm([3 * matrix]))
     return missing
@@ -188,7 +251,8 @@ def test_power_sgd_starts_warm() -> None:
     assert cold[-1] == pytest.approx(cold[0])
     best = warm[-1]
     assert best < 0.9 * cold[0]
-    assert warm == pytest.approx(sorted(warm, reverse=True), rel=1e-3)  # it comes nearer from step to step
+    # it comes nearer from step to step
+    assert warm == pytest.approx(sorted(warm, reverse=True), rel=1e-3)
 
 
 def of_zeros(world: lockstep.World) -> float:
@@ -225,6 +289,8 @@ def test_other_dtypes_are_refused(text: str, dtype: torch.dtype) -> None:
     odd = nn.Parameter(torch.zeros(3, 3, dtype=dtype), requires_grad=dtype.is_complex)
     with (
         lockstep.init(backend="gloo") as world,
-        pytest.raises(UsageError, match=rf"compress='{text}': the gradient of 'p0' is {str(dtype)[6:]}"),
+        pytest.raises(
+            UsageError, match=rf"compress='{text}': the gradient of 'p0' is {str(dtype)[6:]}"
+        ),
     ):
         Summing(world.group, text, [odd])

@@ -1,7 +1,10 @@
-"""Training with compressed gradients: idle ranks, a sharded update, skipped steps, checkpoints, and what is refused."""
+"""Training with compressed gradients: idle ranks, a sharded update, skipped steps, checkpoints,
+and what is refused.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,13 @@ from tests.gradients.compression.summing import EVERY, OWING
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 40), nn.Tanh(), nn.Linear(40, 4)
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 40),
+        nn.Tanh(),
+        nn.Linear(40, 4),
     ).to(memory_format=torch.channels_last)
 
 
@@ -33,19 +42,38 @@ def images() -> TensorDataset:
 class Run:
     """`micro_batch` 4: a full window has `global_batch / 4` slots, the last of an epoch fewer."""
 
-    def __init__(self, world: lockstep.World, compress: str, *, global_batch: int = 16, update: str = "replicated") -> None:
+    def __init__(
+        self,
+        world: lockstep.World,
+        compress: str,
+        *,
+        global_batch: int = 16,
+        update: str = "replicated",
+    ) -> None:
         self.world = world
         self.model = net()
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.stepper = lockstep.Stepper(self.model, optimizer, compress=compress, update=update, bucket_mb=2**-11, clip=5.0, world=world)
+        self.stepper = lockstep.Stepper(
+            self.model,
+            optimizer,
+            compress=compress,
+            update=update,
+            bucket_mb=2**-11,
+            clip=5.0,
+            world=world,
+        )
         self.loader = lockstep.Loader(images(), global_batch=global_batch, micro_batch=4, seed=3)
 
-    def train(self, epochs: int, checkpoints: lockstep.Checkpoints | None = None, stop: int | None = None) -> list[float]:
+    def train(
+        self, epochs: int, checkpoints: lockstep.Checkpoints | None = None, stop: int | None = None
+    ) -> list[float]:
         losses = []
         for epoch in self.loader.epochs(epochs):
             for window in epoch:
                 for x, y in self.stepper.micro_batches(window):
-                    self.stepper.backward(F.cross_entropy(self.model(x), y, reduction="sum"), weight=len(y))
+                    self.stepper.backward(
+                        F.cross_entropy(self.model(x), y, reduction="sum"), weight=len(y)
+                    )
                 losses.append(self.stepper.step().loss)
                 if self.stepper.steps == stop:
                     if checkpoints is not None:
@@ -57,22 +85,38 @@ class Run:
         return [value.clone() for value in self.model.state_dict().values()]
 
     def owed(self) -> dict[str, Tensor]:
-        (keeper,) = (each for each in self.stepper.keepers() if "compression" in type(each).__module__)
+        (keeper,) = (
+            each for each in self.stepper.keepers() if "compression" in type(each).__module__
+        )
         return {name: value.clone() for name, value in keeper.kept()[1].items()}
 
 
-def trained(world: lockstep.World, compress: str, options: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+def trained(
+    world: lockstep.World, compress: str, options: dict[str, Any]
+) -> tuple[list[float], list[Tensor]]:
     run = Run(world, compress, **options)
     assert len(run.stepper.reducer.buckets) > 2
     losses = run.train(6)
     return losses, run.weights()
 
 
+def trained_in_every_way(world: lockstep.World) -> dict[str, tuple[list[float], list[Tensor]]]:
+    return {compress: trained(world, compress, {}) for compress in EVERY}
+
+
+@cache
+def every(workers: int) -> list[dict[str, tuple[list[float], list[Tensor]]]]:
+    """Ranks start once for all ways to compress."""
+    return run_ranks(trained_in_every_way, workers)
+
+
 @pytest.mark.parametrize("compress", EVERY)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_it_learns_with_the_same_weights_on_all_ranks(compress: str, workers: int) -> None:
-    """5 ranks and 4 micro-batches: one rank is idle, and in the short step that ends an epoch four are."""
-    found = run_ranks(trained, workers, args=(compress, {}))
+    """5 ranks and 4 micro-batches: one rank is idle, and in the short step that ends an epoch
+    four are.
+    """
+    found = [ranks[compress] for ranks in every(workers)]
     for _, weights in found[1:]:
         assert all(map(torch.equal, weights, found[0][1]))
     losses = found[0][0]
@@ -81,7 +125,8 @@ def test_it_learns_with_the_same_weights_on_all_ranks(compress: str, workers: in
 
 @pytest.mark.parametrize("compress", ["bf16", "int8", "powersgd:2", "topk:0.1"])
 def test_a_sharded_update_has_the_replicated_ones_bits(compress: str) -> None:
-    one, other = (run_ranks(trained, 2, args=(compress, {"update": update})) for update in ("replicated", "sharded"))
+    one = [ranks[compress] for ranks in every(2)]
+    other = run_ranks(trained, 2, args=(compress, {"update": "sharded"}))
     for (losses, weights), (theirs, their_weights) in zip(one, other, strict=True):
         assert losses == theirs
         assert all(map(torch.equal, weights, their_weights))
@@ -104,6 +149,12 @@ def begun(world: lockstep.World, compress: str, folder: str) -> dict[str, Tensor
     return run.owed()
 
 
+def whole_and_begun(
+    world: lockstep.World, compress: str, folder: str
+) -> tuple[Told, dict[str, Tensor]]:
+    return undisturbed(world, compress), begun(world, compress, folder)
+
+
 def gone_on(world: lockstep.World, compress: str, folder: str) -> tuple[dict[str, Tensor], Told]:
     """What is owed when it goes on, and what becomes of it."""
     run = Run(world, compress)
@@ -114,9 +165,10 @@ def gone_on(world: lockstep.World, compress: str, folder: str) -> tuple[dict[str
 
 @pytest.mark.parametrize("compress", OWING)
 def test_a_resumed_training_is_the_one_that_was_not_stopped(compress: str, tmp_path: Path) -> None:
-    whole = run_ranks(undisturbed, 2, args=(compress,))
-    left = run_ranks(begun, 2, args=(compress, str(tmp_path)))
-    for rank, (before, (losses, weights, owed)) in enumerate(run_ranks(gone_on, 2, args=(compress, str(tmp_path)))):
+    whole, left = zip(*run_ranks(whole_and_begun, 2, args=(compress, str(tmp_path))), strict=True)
+    for rank, (before, (losses, weights, owed)) in enumerate(
+        run_ranks(gone_on, 2, args=(compress, str(tmp_path)))
+    ):
         assert before.keys() == left[rank].keys()
         assert all(torch.equal(before[name], left[rank][name]) for name in before)
         assert losses == whole[rank][0][4:]
@@ -125,25 +177,36 @@ def test_a_resumed_training_is_the_one_that_was_not_stopped(compress: str, tmp_p
 
 
 @pytest.mark.parametrize(("then", "now"), [(3, 2), (3, 1), (2, 3)])
-def test_at_another_number_of_ranks_nothing_that_is_owed_is_lost(then: int, now: int, tmp_path: Path) -> None:
+def test_at_another_number_of_ranks_nothing_that_is_owed_is_lost(
+    then: int, now: int, tmp_path: Path
+) -> None:
     left = run_ranks(begun, then, args=("topk:0.1", str(tmp_path)))
     found = run_ranks(gone_on, now, args=("topk:0.1", str(tmp_path)))
     for name in left[0]:
         for rank, (before, _) in enumerate(found):
-            expected = sum((left[each][name] for each in range(rank, then, now)), torch.zeros_like(before[name]))
+            expected = sum(
+                (left[each][name] for each in range(rank, then, now)),
+                torch.zeros_like(before[name]),
+            )
             assert torch.equal(before[name], expected)
     for _, (losses, weights, _) in found:
         assert len(losses) == 8
         assert all(map(torch.equal, weights, found[0][1][1]))
 
 
-def skipped(world: lockstep.World, compress: str) -> tuple[bool, dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
+def skipped(
+    world: lockstep.World, compress: str
+) -> tuple[bool, dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
     run = Run(world, compress)
     run.train(1, stop=3)
     before = run.owed()
     x, y = next(iter(torch.utils.data.DataLoader(images(), batch_size=4)))
     for each in run.stepper.micro_batches([x]):
-        run.stepper.backward(F.cross_entropy(run.model(each), y, reduction="sum") * (torch.nan if world.rank == 1 else 1.0), weight=4)
+        run.stepper.backward(
+            F.cross_entropy(run.model(each), y, reduction="sum")
+            * (torch.nan if world.rank == 1 else 1.0),
+            weight=4,
+        )
     with pytest.warns(LockstepWarning, match="was skipped") if world.rank == 0 else torch.no_grad():
         applied = run.stepper.step().applied
     between = run.owed()
@@ -178,7 +241,9 @@ def of_layers_that_come_and_go(world: lockstep.World) -> list[set[str]]:
 
 def test_a_frozen_layer_is_owed_nothing_and_others_keep_theirs() -> None:
     all_of_them, fewer = run_ranks(of_layers_that_come_and_go, 2)[0]
-    assert {name.removeprefix("error/") for name in all_of_them} == {name for name, _ in net().named_parameters()}
+    assert {name.removeprefix("error/") for name in all_of_them} == {
+        name for name, _ in net().named_parameters()
+    }
     assert all_of_them - fewer == {"error/0.weight", "error/0.bias"}
 
 
@@ -189,7 +254,13 @@ def stepper_for(model: nn.Module, **options: Any) -> lockstep.Stepper:
 def test_a_rank_above_every_matrix_is_refused_and_one_that_pays_nowhere_is_warned_of() -> None:
     model = nn.Sequential(nn.Linear(20, 8), nn.Linear(8, 16))
     with lockstep.init(backend="gloo"):
-        with pytest.raises(UsageError, match=r"compress='powersgd:9': factors of 9 columns.*'\d.weight', .* choose a smaller rank"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"compress='powersgd:9': factors of 9 columns.*'\d.weight', .* choose a smaller"
+                r" rank"
+            ),
+        ):
             stepper_for(model, compress="powersgd:9")
         with pytest.warns(LockstepWarning, match="makes no gradient of this model smaller"):
             stepper_for(model, compress="powersgd:8")
@@ -201,7 +272,13 @@ def test_a_rank_above_every_matrix_is_refused_and_one_that_pays_nowhere_is_warne
 def test_a_loss_scaler_and_a_wrapped_model_are_refused() -> None:
     with lockstep.init(backend="gloo"):
         scaler = torch.amp.GradScaler("cpu")
-        with pytest.raises(UsageError, match=r"compress='topk:0.1' remembers what it has left out of gradients, and a loss scaler"):
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"compress='topk:0.1' remembers what it has left out of gradients, and a loss"
+                r" scaler"
+            ),
+        ):
             stepper_for(net(), compress="topk:0.1", scaler=scaler)
         assert stepper_for(net(), compress="fp16", scaler=scaler).reducer.reduction.name == "fp16"
         with pytest.raises(UsageError, match="needs the bare module"):
@@ -211,5 +288,10 @@ def test_a_loss_scaler_and_a_wrapped_model_are_refused() -> None:
 def test_a_complex_parameter_is_named() -> None:
     model = net()
     model[4].weight = nn.Parameter(torch.zeros(40, 128, dtype=torch.complex64))
-    with lockstep.init(backend="gloo"), pytest.raises(UsageError, match=r"compress='bf16': the gradient of '4.weight' is complex64"):
+    with (
+        lockstep.init(backend="gloo"),
+        pytest.raises(
+            UsageError, match=r"compress='bf16': the gradient of '4.weight' is complex64"
+        ),
+    ):
         stepper_for(model, compress="bf16")

@@ -1,4 +1,6 @@
-"""Exact mode: one SHA-256 of weights, buffers, optimizer state and logged losses at any number of ranks, by any carrier, with either update."""
+"""Exact mode: one SHA-256 of weights, buffers, optimizer state and logged losses at any number
+of ranks, by any carrier, with either update.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.data.scripted import scripted
 
 
 class Net(nn.Module):
-    """BatchNorm, dropout, a bias before BatchNorm (its gradient is rounding and nothing else), a tied and a 0-d parameter, one not always used."""
+    """BatchNorm, dropout, a bias before BatchNorm (its gradient is rounding and nothing else), a
+    tied and a 0-d parameter, one not always used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +48,10 @@ class Net(nn.Module):
 
 def images(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(count, 1, 6, 6, generator=generator), torch.randint(0, 10, (count,), generator=generator))
+    return TensorDataset(
+        torch.randn(count, 1, 6, 6, generator=generator),
+        torch.randint(0, 10, (count,), generator=generator),
+    )
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -54,7 +61,9 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[int]]:
-    """A digest of everything after some steps with short last ones, and the slots that this rank computed in the first."""
+    """A digest of everything after some steps with short last ones, and the slots that this rank
+    computed in the first.
+    """
     given = {
         "slots": 8,
         "optimizer": "adamw",
@@ -71,9 +80,18 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
     model = Net().to(torch.bfloat16 if given["bf16"] else torch.float32)
     optimizer = OPTIMIZERS[given["optimizer"]](model.parameters())
     stepper = lockstep.Stepper(
-        model, optimizer, clip=given["clip"], reduce=given["reduce"], update=given["update"], exact=True, unused="zeros", world=world
+        model,
+        optimizer,
+        clip=given["clip"],
+        reduce=given["reduce"],
+        update=given["update"],
+        exact=True,
+        unused="zeros",
+        world=world,
     )
-    loader = lockstep.Loader(images(75), global_batch=4 * given["slots"], micro_batch=4, seed=1, balance=given["balance"])
+    loader = lockstep.Loader(
+        images(75), global_batch=4 * given["slots"], micro_batch=4, seed=1, balance=given["balance"]
+    )
     if given["moves"]:
         scripted(loader, given["moves"])
     digest = hashlib.sha256()
@@ -89,65 +107,108 @@ def trained(world: lockstep.World, options: dict[str, Any]) -> tuple[str, list[i
             result = stepper.step()
             if "slow" in given:  # as if one of this rank's micro-batches had taken so long
                 stepper.clock.per_micro_batch = 0.3 if world.rank == given["slow"] else 0.1
-            digest.update(repr((result.loss, result.weight, None if result.norm is None else float(result.norm))).encode())
+            digest.update(
+                repr(
+                    (
+                        result.loss,
+                        result.weight,
+                        None if result.norm is None else float(result.norm),
+                    )
+                ).encode()
+            )
     loader.close()
     if "slow" in given:
         assert loader.by_rank == (3, 2, 2, 1)
     state = stepper.optimizer_state_dict()["state"]
-    for tensor in (*model.state_dict().values(), *(each[name] for each in state.values() for name in sorted(each))):
+    for tensor in (
+        *model.state_dict().values(),
+        *(each[name] for each in state.values() for name in sorted(each)),
+    ):
         if isinstance(tensor, Tensor):
             digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest(), slots
 
 
-def digests(size: int, **options: Any) -> str:
-    ranks = run_ranks(trained, size, args=(options,))
-    assert len({digest for digest, _ in ranks}) == 1, "the ranks differ"
-    assert sorted(slot for _, slots in ranks for slot in slots) == list(range(options.get("slots", 8)))
-    return ranks[0][0]
+def all_trained(world: lockstep.World, ways: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
+    return [trained(world, options) for options in ways]
 
 
-def test_any_number_of_ranks_gives_the_same_bits() -> None:
-    assert len({digests(size) for size in (1, 2, 3, 4, 5, 8)}) == 1
+def digests(size: int, *ways: dict[str, Any]) -> list[str]:
+    """Of a training for each of `ways`, one after the other on the same ranks."""
+    found = []
+    for options, ranks in zip(
+        ways, zip(*run_ranks(all_trained, size, args=(list(ways),)), strict=True), strict=True
+    ):
+        assert len({digest for digest, _ in ranks}) == 1, f"the ranks differ: {options}"
+        assert sorted(slot for _, slots in ranks for slot in slots) == list(
+            range(options.get("slots", 8))
+        ), options
+        found.append(ranks[0][0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """The digest of one process with no options."""
+    return digests(1, {})[0]
+
+
+def test_any_number_of_ranks_gives_the_same_bits(alone: str) -> None:
+    assert {size: digests(size, {}) for size in (2, 3, 4, 5, 8)} == {
+        size: [alone] for size in (2, 3, 4, 5, 8)
+    }
 
 
 def test_also_where_slots_are_no_power_of_two_and_some_ranks_idle() -> None:
-    assert len({digests(size, slots=6) for size in (1, 2, 3, 5, 7)}) == 1
+    assert len({digests(size, {"slots": 6})[0] for size in (1, 2, 3, 5, 7)}) == 1
 
 
 def test_the_carrier_and_the_update_do_not_matter() -> None:
-    for optimizer in OPTIMIZERS:
-        found = {digests(1, optimizer=optimizer)}
-        for size, reduce, update in (
-            (2, "native", "replicated"),
-            (3, "native", "replicated"),
-            (2, "shared_memory", "sharded"),
-            (3, "shared_memory", "sharded"),
-            (2, "native", "sharded"),
-        ):
-            found.add(digests(size, reduce=reduce, update=update, optimizer=optimizer))
-        assert len(found) == 1
+    optimizers = [{"optimizer": optimizer} for optimizer in OPTIMIZERS]
+    expected = digests(1, *optimizers)
+    for size, carriers in (
+        (2, [("native", "replicated"), ("shared_memory", "sharded"), ("native", "sharded")]),
+        (3, [("native", "replicated"), ("shared_memory", "sharded")]),
+    ):
+        for reduce, update in carriers:
+            found = digests(
+                size, *({**options, "reduce": reduce, "update": update} for options in optimizers)
+            )
+            assert found == expected, (size, reduce, update)
 
 
 @pytest.mark.parametrize("update", ["replicated", "sharded"])
 @pytest.mark.parametrize("reduce", ["native", "shared_memory"])
-def test_nor_does_it_matter_who_computes_how_many(reduce: str, update: str) -> None:
-    """Uneven shares, with nothing for rank 0, which has slot 0 otherwise; and shares that move, to some that need higher stacks of blocks."""
-    ways = {"reduce": reduce, "update": update}
-    found = {digests(1), digests(3, balance="2,1,1", **ways), digests(3, balance="0,1,1", **ways)}
+def test_nor_does_it_matter_who_computes_how_many(reduce: str, update: str, alone: str) -> None:
+    """Uneven shares, with nothing for rank 0, which has slot 0 otherwise; and shares that move,
+    to some that need higher stacks of blocks.
+    """
     moves = {1: (1, 1, 6), 2: (7, 0, 1), 4: (0, 1, 7), 5: (2, 3, 3)}
-    found.add(digests(3, balance="auto", moves=moves, **ways))
-    assert len(found) == 1
+    shares: list[dict[str, Any]] = [
+        {"balance": "2,1,1"},
+        {"balance": "0,1,1"},
+        {"balance": "auto", "moves": moves},
+    ]
+    assert (
+        digests(3, *({**each, "reduce": reduce, "update": update} for each in shares))
+        == [alone] * 3
+    )
 
 
-@pytest.mark.parametrize("reduce", ["native", "shared_memory"])
-def test_shares_that_follow_a_slow_rank_change_no_bit(reduce: str) -> None:
-    assert digests(1, epochs=4) == digests(4, epochs=4, balance="auto", reduce=reduce, slow=3)
+def test_shares_that_follow_a_slow_rank_change_no_bit() -> None:
+    (expected,) = digests(1, {"epochs": 4})
+    ways = [
+        {"epochs": 4, "balance": "auto", "reduce": reduce, "slow": 3}
+        for reduce in ("native", "shared_memory")
+    ]
+    assert digests(4, *ways) == [expected, expected]
 
 
-@pytest.mark.parametrize("options", [{"autocast": True}, {"bf16": True}, {"clip": None}], ids=["autocast", "bf16", "no clip"])
-def test_in_other_precisions_and_without_clipping(options: dict[str, Any]) -> None:
-    assert len({digests(size, **options, **more) for size, more in ((1, {}), (2, {"reduce": "native"}), (3, {}), (4, {}))}) == 1
+def test_in_other_precisions_and_without_clipping() -> None:
+    options: list[dict[str, Any]] = [{"autocast": True}, {"bf16": True}, {"clip": None}]
+    expected = digests(1, *options)
+    for size, more in ((2, {"reduce": "native"}), (3, {}), (4, {})):
+        assert digests(size, *({**each, **more} for each in options)) == expected, size
 
 
 def test_without_exact_the_bits_do_depend_on_the_ranks() -> None:
@@ -162,12 +223,14 @@ def ordinary(world: lockstep.World) -> Tensor:
     for epoch in lockstep.Loader(images(64), global_batch=32, micro_batch=4).epochs(1):
         for window in epoch:
             for x, y in stepper.micro_batches(window):
-                stepper.backward(F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y))
+                stepper.backward(
+                    F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y)
+                )
             stepper.step()
     return hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()  # type: ignore[return-value]
 
 
-# -- what it is combined with --------------------------------------------------------------------------------------------------------------
+# -- what it is combined with --------------------------------------------------------------------
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -183,7 +246,9 @@ def refusals(world: lockstep.World) -> list[str]:
             lockstep.Stepper(model, optimizer, exact=True, world=world, **options)  # type: ignore[arg-type]
         found.append(str(caught.value))
     with pytest.raises(UsageError) as caught:
-        lockstep.Stepper(lockstep.DistributedDataParallel(model), optimizer, exact=True, world=world)
+        lockstep.Stepper(
+            lockstep.DistributedDataParallel(model), optimizer, exact=True, world=world
+        )
     found.append(str(caught.value))
     stepper = lockstep.Stepper(*model_and_optimizer(), exact=True, world=world)
     with pytest.raises(UsageError) as caught:
@@ -228,7 +293,9 @@ def on_a_stream(world: lockstep.World) -> list[float]:
     for epoch in lockstep.Loader(Stream(), global_batch=20, micro_batch=3).epochs(1):
         for window in epoch:
             for x, y in stepper.micro_batches(window):
-                stepper.backward(F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y))
+                stepper.backward(
+                    F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y)
+                )
             stepper.step()
     weights: list[float] = model.weight.flatten().tolist()
     return weights
@@ -242,7 +309,11 @@ def test_streams_are_exact_too() -> None:
 
 def settings_of_the_process(world: lockstep.World) -> list[Any]:
     def now() -> tuple[Any, ...]:
-        return torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+        return (
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.benchmark,
+        )
 
     torch.set_num_threads(2)
     torch.backends.cudnn.benchmark = True
@@ -254,7 +325,9 @@ def settings_of_the_process(world: lockstep.World) -> list[Any]:
 
 
 def test_the_process_computes_deterministically_until_the_world_closes() -> None:
-    assert run_ranks(settings_of_the_process, 1) == [[(2, False, True), (1, True, False), (2, False, True)]]
+    assert run_ranks(settings_of_the_process, 1) == [
+        [(2, False, True), (1, True, False), (2, False, True)]
+    ]
 
 
 def nondeterministic(world: lockstep.World) -> None:
@@ -274,7 +347,7 @@ def test_a_nondeterministic_operation_is_refused_by_name() -> None:
         run_ranks(nondeterministic, 2)
 
 
-# -- edges -----------------------------------------------------------------------------------------------------------------------------------
+# -- edges ---------------------------------------------------------------------------------------
 
 
 class Some(Dataset[Tensor]):
@@ -293,7 +366,9 @@ def broken_off(world: lockstep.World) -> list[float]:
     for epoch in lockstep.Loader(images(64), global_batch=32, micro_batch=4).epochs(1):
         for window in epoch:
             for x, y in stepper.micro_batches(window):
-                stepper.backward(F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y))
+                stepper.backward(
+                    F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y)
+                )
                 break
             stepper.step()
     weights: list[float] = model.weight.flatten().tolist()
@@ -305,13 +380,17 @@ def test_a_loop_that_is_left_early_counts_what_it_walked() -> None:
     assert ranks[0] == ranks[1]
     torch.manual_seed(0)
     model, optimizer = model_and_optimizer()
-    for epoch in lockstep.Loader(images(64), global_batch=32, micro_batch=4, rank=0, size=1).epochs(1):
+    for epoch in lockstep.Loader(images(64), global_batch=32, micro_batch=4, rank=0, size=1).epochs(
+        1
+    ):
         for window in epoch:
             optimizer.zero_grad()
             (x, y), (z, w) = window[0], window[4]
             F.cross_entropy(model(torch.cat([x, z]).flatten(1)), torch.cat([y, w])).backward()
             optimizer.step()
-    torch.testing.assert_close(torch.tensor(ranks[0]), model.weight.flatten().detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.tensor(ranks[0]), model.weight.flatten().detach(), rtol=1e-5, atol=1e-6
+    )
 
 
 def fewer_samples_than_ranks(world: lockstep.World) -> list[float]:
@@ -339,8 +418,11 @@ def cleared(world: lockstep.World) -> str:
     for epoch in lockstep.Loader(images(64), global_batch=32, micro_batch=4).epochs(1):
         for window in epoch:
             for x, y in stepper.micro_batches(window):
-                stepper.backward(F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y))
-            model(x.flatten(1)).sum().backward()  # of the user's own, when the gradients belong to the sum
+                stepper.backward(
+                    F.cross_entropy(model(x.flatten(1)), y, reduction="sum"), weight=len(y)
+                )
+            # of the user's own, when the gradients belong to the sum
+            model(x.flatten(1)).sum().backward()
             with pytest.raises(UsageError) as caught:
                 stepper.step()
             return str(caught.value)
@@ -367,7 +449,9 @@ class Twice(nn.Module):
 
 def lands_twice(world: lockstep.World) -> str:
     model = Twice()
-    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), exact=True, world=world)
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), exact=True, world=world
+    )
     for epoch in lockstep.Loader(images(64), global_batch=32, micro_batch=4).epochs(1):
         for window in epoch:
             for x, _ in stepper.micro_batches(window):

@@ -1,7 +1,9 @@
-"""A real SLURM of one node on this host: munged, slurmctld and slurmd in a folder, on loopback, gone without a trace afterwards.
+"""A real SLURM of one node on this host: munged, slurmctld and slurmd in a folder, on loopback,
+gone without a trace afterwards.
 
-Debian's packages have what is needed (`apt-get install slurm-wlm munge`); nothing of the host's own configuration is read or changed. It runs as
-root, since slurmd starts jobs as the users that submit them. The node claims eight cores, so that tasks are started side by side on any host.
+Debian's packages have what is needed (`apt-get install slurm-wlm munge`); nothing of the host's own
+configuration is read or changed. It runs as root, since slurmd starts jobs as the users that submit
+them. The node claims eight cores, so that tasks are started side by side on any host.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ import psutil
 
 T = TypeVar("T")
 
-_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
+_PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scancel",
+    "scontrol",
+    "squeue",
+    "sinfo",
+)
 _START_SECONDS, _END_SECONDS = 60.0, 30.0
 _CONFIGURATION = """\
 ClusterName=lockstep
@@ -72,9 +84,19 @@ class Cluster:
     def env(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def run(self, *command: str, cwd: Path | None = None, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, cwd: Path | None = None, timeout: float = 100
+    ) -> subprocess.CompletedProcess[str]:
         """A command that talks to this cluster."""
-        return subprocess.run(command, cwd=cwd, env=self.env, capture_output=True, text=True, timeout=timeout, check=False)
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
 
     def job(self, number: str) -> Mapping[str, str]:
         """What SLURM says of a job: JobState, Restarts, ExitCode ..."""
@@ -82,9 +104,13 @@ class Cluster:
         assert shown.returncode == 0, shown.stderr
         return dict(re.findall(r"(\w+)=(\S+)", shown.stdout))
 
-    def wait(self, number: str, over: Callable[[Mapping[str, str]], bool], seconds: float = 200) -> Mapping[str, str]:
+    def wait(
+        self, number: str, over: Callable[[Mapping[str, str]], bool], seconds: float = 200
+    ) -> Mapping[str, str]:
         """What it says once `over` of it is true."""
-        return until(lambda: job if over(job := self.job(number)) else None, f"job {number}", seconds)
+        return until(
+            lambda: job if over(job := self.job(number)) else None, f"job {number}", seconds
+        )
 
 
 def until(look: Callable[[], T | None], what: str, seconds: float) -> T:
@@ -97,11 +123,15 @@ def until(look: Callable[[], T | None], what: str, seconds: float) -> T:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """Start one in `folder`, and end it with all its jobs. Raises NoCluster where it cannot be started."""
+    """Start one in `folder`, and end it with all its jobs. Raises NoCluster where it cannot be
+    started.
+    """
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
     programs = {name: shutil.which(name, path=path) for name in _PROGRAMS}
     if missing := [name for name, found in programs.items() if found is None]:
-        raise NoCluster(f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)")
+        raise NoCluster(
+            f"{', '.join(missing)} not installed (Debian: apt-get install slurm-wlm munge)"
+        )
     if sys.platform != "linux" or os.geteuid() != 0:
         raise NoCluster("SLURM's daemons are started as root, on Linux")
     for name in ("state", "spool"):
@@ -109,16 +139,37 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
-    (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=_free_ports()))
+    (folder / "slurm.conf").write_text(
+        _CONFIGURATION.format(folder=folder, host=socket.gethostname(), ports=_free_ports())
+    )
     made = Cluster(folder)
-    names = {option: f"--{option}={folder}/munge.{option.partition('-')[0]}" for option in ("socket", "pid-file", "log-file", "seed-file")}
+    names = {
+        option: f"--{option}={folder}/munge.{option.partition('-')[0]}"
+        for option in ("socket", "pid-file", "log-file", "seed-file")
+    }
     with ExitStack() as stack:
-        munge = [str(programs["munged"]), "--foreground", "--force", f"--key-file={key}", *names.values()]
+        munge = [
+            str(programs["munged"]),
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            *names.values(),
+        ]
         daemons = [stack.enter_context(_daemon("munged", munge, made))]
         _until_up(lambda: (folder / "munge.socket").exists(), daemons, folder)
-        daemons.append(stack.enter_context(_daemon("slurmctld", [str(programs["slurmctld"]), "-D"], made)))
-        daemons.append(stack.enter_context(_daemon("slurmd", [str(programs["slurmd"]), "-D", "-N", "local"], made)))
-        _until_up(lambda: made.run("sinfo", "--noheader", "--format=%T").stdout.strip() == "idle", daemons, folder)
+        daemons.append(
+            stack.enter_context(_daemon("slurmctld", [str(programs["slurmctld"]), "-D"], made))
+        )
+        daemons.append(
+            stack.enter_context(
+                _daemon("slurmd", [str(programs["slurmd"]), "-D", "-N", "local"], made)
+            )
+        )
+        _until_up(
+            lambda: made.run("sinfo", "--noheader", "--format=%T").stdout.strip() == "idle",
+            daemons,
+            folder,
+        )
         try:
             yield made
         finally:
@@ -126,14 +177,24 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def _free_ports() -> list[int]:
-    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as first,
+        socket.create_server(("127.0.0.1", 0)) as second,
+    ):
         return [first.getsockname()[1], second.getsockname()[1]]
 
 
 @contextmanager
 def _daemon(name: str, command: list[str], made: Cluster) -> Iterator[subprocess.Popen[bytes]]:
     with open(made.folder / f"{name}.out", "wb") as out:
-        process = subprocess.Popen(command, env=made.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=made.env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
         try:
             yield process
         finally:
@@ -150,7 +211,11 @@ def _until_up(up: Callable[[], bool], daemons: list[subprocess.Popen[bytes]], fo
     deadline = time.monotonic() + _START_SECONDS
     while not up():
         if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in daemons):
-            said = [line for name in ("munged", "slurmctld", "slurmd") for line in _last_lines(folder / f"{name}.out")]
+            said = [
+                line
+                for name in ("munged", "slurmctld", "slurmd")
+                for line in _last_lines(folder / f"{name}.out")
+            ]
             raise NoCluster(f"SLURM's daemons did not come up: {'; '.join(said)}")
         time.sleep(0.1)
 
@@ -162,7 +227,11 @@ def _last_lines(file: Path) -> list[str]:
 def _end_jobs(made: Cluster) -> None:
     """Cancel what still runs, and wait until none of its processes is left."""
     made.run("scancel", "--user", "root")
-    until(lambda: True if not made.run("squeue", "--noheader").stdout.strip() else None, "the queue to be empty", _END_SECONDS)
+    until(
+        lambda: True if not made.run("squeue", "--noheader").stdout.strip() else None,
+        "the queue to be empty",
+        _END_SECONDS,
+    )
     until(lambda: True if not _step_daemons(made) else None, "the steps to end", _END_SECONDS)
 
 
@@ -171,7 +240,11 @@ def _step_daemons(made: Cluster) -> list[psutil.Process]:
     for process in psutil.process_iter(["name"]):
         if (process.info["name"] or "").startswith("slurmstepd"):
             try:
-                found += [process] if process.environ().get("SLURM_CONF") == made.env["SLURM_CONF"] else []
+                found += (
+                    [process]
+                    if process.environ().get("SLURM_CONF") == made.env["SLURM_CONF"]
+                    else []
+                )
             except psutil.Error:
                 continue
     return found

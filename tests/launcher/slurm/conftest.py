@@ -1,4 +1,6 @@
-"""One SLURM for all tests of this folder. Where there can be none they are skipped, with the reason; LOCKSTEP_REQUIRE_SLURM=1 makes that a failure."""
+"""One SLURM for all tests of this folder. Where there can be none they are skipped, with the
+reason; LOCKSTEP_REQUIRE_SLURM=1 makes that a failure.
+"""
 
 from __future__ import annotations
 

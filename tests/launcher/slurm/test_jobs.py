@@ -1,4 +1,6 @@
-"""Jobs that `lockstep slurm` submits to a real SLURM: preempted, queued again, and finished with the bits of an undisturbed training."""
+"""Jobs that `lockstep slurm` submits to a real SLURM: preempted, queued again, and finished with
+the bits of an undisturbed training.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.batch_script import Job, batch_script
+from lockstep.cli.batch_script import Job, batch_script
 from tests.launcher.slurm.cluster import Cluster, until
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -33,12 +35,31 @@ def records(run: Path, kind: str) -> list[dict[str, object]]:
 
 @pytest.mark.timeout(600)
 def test_preempted_requeued_and_the_same_bits(slurm: Cluster, tmp_path: Path) -> None:
-    submit = [*LOCKSTEP, "slurm", "digits", "--workers-per-node", "2", "--time", "30", "--job-name", "$(touch x) 'y'", "--submit", "--"]
+    """Takes a minute: SLURM looks at its queue, and queues a job again, every so many seconds."""
+    submit = [
+        *LOCKSTEP,
+        "slurm",
+        "digits",
+        "--workers-per-node",
+        "2",
+        "--time",
+        "30",
+        "--job-name",
+        "$(touch x) 'y'",
+        "--submit",
+        "--",
+    ]
     job = submitted(slurm.run(*submit, *OPTIONS, "--loader-workers", "1", cwd=tmp_path))
     run, log = tmp_path / "runs" / f"digits-{job}", tmp_path / "logs" / f"slurm-{job}.log"
     until(lambda: True if records(run, "step") else None, "the first step", 200)
-    slurm.run("scancel", "--signal=USR1", job)  # reaches every process of the step, those that load data too
-    assert slurm.wait(job, lambda said: said["Restarts"] == "1")["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+    # reaches every process of the step, those that load data too
+    slurm.run("scancel", "--signal=USR1", job)
+    assert slurm.wait(job, lambda said: said["Restarts"] == "1")["JobState"] in (
+        "PENDING",
+        "RUNNING",
+        "COMPLETING",
+        "REQUEUED",
+    )
     ended = slurm.wait(job, lambda said: said["JobState"] in OVER)
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
     last = log.read_text().splitlines()[-1]
@@ -47,13 +68,21 @@ def test_preempted_requeued_and_the_same_bits(slurm: Cluster, tmp_path: Path) ->
     assert "resumed from step " in log.read_text()
     assert "Traceback" not in log.read_text()
     assert [record["step"] for record in records(run, "step")] == list(range(1, 61))
-    undisturbed = subprocess.run([*LOCKSTEP, "train", "digits", *OPTIONS], cwd=tmp_path, capture_output=True, text=True, check=False)
+    undisturbed = subprocess.run(
+        [*LOCKSTEP, "train", "digits", *OPTIONS],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert last.rpartition(" ")[2] == undisturbed.stdout.split()[-1], undisturbed.stderr
     assert not (tmp_path / "x").exists()
 
 
 def test_what_was_cancelled_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:
-    """SIGTERM comes first, and a training would save and leave with 75, but the user wants no more of it."""
+    """SIGTERM comes first, and a training would save and leave with 75, but the user wants no
+    more of it.
+    """
     (tmp_path / "saves.py").write_text(
         "import signal, sys, time, pathlib\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
@@ -61,23 +90,44 @@ def test_what_was_cancelled_stays_cancelled(slurm: Cluster, tmp_path: Path) -> N
         "while True: time.sleep(0.1)\n"
     )
     command = [sys.executable, str(tmp_path / "saves.py")]
-    job = Job(job_name="cancelled", command=command, nodes=1, workers_per_node=2, time="5", log=str(tmp_path))
+    job = Job(
+        job_name="cancelled",
+        command=command,
+        nodes=1,
+        workers_per_node=2,
+        time="5",
+        log=str(tmp_path),
+    )
     number = subprocess.run(
-        ["sbatch", "--parsable"], input=batch_script(job), cwd=tmp_path, env=slurm.env, capture_output=True, text=True, check=True
+        ["sbatch", "--parsable"],
+        input=batch_script(job),
+        cwd=tmp_path,
+        env=slurm.env,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
     until(lambda: True if (tmp_path / "runs").exists() else None, "the job's start", 60)
     slurm.run("scancel", number)
-    until(lambda: True if not slurm.run("squeue", "--noheader", "--jobs", number).stdout.strip() else None, "the job's end", 60)
+    until(
+        lambda: (
+            True if not slurm.run("squeue", "--noheader", "--jobs", number).stdout.strip() else None
+        ),
+        "the job's end",
+        60,
+    )
     said = slurm.job(number)
     assert (said["JobState"], said["Restarts"]) == ("CANCELLED", "0")
 
 
-def test_contradictory_numbers_are_refused_before_anything_is_trained(slurm: Cluster, tmp_path: Path) -> None:
+def test_contradictory_numbers_are_refused_before_anything_is_trained(
+    slurm: Cluster, tmp_path: Path
+) -> None:
     done = slurm.run("srun", "-n2", *LOCKSTEP, "train", "digits", "--workers", "4", cwd=tmp_path)
     assert done.returncode == 2
     assert sorted(line for line in done.stderr.splitlines() if line.startswith("error")) == [
-        f"error: --workers 4 but SLURM_NTASKS=2: this command was started as rank {rank} of 2 and starts no ranks; "
-        "leave --workers out, or give 2, or start the command once"
+        f"error: --workers 4 but SLURM_NTASKS=2: this command was started as rank {rank} of 2 and"
+        " starts no ranks; leave --workers out, or give 2, or start the command once"
         for rank in range(2)
     ]
     assert list(tmp_path.iterdir()) == []

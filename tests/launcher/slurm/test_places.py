@@ -1,4 +1,6 @@
-"""What real SLURM sets, and what we make of it: host lists, ranks of a step, and a batch script's own shell."""
+"""What real SLURM sets, and what we make of it: host lists, ranks of a step, and a batch
+script's own shell.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.launcher.nodelist import hosts
+from lockstep.runtime.job_step import first_host
 from tests.launcher.slurm.cluster import Cluster
 from tests.test_launchers import SCRIPT
 
 PLACE = """
 import os, sys
 from lockstep.errors import UsageError
-from lockstep.place import placement
+from lockstep.runtime.environment import placement
 try:
     print(sys.argv[1], placement(os.environ), flush=True)
 except UsageError as error:
@@ -37,11 +39,16 @@ LISTS = [
 
 
 @pytest.mark.parametrize("nodelist", LISTS)
-def test_host_lists_as_scontrol_expands_them(slurm: Cluster, nodelist: str) -> None:
-    assert list(hosts(nodelist)) == slurm.run("scontrol", "show", "hostnames", nodelist).stdout.split()
+def test_the_first_host_of_a_list_as_scontrol_expands_it(slurm: Cluster, nodelist: str) -> None:
+    assert (
+        first_host(nodelist)
+        == slurm.run("scontrol", "show", "hostnames", nodelist).stdout.split()[0]
+    )
 
 
-_RANGES = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3)
+_RANGES = st.lists(
+    st.tuples(st.integers(0, 120), st.integers(0, 5), st.integers(1, 4)), min_size=1, max_size=3
+)
 
 
 @st.composite
@@ -49,24 +56,31 @@ def _entry(draw: st.DrawFn) -> str:
     """As SLURM writes them: at most two brackets, nothing behind the last."""
     text = draw(st.from_regex(r"[a-z][a-z0-9]{0,3}[a-z]", fullmatch=True))
     for ranges in draw(st.lists(_RANGES, max_size=2)):
-        written = [f"{low:0{width}d}" + (f"-{low + more:0{width}d}" if more else "") for low, more, width in ranges]
+        written = [
+            f"{low:0{width}d}" + (f"-{low + more:0{width}d}" if more else "")
+            for low, more, width in ranges
+        ]
         text += f"x[{','.join(written)}]"
     return text
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(_entry(), min_size=1, max_size=3))
-def test_any_host_list_as_scontrol_expands_it(slurm: Cluster, entries: list[str]) -> None:
+def test_the_first_host_of_any_list_as_scontrol_expands_it(
+    slurm: Cluster, entries: list[str]
+) -> None:
     nodelist = ",".join(entries)
     shown = slurm.run("scontrol", "show", "hostnames", nodelist)
-    assert list(hosts(nodelist)) == shown.stdout.split(), shown.stderr
+    assert first_host(nodelist) == shown.stdout.split()[0], shown.stderr
 
 
 def batch(slurm: Cluster, folder: Path, text: str, *options: str) -> str:
     """What a batch script printed."""
     script = folder / "job.sh"
     script.write_text(f"#!/bin/bash\n{text}\n")
-    done = slurm.run("sbatch", "--wait", f"--output={folder}/log", *options, str(script), cwd=folder)
+    done = slurm.run(
+        "sbatch", "--wait", f"--output={folder}/log", *options, str(script), cwd=folder
+    )
     assert done.returncode == 0, (folder / "log").read_text()
     return (folder / "log").read_text()
 
@@ -74,29 +88,48 @@ def batch(slurm: Cluster, folder: Path, text: str, *options: str) -> str:
 def test_who_is_a_rank_in_a_job(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     command = f"{sys.executable} {tmp_path}/place.py"
-    text = f"{command} shell\nsrun -n1 {command} one\nsrun {command} all\nsrun -n1 --ntasks-per-node=1 {command} meant"
+    text = (
+        f"{command} shell\nsrun -n1 {command} one\nsrun {command} all\nsrun -n1 --ntasks-per-node=1"
+        f" {command} meant"
+    )
     found = batch(slurm, tmp_path, text, "--nodes=1", "--ntasks-per-node=2").splitlines()
     places = sorted(line for line in found if line.startswith("all "))
     source = "source='SLURM_PROCID and SLURM_NTASKS')"
-    assert places == [f"all Placement(rank={rank}, size=2, local_rank={rank}, local_size=2, node=0, {source}" for rank in range(2)]
+    assert places == [
+        f"all Placement(rank={rank}, size=2, local_rank={rank}, local_size=2, node=0, {source}"
+        for rank in range(2)
+    ]
     assert [line for line in found if line.startswith(("shell", "one", "meant"))] == [
-        "shell the job has 2 tasks but this is the batch script's own shell: 1 process started, 2 expected; "
-        "use srun (or lockstep run --workers 2, on one host)",
-        "one SLURM_NTASKS=1 but tasks-per-node=2: 1 process started, 2 expected; use srun, without --ntasks "
-        "(or --ntasks-per-node=1, if 1 is meant)",
+        (
+            "shell the job has 2 tasks but this is the batch script's own shell: 1 process started,"
+            " 2 expected; use srun (or lockstep run --workers 2, on one host)"
+        ),
+        (
+            "one SLURM_NTASKS=1 but tasks-per-node=2: 1 process started, 2 expected; use srun,"
+            " without --ntasks (or --ntasks-per-node=1, if 1 is meant)"
+        ),
         f"meant Placement(rank=0, size=1, local_rank=0, local_size=1, node=0, {source}",
     ]
 
 
 def test_one_task_in_a_batch_script_is_a_plain_process(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
-    assert "shell None\n" in batch(slurm, tmp_path, f"{sys.executable} {tmp_path}/place.py shell", "--ntasks=1")
+    assert "shell None\n" in batch(
+        slurm, tmp_path, f"{sys.executable} {tmp_path}/place.py shell", "--ntasks=1"
+    )
 
 
 def test_one_script_under_srun(slurm: Cluster, tmp_path: Path) -> None:
-    """As under the other launchers (tests/test_launchers.py); every task has a shell of its own, so that they have no parent in common."""
+    """As under the other launchers (tests/test_launchers.py); every task has a shell of its own,
+    so that they have no parent in common.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = slurm.run("srun", "-n2", "bash", "-c", f"{sys.executable} {script}; exit $?", cwd=tmp_path)
+    done = slurm.run(
+        "srun", "-n2", "bash", "-c", f"{sys.executable} {script}; exit $?", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    assert [path.read_text() for path in sorted(tmp_path.glob("rank-*"))] == ["0 2 0 2 3.0", "1 2 1 2 3.0"]
+    assert [path.read_text() for path in sorted(tmp_path.glob("rank-*"))] == [
+        "0 2 0 2 3.0",
+        "1 2 1 2 3.0",
+    ]

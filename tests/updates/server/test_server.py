@@ -1,4 +1,6 @@
-"""Training at a parameter server: with a bound of 0 the numbers of the replicated update, without one every sample still once."""
+"""Training at a parameter server: with a bound of 0 the numbers of the replicated update,
+without one every sample still once.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import linecache
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,15 @@ def data() -> TensorDataset:
 def net(*, norm: bool = False) -> nn.Module:
     torch.manual_seed(0)
     middle = [nn.BatchNorm1d(60)] if norm else []
-    return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, 60), *middle, nn.ReLU(), nn.Linear(60, 3))
+    return nn.Sequential(
+        nn.Linear(6, 40),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(40, 60),
+        *middle,
+        nn.ReLU(),
+        nn.Linear(60, 3),
+    )
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -46,7 +57,10 @@ class Trained:
     """What a rank has seen."""
 
     def __init__(self, stepper: lockstep.Stepper, scheduler: Any) -> None:
-        self.weights = [each.detach().clone() for each in (*stepper.model.parameters(), *stepper.model.buffers())]
+        self.weights = [
+            each.detach().clone()
+            for each in (*stepper.model.parameters(), *stepper.model.buffers())
+        ]
         self.steps, self.rates = stepper.steps, scheduler.get_last_lr()
         self.seen: list[tuple[int, int]] = []
         self.windows: list[Any] = []
@@ -72,7 +86,9 @@ def train(
     optimizer = make(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
     stepper = lockstep.Stepper(model, optimizer, clip=clip, scheduler=scheduler, **method)
-    loader = lockstep.Loader(data(), global_batch=10, micro_batch=micro_batch, num_workers=loader_workers)
+    loader = lockstep.Loader(
+        data(), global_batch=10, micro_batch=micro_batch, num_workers=loader_workers
+    )
     stepper.draws(loader)
     checkpoints = None
     if save is not None:
@@ -103,19 +119,49 @@ def apart(one: Trained, other: Trained) -> float:
     return max((a - b).abs().max().item() for a, b in zip(one.weights, other.weights, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("make", "changes"),
-    [
-        (momentum, {}),
-        (adamw, {}),
-        (adamw, {"clip": None}),
-        (momentum, {"micro_batch": 5}),  # more ranks than slots; the last window has one
-    ],
-)
-def test_without_staleness_it_is_synchronous_training(make: Any, changes: dict[str, Any]) -> None:
-    (plain,) = run_ranks(train, 1, args=(make,), kwargs=changes)
-    for workers, update in ((1, "server"), (2, "server"), (3, "server:shards=1"), (4, "server"), (4, "server:shards=2,lr=by-age")):
-        everyone = run_ranks(train, workers, args=(make,), kwargs={**changes, "update": update, "staleness": 0})
+SYNCHRONOUS: list[tuple[Any, dict[str, Any]]] = [
+    (momentum, {}),
+    (adamw, {}),
+    (adamw, {"clip": None}),
+    (momentum, {"micro_batch": 5}),  # more ranks than slots; the last window has one
+]
+
+
+def train_with_each(
+    world: lockstep.World, updates: Sequence[str | None]
+) -> dict[str | None, list[Trained]]:
+    method = {
+        update: {} if update is None else {"update": update, "staleness": 0} for update in updates
+    }
+    return {
+        update: [train(world, make, **changes, **method[update]) for make, changes in SYNCHRONOUS]
+        for update in updates
+    }
+
+
+@cache
+def synchronous(workers: int) -> list[dict[str | None, list[Trained]]]:
+    """By rank: ranks start once for all cases."""
+    updates = {
+        1: (None, "server"),
+        2: ("server",),
+        3: ("server:shards=1",),
+        4: ("server", "server:shards=2,lr=by-age"),
+    }
+    return run_ranks(train_with_each, workers, args=(updates[workers],))
+
+
+@pytest.mark.parametrize("case", range(len(SYNCHRONOUS)))
+def test_without_staleness_it_is_synchronous_training(case: int) -> None:
+    plain = synchronous(1)[0][None][case]
+    for workers, update in (
+        (1, "server"),
+        (2, "server"),
+        (3, "server:shards=1"),
+        (4, "server"),
+        (4, "server:shards=2,lr=by-age"),
+    ):
+        everyone = [found[update][case] for found in synchronous(workers)]
         for each in everyone:
             assert apart(each, plain) < 1e-6, (workers, update)
             assert (each.steps, each.rates) == (plain.steps, plain.rates)
@@ -127,15 +173,20 @@ def test_without_staleness_it_is_synchronous_training(make: Any, changes: dict[s
 @pytest.mark.parametrize("staleness", ["inf", 1])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_with_staleness_every_sample_still_counts_once(workers: int, staleness: int | str) -> None:
-    everyone = run_ranks(train, workers, kwargs={"epochs": 3, "norm": True, "update": "server", "staleness": staleness, "slow": 0.1})
+    everyone = run_ranks(
+        train,
+        workers,
+        kwargs={"epochs": 3, "norm": True, "update": "server", "staleness": staleness, "slow": 0.1},
+    )
     expected = [(epoch, number) for epoch in range(3) for number in range(SAMPLES)]
     assert sorted(seen for each in everyone for seen in each.seen) == expected
     first = everyone[0]
     assert sorted(window.step for window in first.windows) == list(range(15))
-    assert [sum(window.samples_by_rank[rank] for window in first.windows) for rank in range(workers)] == [
-        len(each.seen) for each in everyone
-    ]
-    assert all(apart(each, first) == 0 for each in everyone)  # at the end, statistics of BatchNorm too
+    assert [
+        sum(window.samples_by_rank[rank] for window in first.windows) for rank in range(workers)
+    ] == [len(each.seen) for each in everyone]
+    # at the end, statistics of BatchNorm too
+    assert all(apart(each, first) == 0 for each in everyone)
     assert all(each.steps == 15 and each.rates == first.rates for each in everyone)
     if staleness == "inf":
         assert max(window.age for window in first.windows) > 0
@@ -144,16 +195,27 @@ def test_with_staleness_every_sample_still_counts_once(workers: int, staleness: 
 
 def test_loader_workers_fetch_what_was_drawn() -> None:
     (plain,) = run_ranks(train, 1, kwargs={"epochs": 1})
-    everyone = run_ranks(train, 2, kwargs={"epochs": 1, "update": "server", "staleness": 0, "loader_workers": 1})
+    everyone = run_ranks(
+        train, 2, kwargs={"epochs": 1, "update": "server", "staleness": 0, "loader_workers": 1}
+    )
     assert apart(everyone[1], plain) < 1e-6
 
 
-@pytest.mark.parametrize(("workers", "later"), [(2, 3), (3, 1), (1, 2)])
-def test_a_checkpoint_goes_on_at_any_number_of_ranks(tmp_path: Path, workers: int, later: int) -> None:
-    how = {"make": adamw, "update": "server", "staleness": 0, "norm": False}
+@cache
+def undisturbed() -> Trained:
     (plain,) = run_ranks(train, 1, kwargs={"make": adamw, "epochs": 3})
-    run_ranks(train, workers, kwargs={**how, "save": tmp_path, "epochs": 1})  # saves after step 3 of 5
-    (again, *_) = run_ranks(train, later, kwargs={**how, "save": tmp_path, "epochs": 3})
+    return plain
+
+
+@pytest.mark.parametrize(("workers", "later"), [(2, 3), (3, 1), (1, 2)])
+def test_a_checkpoint_goes_on_at_any_number_of_ranks(
+    tmp_path: Path, workers: int, later: int
+) -> None:
+    how = {"make": adamw, "update": "server", "staleness": 0, "norm": False}
+    plain = undisturbed()
+    # saves after step 3 of 5
+    run_ranks(train, workers, kwargs={**how, "save": tmp_path, "epochs": 1})
+    again, *_ = run_ranks(train, later, kwargs={**how, "save": tmp_path, "epochs": 3})
     assert again.windows[0].step == 3
     assert again.steps == plain.steps
     assert apart(again, plain) < 1e-6
@@ -171,12 +233,14 @@ def failing(world: lockstep.World, where: str) -> None:
                 if where == "loop":
                     raise RuntimeError("on purpose")
                 if where == "server":
-                    stepper.update._shard._optimizer.step = lambda: 1 / 0  # type: ignore[union-attr]
+                    stepper.update._shards.mine._optimizer.step = lambda: 1 / 0  # type: ignore[attr-defined]
             stepper.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
         stepper.step()
 
 
-@pytest.mark.parametrize(("where", "said"), [("loop", "on purpose"), ("server", "division by zero")])
+@pytest.mark.parametrize(
+    ("where", "said"), [("loop", "on purpose"), ("server", "division by zero")]
+)
 def test_what_fails_on_a_rank_is_told(where: str, said: str) -> None:
     with pytest.raises(WorkerFailed, match=said):
         run_ranks(failing, 3, args=(where,))
@@ -221,23 +285,25 @@ class Stream(IterableDataset[Tensor]):
         yield torch.zeros(6)
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("optimizer", "cannot be sharded"),
-        ("shards", "3 shards need as many ranks, and there are 1"),
-        ("unused", "unused='skip' with update='server'"),
-        ("wrapper", "needs the bare module"),
-        ("list", "stepper.draws"),
-        ("share", "stepper.draws"),
-        ("stream", "cannot be drawn"),
-        ("save", "save where StepResult.together is true"),
-        ("meet", "evaluate where StepResult.together is true"),
-    ],
-)
-def test_what_cannot_work_is_refused(what: str, said: str) -> None:
-    (found,) = run_ranks(refused, 1, args=(what,))
-    assert said in found
+def refused_each(world: lockstep.World, cases: Sequence[str]) -> dict[str, str]:
+    return {what: refused(world, what) for what in cases}
+
+
+def test_what_cannot_work_is_refused() -> None:
+    words = {
+        "optimizer": "cannot be sharded",
+        "shards": "3 shards need as many ranks, and there are 1",
+        "unused": "unused='skip' with update='server'",
+        "wrapper": "needs the bare module",
+        "list": "stepper.draws",
+        "share": "stepper.draws",
+        "stream": "cannot be drawn",
+        "save": "save where StepResult.together is true",
+        "meet": "evaluate where StepResult.together is true",
+    }
+    (found,) = run_ranks(refused_each, 1, args=([*words],))
+    for what, said in words.items():
+        assert said in found[what], what
 
 
 def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool, list[str]]:
@@ -250,20 +316,31 @@ def skipped(world: lockstep.World) -> tuple[list[tuple[int, str]], bool, list[st
     lines: list[str] = []
     for window in (window for epoch in loader.epochs(1) for window in epoch):
         for x, y, _ in stepper.micro_batches(window):
-            stepper.backward(F.cross_entropy(model(x), y, reduction="sum") * (math.nan if window.step == 1 else 1), weight=len(y))
+            stepper.backward(
+                F.cross_entropy(model(x), y, reduction="sum")
+                * (math.nan if window.step == 1 else 1),
+                weight=len(y),
+            )
         with warnings.catch_warnings(record=True, action="always") as said:
             windows += stepper.step().windows
-        lines += [linecache.getline(each.filename, each.lineno).strip() for each in said if "step 2 was skipped" in str(each.message)]
+        lines += [
+            linecache.getline(each.filename, each.lineno).strip()
+            for each in said
+            if "step 2 was skipped" in str(each.message)
+        ]
     whole = all(bool(each.isfinite().all()) for each in model.parameters())
     return [(each.step, each.reason) for each in windows if each.reason], whole, lines
 
 
 def test_a_window_whose_loss_is_nan_is_left_out() -> None:
     everyone = run_ranks(skipped, 2)
-    assert everyone[0][0] == [(1, "the loss is not finite: this update would make every weight nan")]
+    assert everyone[0][0] == [
+        (1, "the loss is not finite: this update would make every weight nan")
+    ]
     assert everyone[0][1]
     assert everyone[1][1]
-    assert everyone[0][2] == ["windows += stepper.step().windows"]  # a warning shows the user's own line
+    # a warning shows the user's own line
+    assert everyone[0][2] == ["windows += stepper.step().windows"]
     assert not everyone[1][2]
 
 

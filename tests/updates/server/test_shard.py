@@ -1,4 +1,6 @@
-"""One rank's part of the parameters, without processes: sums, ages, and a step for every window, once."""
+"""One rank's part of the parameters, without processes: sums, ages, and a step for every window,
+once.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
 from lockstep.gradients.layout import Entry, plan
-from lockstep.updates.server.masters import Masters
-from lockstep.updates.server.shard import Shard
+from lockstep.updates.server.shard import Masters, ServerShard
 
 
 class Alone(Group):
@@ -21,22 +22,30 @@ class Alone(Group):
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(*shape, generator=generator)) for shape in ((40, 60), (60,), (3, 60))]
+    return [
+        nn.Parameter(torch.randn(*shape, generator=generator))
+        for shape in ((40, 60), (60,), (3, 60))
+    ]
 
 
-def made(rank: int = 0, owners: int = 1, *, by_age: bool = False, momentum: float = 0.0) -> tuple[Masters, Shard, torch.optim.Optimizer]:
+def made(
+    rank: int = 0, owners: int = 1, *, by_age: bool = False, momentum: float = 0.0
+) -> tuple[Masters, ServerShard, torch.optim.Optimizer]:
     mine = parameters()
-    entries = [Entry(str(number), each.numel(), each.dtype, each.device) for number, each in enumerate(mine)]
+    entries = [
+        Entry(str(number), each.numel(), each.dtype, each.device)
+        for number, each in enumerate(mine)
+    ]
     masters = Masters(mine, plan(entries, [0, 1, 2]), Alone(rank, owners), owners)
     optimizer = torch.optim.SGD(masters.views, lr=0.5, momentum=momentum)
-    return masters, Shard(masters, optimizer, by_age=by_age, stepped=lambda: None), optimizer
+    return masters, ServerShard(masters, optimizer, by_age=by_age, stepped=lambda: None), optimizer
 
 
 def ones(masters: Masters, value: float) -> list[Tensor]:
     return [torch.full_like(flat, value) for flat in masters.flats if flat.numel()]
 
 
-def elements(shard: Shard) -> Tensor:
+def elements(shard: ServerShard) -> Tensor:
     return torch.cat(shard.pull()[2])
 
 
@@ -49,7 +58,9 @@ def test_a_window_is_its_sum_over_its_weight() -> None:
     assert shard.apply(0, 4.0, skip=False) == 1
     moved = before - elements(shard)
     held = torch.cat([view.detach().flatten() for view in masters.views])
-    assert torch.isin(moved.unique(), torch.tensor([0.0, 0.5])).all() or torch.allclose(moved[moved.abs() > 0.1], torch.tensor(0.5))
+    assert torch.isin(moved.unique(), torch.tensor([0.0, 0.5])).all() or torch.allclose(
+        moved[moved.abs() > 0.1], torch.tensor(0.5)
+    )
     assert held.numel() == sum(each.numel() for each in parameters())
 
 
@@ -101,19 +112,34 @@ def test_by_age_a_gradient_is_taken_with_its_share_of_the_rate(ages: tuple[int, 
 def test_shards_tile_the_parameters_and_step_as_the_whole() -> None:
     whole_masters, whole, _ = made(momentum=0.9)
     parts = [made(rank, 3, momentum=0.9) for rank in range(3)]
-    gradient = [torch.randn(flat.shape, generator=torch.Generator().manual_seed(5)) for flat in whole_masters.flats]
+    gradient = [
+        torch.randn(flat.shape, generator=torch.Generator().manual_seed(5))
+        for flat in whole_masters.flats
+    ]
     for window in range(3):
         whole.push(window, 0, 0, 1.0, gradient)
         whole.apply(window, 2.0, skip=False)
         for masters, shard, _ in parts:
-            mine = [flat[part.start : part.stop] for flat, part in zip(gradient, masters.slices_here, strict=True) if len(part)]
+            mine = [
+                flat[part.start : part.stop]
+                for flat, part in zip(gradient, masters.slices_here, strict=True)
+                if len(part)
+            ]
             shard.push(window, 0, 0, 1.0, mine)
             shard.apply(window, 2.0, skip=False)
     assert torch.equal(torch.cat([elements(shard) for _, shard, _ in parts]), elements(whole))
     squares = sum(block.square().double().sum().item() for block in gradient)
     for masters, shard, _ in [*parts, (whole_masters, whole, None)]:
         shard.push(
-            9, 0, 0, 1.0, [flat[part.start : part.stop] for flat, part in zip(gradient, masters.slices_here, strict=True) if len(part)]
+            9,
+            0,
+            0,
+            1.0,
+            [
+                flat[part.start : part.stop]
+                for flat, part in zip(gradient, masters.slices_here, strict=True)
+                if len(part)
+            ],
         )
     assert sum(shard.squares(9) for _, shard, _ in parts) == pytest.approx(squares)
     assert whole.squares(9) == pytest.approx(squares)

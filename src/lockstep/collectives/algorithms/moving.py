@@ -1,6 +1,8 @@
-"""Collectives that only move data: broadcast, scatter, all-gather, all-to-all. Backwards they collect: see `Schedule.reversed`.
+"""Collectives that only move data: broadcast, scatter, all-gather, all-to-all. Backwards they
+collect: see `Schedule.reversed`.
 
-Costs for W ranks and a tensor of S bytes, latency a, seconds per byte b (Thakur, Rabenseifner and Gropp, 2005).
+Costs for W ranks and a tensor of S bytes, latency a, seconds per byte b (Thakur, Rabenseifner and
+Gropp, 2005).
 """
 
 from __future__ import annotations
@@ -13,29 +15,44 @@ from lockstep.collectives.schedule import Kind, Ranks, Schedule, together
 
 
 def flat(kind: Kind, world: int, root: int = 0) -> Schedule:
-    """The root sends to one rank after the other: (W-1)(a + S b) for a broadcast, (W-1)(a + S/W b) for a scatter."""
+    """The root sends to one rank after the other: (W-1)(a + S b) for a broadcast, (W-1)(a + S/W
+    b) for a scatter.
+    """
     others = [rank for rank in range(world) if rank != root]
     cells = 1 if kind == "broadcast" else world
-    rounds = tuple(together(root, rank, 0 if kind == "broadcast" else rank, reduce=False) for rank in others)
+    rounds = tuple(
+        together(root, rank, 0 if kind == "broadcast" else rank, reduce=False) for rank in others
+    )
     return Schedule("central", kind, world, cells, rounds, root)
 
 
 def binomial_broadcast(world: int, root: int = 0) -> Schedule:
-    """Who has it passes it on: ceil(log2 W) (a + S b). Farthest first, so that backwards neighbours are added first, along a balanced tree.
+    """Who has it passes it on: ceil(log2 W) (a + S b). Farthest first, so that backwards neighbours
+    are added first, along a balanced tree.
 
-    Ranks count from the root: every multiple of 2d sends to the rank d above, for d from the largest power of two below W down to 1.
+    Ranks count from the root: every multiple of 2d sends to the rank d above, for d from the
+    largest power of two below W down to 1.
     """
-    rounds = [together((start + root) % world, (start + d + root) % world, reduce=False) for d, start in _levels(world)]
+    rounds = [
+        together((start + root) % world, (start + d + root) % world, reduce=False)
+        for d, start in _levels(world)
+    ]
     return Schedule("tree", "broadcast", world, 1, tuple(rounds), root)
 
 
 def binomial_scatter(world: int, root: int = 0) -> Schedule:
-    """Down the same tree, each rank with the pieces of those below it: ceil(log2 W) a + (W-1)/W S b."""
+    """Down the same tree, each rank with the pieces of those below it: ceil(log2 W) a + (W-1)/W
+    S b.
+    """
     rounds = []
     for d, start in _levels(world):
         to = start + d
         piece = (to + root) % world
-        rounds.append(together((start + root) % world, piece, piece, reduce=False, count=np.minimum(d, world - to)))
+        rounds.append(
+            together(
+                (start + root) % world, piece, piece, reduce=False, count=np.minimum(d, world - to)
+            )
+        )
     return Schedule("tree", "scatter", world, world, tuple(rounds), root)
 
 
@@ -50,18 +67,28 @@ def _levels(world: int) -> Iterator[tuple[int, Ranks]]:
 def ring_all_gather(world: int) -> Schedule:
     """Every rank passes on, to its right, what it received last: (W-1)(a + S/W b)."""
     ranks = np.arange(world)
-    rounds = (together(ranks, (ranks + 1) % world, ranks, reduce=False, repeat=world - 1, shift=-1),) if world > 1 else ()
+    rounds = (
+        (together(ranks, (ranks + 1) % world, ranks, reduce=False, repeat=world - 1, shift=-1),)
+        if world > 1
+        else ()
+    )
     return Schedule("ring", "all_gather", world, world, rounds)
 
 
 def doubling_all_gather(world: int) -> Schedule:
-    """The pieces that a rank holds double each round: ceil(log2 W) a + (W-1)/W S b (Bruck and others, 1997), for any W."""
+    """The pieces that a rank holds double each round: ceil(log2 W) a + (W-1)/W S b (Bruck and
+    others, 1997), for any W.
+    """
     ranks = np.arange(world)
     rounds = []
     held = 1
     while held < world:
         # A rank holds the pieces from its own number on; it sends them to the rank `held` below.
-        rounds.append(together(ranks, (ranks - held) % world, ranks, reduce=False, count=min(held, world - held)))
+        rounds.append(
+            together(
+                ranks, (ranks - held) % world, ranks, reduce=False, count=min(held, world - held)
+            )
+        )
         held *= 2
     return Schedule("doubling", "all_gather", world, world, tuple(rounds))
 
@@ -69,15 +96,25 @@ def doubling_all_gather(world: int) -> Schedule:
 def direct_all_gather(world: int) -> Schedule:
     """Every rank sends its piece to each other one: (W-1)(a + S/W b), no piece is passed on."""
     ranks = np.arange(world)
-    rounds = tuple(together(ranks, (ranks + distance) % world, ranks, reduce=False) for distance in range(1, world))
+    rounds = tuple(
+        together(ranks, (ranks + distance) % world, ranks, reduce=False)
+        for distance in range(1, world)
+    )
     return Schedule("direct", "all_gather", world, world, rounds)
 
 
 def direct_all_to_all(world: int) -> Schedule:
-    """In round d every rank sends to the one d above: (W-1)(a + S/W b). Cells are numbered src * W + dst."""
+    """In round d every rank sends to the one d above: (W-1)(a + S/W b). Cells are numbered src *
+    W + dst.
+    """
     ranks = np.arange(world)
     rounds = tuple(
-        together(ranks, (ranks + distance) % world, ranks * world + (ranks + distance) % world, reduce=False)
+        together(
+            ranks,
+            (ranks + distance) % world,
+            ranks * world + (ranks + distance) % world,
+            reduce=False,
+        )
         for distance in range(1, world)
     )
     return Schedule("direct", "all_to_all", world, world * world, rounds)

@@ -1,6 +1,7 @@
 """All-reduce, written as what it is: first everything is collected, then it is spread.
 
-Costs for W ranks and a tensor of S bytes: latency a, seconds per byte b (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009).
+Costs for W ranks and a tensor of S bytes: latency a, seconds per byte b (Thakur, Rabenseifner and
+Gropp, 2005; Patarasuk and Yuan, 2009).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from lockstep.collectives.schedule import Ranks, Round, Schedule, followed_by, t
 
 
 def central(world: int) -> Schedule:
-    """Through rank 0, one rank after the other: 2(W-1)(a + S b), and rank 0 sends and receives everything. The naive way."""
+    """Through rank 0, one rank after the other: 2(W-1)(a + S b), and rank 0 sends and receives
+    everything. The naive way.
+    """
     spread = flat("broadcast", world)
     return followed_by(spread.reversed("reduce", in_order=True), spread, "central", "all_reduce")
 
@@ -31,9 +34,11 @@ def tree(world: int) -> Schedule:
 
 
 def ring(world: int) -> Schedule:
-    """Round the ring twice: 2(W-1) a + 2(W-1)/W S b. Each rank sends 2(W-1)/W of the tensor whatever W is; only the latency grows.
+    """Round the ring twice: 2(W-1) a + 2(W-1)/W S b. Each rank sends 2(W-1)/W of the tensor
+    whatever W is; only the latency grows.
 
-    First cell r starts at rank r and is added to at every stop; after W-1 rounds rank r - 1 holds cell r complete. Then they go round again.
+    First cell r starts at rank r and is added to at every stop; after W-1 rounds rank r - 1 holds
+    cell r complete. Then they go round again.
     """
     ranks = np.arange(world)
     right = (ranks + 1) % world
@@ -43,13 +48,18 @@ def ring(world: int) -> Schedule:
 
 
 def direct(world: int) -> Schedule:
-    """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b), two messages deep."""
+    """Every rank collects one cell from all others and sends the sum to all: 2(W-1)(a + S/W b),
+    two messages deep.
+    """
     spread = direct_all_gather(world)
-    return followed_by(spread.reversed("reduce_scatter", in_order=True), spread, "direct", "all_reduce")
+    return followed_by(
+        spread.reversed("reduce_scatter", in_order=True), spread, "direct", "all_reduce"
+    )
 
 
 def recursive_doubling(world: int) -> Schedule:
-    """Pairs exchange everything, at distance 1, 2, 4 ...: log2(W)(a + S b), and two more rounds where W is no power of two.
+    """Pairs exchange everything, at distance 1, 2, 4 ...: log2(W)(a + S b), and two more rounds
+    where W is no power of two.
 
     For a power of two all ranks add along one balanced tree: ((0+1)+(2+3))+((4+5)+(6+7)).
     """
@@ -65,10 +75,12 @@ def recursive_doubling(world: int) -> Schedule:
 
 
 def halving_doubling(world: int) -> Schedule:
-    """Pairs exchange halves, quarters ..., at distance 1, 2, 4 ..., then back: 2 log2(W) a + 2(W-1)/W S b. Rabenseifner's algorithm.
+    """Pairs exchange halves, quarters ..., at distance 1, 2, 4 ..., then back: 2 log2(W) a +
+    2(W-1)/W S b. Rabenseifner's algorithm.
 
-    Nearest first, so that for a power of two every cell is added along the balanced tree of the ranks; the usual order, farthest first,
-    pairs rank 0 with W/2 first. W that is no power of two costs two more rounds of the whole tensor.
+    Nearest first, so that for a power of two every cell is added along the balanced tree of the
+    ranks; the usual order, farthest first, pairs rank 0 with W/2 first. W that is no power of two
+    costs two more rounds of the whole tensor.
     """
     folded = _Folded.of(world)
     core = folded.core
@@ -85,30 +97,51 @@ def halving_doubling(world: int) -> Schedule:
         distance, count = distance * 2, count // 2
     collect = Schedule("", "reduce_scatter", world, cells, tuple(halving))
     doubling = collect.reversed("all_gather").rounds
-    return Schedule("halving_doubling", "all_reduce", world, cells, folded.around([*halving, *doubling], cells))
+    return Schedule(
+        "halving_doubling", "all_reduce", world, cells, folded.around([*halving, *doubling], cells)
+    )
 
 
 def hierarchical(world: int, ranks_per_node: int) -> Schedule:
-    """Up a tree inside every node, round a ring of the nodes' first ranks, down the trees: only the ring crosses the network.
+    """Up a tree inside every node, round a ring of the nodes' first ranks, down the trees: only the
+    ring crosses the network.
 
-    Any world size: the last node may be smaller. With n nodes of g ranks: 2 ceil(log2 g)(a + S b) inside, 2(n-1)(a + S/n b) between.
+    Any world size: the last node may be smaller. With n nodes of g ranks: 2 ceil(log2 g)(a + S b)
+    inside, 2(n-1)(a + S/n b) between.
     """
     leaders = np.arange(0, world, ranks_per_node)
     nodes = len(leaders)
     inside = [binomial_broadcast(min(ranks_per_node, world - int(first))) for first in leaders]
     spread = []
     for depth in range(max(len(node.rounds) for node in inside)):
-        parts = [(node.rounds[depth], int(first)) for node, first in zip(inside, leaders, strict=True) if depth < len(node.rounds)]
-        src, dst = (np.concatenate([getattr(each, side) + first for each, first in parts]) for side in ("src", "dst"))
+        parts = [
+            (node.rounds[depth], int(first))
+            for node, first in zip(inside, leaders, strict=True)
+            if depth < len(node.rounds)
+        ]
+        src, dst = (
+            np.concatenate([getattr(each, side) + first for each, first in parts])
+            for side in ("src", "dst")
+        )
         spread.append(together(src, dst, reduce=False, count=nodes))
     down = Schedule("", "broadcast", world, nodes, tuple(spread))
-    between = tuple(replace(each, src=leaders[each.src], dst=leaders[each.dst]) for each in ring(nodes).rounds)
-    return Schedule("hierarchical", "all_reduce", world, nodes, (*down.reversed("reduce").rounds, *between, *down.rounds))
+    between = tuple(
+        replace(each, src=leaders[each.src], dst=leaders[each.dst]) for each in ring(nodes).rounds
+    )
+    return Schedule(
+        "hierarchical",
+        "all_reduce",
+        world,
+        nodes,
+        (*down.reversed("reduce").rounds, *between, *down.rounds),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Folded:
-    """A power of two of ranks, `core`; the others' contributions are brought in before, by the rank above, and the sum brought back after."""
+    """A power of two of ranks, `core`; the others' contributions are brought in before, by the
+    rank above, and the sum brought back after.
+    """
 
     core: Ranks
     quiet: Ranks

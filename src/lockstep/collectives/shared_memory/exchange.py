@@ -1,10 +1,12 @@
 """Collectives of private tensors through slots in shared memory, piece by piece.
 
-A rank copies a piece into its next slot and says so; when all have said so, each takes what it needs from everybody's slots, straight into its
-own tensor. One synchronisation a piece: a slot is written again only when all have read what was in it. Every rank adds in the same order,
-along a balanced tree (fold.py), so all have the same bits. Half-precision is added in float32.
+A rank copies a piece into its next slot and says so; when all have said so, each takes what it
+needs from everybody's slots, straight into its own tensor. One synchronisation a piece: a slot is
+written again only when all have read what was in it. Every rank adds in the same order, along a
+balanced tree (fold.py), so all have the same bits. Half-precision is added in float32.
 
-A small message takes what Python takes for it: so tensors are detached where they come in, and nothing here runs under torch.no_grad.
+A small message takes what Python takes for it: so tensors are detached where they come in, and
+nothing here runs under torch.no_grad.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ class Slots(Protocol):
     def written(self, piece: int) -> None: ...
     def read(self, piece: int) -> None: ...
     def done(self, piece: int) -> None: ...
-    def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor: ...
+    def slot(
+        self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0
+    ) -> Tensor: ...
     def finish(self, work: Exchange) -> None: ...
 
 
 class Exchange(ABC):
-    """One collective, in `pieces`, which are numbered over all of the group's collectives, from `first` on.
+    """One collective, in `pieces`, which are numbered over all of the group's collectives, from
+    `first` on.
 
     Kinds say what they `give` to their slot of a piece, and what they `take` from everybody's.
     """
@@ -65,7 +70,9 @@ class Exchange(ABC):
         """What is left to do with the result."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the result is there. Raises PeerFailed and CollectiveTimeout, naming who did not come."""
+        """Return when the result is there. Raises PeerFailed and CollectiveTimeout, naming who
+        did not come.
+        """
         self.slots.finish(self)
 
     def write_ahead(self) -> None:
@@ -132,7 +139,9 @@ class Broadcast(Exchange):
 
 
 class AllGather(Exchange):
-    def __init__(self, slots: Slots, first: int, everybodys: Sequence[Tensor], tensor: Tensor) -> None:
+    def __init__(
+        self, slots: Slots, first: int, everybodys: Sequence[Tensor], tensor: Tensor
+    ) -> None:
         self._mine = _cut(_flat(tensor, tensor.dtype))
         self._everybodys = everybodys
         self._flats = [_flat(each, each.dtype) for each in everybodys]
@@ -154,7 +163,9 @@ class AllGather(Exchange):
 class ReduceScatter(Exchange):
     """A slot holds a chunk for every rank."""
 
-    def __init__(self, slots: Slots, first: int, tensor: Tensor, parts: Sequence[Tensor], op: Op) -> None:
+    def __init__(
+        self, slots: Slots, first: int, tensor: Tensor, parts: Sequence[Tensor], op: Op
+    ) -> None:
         self._tensor, self._op = tensor, op
         working = working_dtype(tensor)
         self._room = PIECE // slots.size // 64 * 64  # bytes
@@ -169,19 +180,32 @@ class ReduceScatter(Exchange):
 
     def take(self, piece: int) -> None:
         mine = self._mine[piece]
-        _combine([self.slot(rank, piece, mine, self.slots.rank * self._room) for rank in range(self.slots.size)], self._op, mine)
+        _combine(
+            [
+                self.slot(rank, piece, mine, self.slots.rank * self._room)
+                for rank in range(self.slots.size)
+            ],
+            self._op,
+            mine,
+        )
 
     def end(self) -> None:
         _copy_back(self._flat, self._tensor)
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its elements side by side: itself, or a copy. Of a tensor of inference mode a copy, which can be written to anywhere."""
+    """Its elements side by side: itself, or a copy. Of a tensor of inference mode a copy, which
+    can be written to anywhere.
+    """
     if tensor.is_inference():
         with torch.inference_mode(False):
             return tensor.reshape(-1).to(dtype, copy=True)
     tensor = tensor.detach()
-    return tensor.view(-1) if dtype == tensor.dtype and tensor.is_contiguous() else tensor.reshape(-1).to(dtype, copy=True)
+    return (
+        tensor.view(-1)
+        if dtype == tensor.dtype and tensor.is_contiguous()
+        else tensor.reshape(-1).to(dtype, copy=True)
+    )
 
 
 def _copy_back(flat: Tensor, tensor: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Adding up along a balanced binary tree, ((0+1)+(2+3))+...: the order in which shared memory adds, on every rank the same."""
+"""Adding up along a balanced binary tree, ((0+1)+(2+3))+...: the order in which shared memory
+adds, on every rank the same.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """Collectives through memory that the ranks of one host share, in torch: nothing to compile.
 
-    memory   a line of words a rank: how many pieces it has written, how many it has read from everybody, and so on
+    memory   a line of words a rank: how many pieces it has written, how many it has read from
+             everybody, and so on
              for every rank a few slots, each holds a piece of its tensor
 
-Tensors of one's own go through the slots piece by piece (exchange.py); tensors that lie in shared memory themselves are summed where they
-are (resident.py). The order of two writes of one process, piece then word, is kept by x86; elsewhere this is not used.
+Tensors of one's own go through the slots piece by piece (exchange.py); tensors that lie in shared
+memory themselves are summed where they are (resident.py). The order of two writes of one process,
+piece then word, is kept by x86; elsewhere this is not used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives.group import Group, Op, check_op
-from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS, AllGather, AllReduce, Broadcast, Exchange, ReduceScatter
+from lockstep.collectives.shared_memory.exchange import (
+    PIECE,
+    SLOTS,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Exchange,
+    ReduceScatter,
+)
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Waits, crowded
@@ -32,7 +42,9 @@ from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tags import call_site, listed
 from lockstep.errors import CollectiveTimeout
 
-_LINE = 16  # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in pairs
+# words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in
+# pairs
+_LINE = 16
 _WRITTEN, _READ, _READY, _DONE, _UPDATED, _COPIED = range(6)
 _PAGE = 4096
 _VIEWS = 1024
@@ -49,14 +61,18 @@ def _length(size: int) -> int:
 
 
 def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> SharedMemory:
-    """A group's shared memory, and what is allocated in it later. Every member calls it, on a host where it is `possible`."""
+    """A group's shared memory, and what is allocated in it later. Every member calls it, on a
+    host where it is `possible`.
+    """
     numbers = itertools.count()
 
     def more(octets: int) -> mmap.mmap:
         return share(store, f"{key}/{next(numbers)}", group.rank, group.size, octets, timeout)
 
     with torch.inference_mode(False):  # as in `slot`
-        return SharedMemory(more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group)))
+        return SharedMemory(
+            more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group))
+        )
 
 
 def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
@@ -70,26 +86,36 @@ def _header(size: int) -> int:
 
 
 class SharedMemory:
-    """One group's collectives through shared memory. They are done in the order in which they were started, on every rank the same.
+    """One group's collectives through shared memory. They are done in the order in which they were
+    started, on every rank the same.
 
-    `more(bytes)` maps further memory that all ranks see; every rank calls it. `crowded`: ranks share cores.
+    `more(bytes)` maps further memory that all ranks see; every rank calls it. `crowded`: ranks
+    share cores.
     """
 
-    def __init__(self, memory: mmap.mmap, group: Group, more: Callable[[int], mmap.mmap], *, crowded: bool) -> None:
+    def __init__(
+        self, memory: mmap.mmap, group: Group, more: Callable[[int], mmap.mmap], *, crowded: bool
+    ) -> None:
         self._memory = memory
         self._group = group
         self._more = more
         self._words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
-        self._waits = Waits(self._words, self._octets.data_ptr(), crowded=crowded, look=group.look, late=self._late)
+        self._waits = Waits(
+            self._words, self._octets.data_ptr(), crowded=crowded, look=group.look, late=self._late
+        )
         lines = [rank * _LINE for rank in range(group.size)]
-        self._written, self._read = [line + _WRITTEN for line in lines], [line + _READ for line in lines]
-        self._ready, self._done = [line + _READY for line in lines], [line + _DONE for line in lines]
-        self._updated, self._copied = [line + _UPDATED for line in lines], [line + _COPIED for line in lines]
+        self._written = [line + _WRITTEN for line in lines]
+        self._read = [line + _READ for line in lines]
+        self._ready = [line + _READY for line in lines]
+        self._done = [line + _DONE for line in lines]
+        self._updated = [line + _UPDATED for line in lines]
+        self._copied = [line + _COPIED for line in lines]
         self._sums = 0  # started
         self._gathers = 0
         self._mine = group.rank * _LINE
-        self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}  # of slots: a view takes longer to make than a small message
+        # of slots: a view takes longer to make than a small message
+        self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
         self._slots_begin = _header(group.size)
         self._given = 0  # pieces that started operations have numbered
         self._open: deque[Exchange | Sum] = deque()
@@ -100,7 +126,9 @@ class SharedMemory:
         self._words.release()
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Exchange:
-        """Start to replace `tensor` on every rank by the sum (mean, max, min, prod) over all ranks."""
+        """Start to replace `tensor` on every rank by the sum (mean, max, min, prod) over all
+        ranks.
+        """
         check_op(op, tensor)
         self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
         return self._start(lambda first: AllReduce(self, first, tensor, op))
@@ -108,16 +136,28 @@ class SharedMemory:
     def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Exchange:
         """Start to replace `tensor` on every rank by that of rank `root`."""
         self._group.check_root(root)
-        self._group.announce("broadcast", tensor, f"from {root}", place, tensor.nbytes if self.rank == root else 0)
+        self._group.announce(
+            "broadcast", tensor, f"from {root}", place, tensor.nbytes if self.rank == root else 0
+        )
         return self._start(lambda first: Broadcast(self, first, tensor, root))
 
-    def all_gather(self, everybodys: Sequence[Tensor], tensor: Tensor, place: str | None = None, text: str | None = None) -> Exchange:
+    def all_gather(
+        self,
+        everybodys: Sequence[Tensor],
+        tensor: Tensor,
+        place: str | None = None,
+        text: str | None = None,
+    ) -> Exchange:
         """Start to fill `everybodys[r]` with rank r's `tensor`, all of one shape and dtype."""
         self._group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
         return self._start(lambda first: AllGather(self, first, everybodys, tensor))
 
-    def reduce_scatter(self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None) -> Exchange:
-        """Start to replace `tensor` on rank r by the sum (mean, ...) over all ranks of `parts[r]`, all of one shape and dtype."""
+    def reduce_scatter(
+        self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None
+    ) -> Exchange:
+        """Start to replace `tensor` on rank r by the sum (mean, ...) over all ranks of
+        `parts[r]`, all of one shape and dtype.
+        """
         check_op(op, tensor)
         self._group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
         return self._start(lambda first: ReduceScatter(self, first, tensor, parts, op))
@@ -130,8 +170,12 @@ class SharedMemory:
         work.write_ahead()
         return work
 
-    def allocate(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None) -> list[list[Tensor]]:
-        """Zeros in shared memory, of these numbers of elements: `found[i][r]` is tensor i of rank r. Every rank calls it alike."""
+    def allocate(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
+    ) -> list[list[Tensor]]:
+        """Zeros in shared memory, of these numbers of elements: `found[i][r]` is tensor i of
+        rank r. Every rank calls it alike.
+        """
         starts, end = [], 0
         for size, dtype in zip(sizes, dtypes, strict=True):
             starts.append(end)
@@ -141,7 +185,8 @@ class SharedMemory:
         octets = torch.frombuffer(self._more(max(1, end) * self._group.size), dtype=torch.uint8)
         regions = octets.split(max(1, end))
         return [
-            [region[start : start + size * dtype.itemsize].view(dtype).data for region in regions]  # a version counter each
+            # a version counter each
+            [region[start : start + size * dtype.itemsize].view(dtype).data for region in regions]
             for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
         ]
 
@@ -155,29 +200,46 @@ class SharedMemory:
         across: Across | None = None,
         along: Along | None = None,
     ) -> Sum:
-        """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all ranks, everywhere or each slice on its rank.
+        """Start to replace a tensor of `allocate` (`parts[r]` is rank r's) by the sum over all
+        ranks, everywhere or each slice on its rank.
 
-        The sum is divided by what `divisor()` is, on all ranks, when it is waited for. From here until then nobody may touch the tensor.
-        With `across` it is the sum over several hosts, each of which does this; with `along` that of other tensors of `allocate`.
+        `wait` divides the sum by what `divisor()` is then, on all ranks. Until it returns, nobody
+        may touch the tensor. With `across` it is the sum over several hosts, each
+        of which does this; with `along` that of other tensors of `allocate`.
         """
         kind = "reduce_scatter" if scattered else "all_reduce"
         self._group.announce(kind, parts[self._group.rank], "sum in place", place, sends=0)
-        parts = [part.data for part in parts]  # not seen by version counters, with which a Reducer looks whether its caller wrote
-        work = Sum(self, parts, self._group.rank, self._sums, self._group.number, divisor, scattered=scattered, across=across, along=along)
+        # not seen by version counters, with which a Reducer looks whether its caller wrote
+        parts = [part.data for part in parts]
+        work = Sum(
+            self,
+            parts,
+            self._group.rank,
+            self._sums,
+            self._group.number,
+            divisor,
+            scattered=scattered,
+            across=across,
+            along=along,
+        )
         self._sums += 1
         self._open.append(work)
         self.say_ready(work.order)
         return work
 
     def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None:
-        """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's. Returns when all ranks have.
+        """Copy each rank's slice of these tensors (of `allocate`) from its region into this rank's.
+        Returns when all ranks have.
 
-        From then on nobody reads this rank's memory: whatever the caller writes there stays its own.
+        From then on nobody reads this rank's memory: whatever the caller writes there stays its
+        own.
         """
         self.finish_all()
         rank, size = self._group.rank, self._group.size
         sends = (size - 1) * sum(tensor[rank].nbytes for tensor in tensors) // size
-        self._number = self._group.announce("all_gather", tensors[0][rank], "slices in place", place, sends)
+        self._number = self._group.announce(
+            "all_gather", tensors[0][rank], "slices in place", place, sends
+        )
         self._gathers += 1
         self._waits.post(self._mine + _UPDATED, self._gathers)
         self._waits.until(self._updated, self._gathers, self._timeout)
@@ -185,13 +247,17 @@ class SharedMemory:
             for other, theirs in enumerate(everybodys):
                 if other != rank:
                     part = slice_of(theirs.numel(), other, size)
-                    everybodys[rank].data[part.start : part.stop].copy_(theirs[part.start : part.stop])
+                    everybodys[rank].data[part.start : part.stop].copy_(
+                        theirs[part.start : part.stop]
+                    )
         self._waits.post(self._mine + _COPIED, self._gathers)
         self._waits.until(self._copied, self._gathers, self._timeout)
         self._group.ended(self._number)
 
     def nap(self) -> None:
-        """Wait in naps from now on: what was started is finished on a thread beside one that computes."""
+        """Wait in naps from now on: what was started is finished on a thread beside one that
+        computes.
+        """
         self._waits.nap()
 
     def finish_all(self) -> None:
@@ -199,7 +265,7 @@ class SharedMemory:
         if self._open:
             self.finish(self._open[-1])
 
-    # -- for a Sum -----------------------------------------------------------------------------------------------------------------
+    # -- for a Sum --------------------------------------------------------------------------------
 
     def say_ready(self, order: int) -> None:
         self._waits.post(self._mine + _READY, order + 1)
@@ -213,7 +279,7 @@ class SharedMemory:
     def await_done(self, order: int) -> None:
         self._waits.until(self._done, order + 1, self._timeout)
 
-    # -- for an Exchange -----------------------------------------------------------------------------------------------------------
+    # -- for an Exchange --------------------------------------------------------------------------
 
     def may_write(self, piece: int) -> bool:
         """Whether everybody has read what was in this piece's slot."""
@@ -236,15 +302,20 @@ class SharedMemory:
         self._waits.post(self._mine + _READ, piece + 1)
 
     def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
-        """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the slot's beginning."""
+        """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the
+        slot's beginning.
+        """
         key = rank * SLOTS + piece % SLOTS, numel, dtype, skip
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             start = self._slots_begin + key[0] * PIECE + skip
-            with torch.inference_mode(False):  # it is kept: a view made in inference mode could not be written to after it
-                found = self._views[key] = self._octets[start : start + numel * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):
+                # it is kept: a view made in inference mode could not be written to after it
+                found = self._views[key] = self._octets[
+                    start : start + numel * dtype.itemsize
+                ].view(dtype)
         return found
 
     def finish(self, work: Exchange | Sum) -> None:
@@ -268,5 +339,11 @@ class SharedMemory:
 
     def _late(self, missing: Sequence[int]) -> Exception:
         ranks = [self._group.ranks[rank] for rank in missing]
-        what = self._group.tags.said(self._number) if self._group.tags is not None else "shared memory"
-        return CollectiveTimeout(f"#{self._number}: {what}: {listed(ranks)} did not come within the timeout of {self._timeout:g} s", ranks)
+        what = (
+            self._group.tags.said(self._number) if self._group.tags is not None else "shared memory"
+        )
+        return CollectiveTimeout(
+            f"#{self._number}: {what}: {listed(ranks)} did not come within the timeout of"
+            f" {self._timeout:g} s",
+            ranks,
+        )

@@ -1,10 +1,14 @@
-"""Sums of tensors that lie in shared memory themselves: nothing is copied in, nothing is copied out.
+"""Sums of tensors that lie in shared memory themselves: nothing is copied in, nothing is copied
+out.
 
-    region      the memory of one rank, mapped by all; a bucket of gradients lies at the same place in everybody's
-    slice       the elements of a tensor that one rank adds up, from all regions, and writes to all of them
+    region      the memory of one rank, mapped by all; a bucket of gradients lies at the same place
+                in everybody's
+    slice       the elements of a tensor that one rank adds up, from all regions, and writes to all
+                of them
 
-Two synchronisations: all have said that their tensor is ready, all have said that their slice is done. Between them the tensor belongs to
-everybody. Which rank adds up an element decides nothing about its bits, because all add along the same tree.
+Two synchronisations: all have said that their tensor is ready, all have said that their slice is
+done. Between them the tensor belongs to everybody. Which rank adds up an element decides nothing
+about its bits, because all add along the same tree.
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from lockstep.collectives.shared_memory.fold import fold
 from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tree import Term, add_up
 
-_PIECE = 2**18  # elements that are added up at a time, so that the sum is in the cache when it is written to the others
+# elements that are added up at a time, so that the sum is in the cache when it is written to the
+# others
+_PIECE = 2**18
 
 
 class Queue(Protocol):
@@ -33,7 +39,9 @@ class Queue(Protocol):
 
 
 class Across(NamedTuple):
-    """What happens to a slice between its sum on this host and its way to everybody: it is summed over other hosts."""
+    """What happens to a slice between its sum on this host and its way to everybody: it is
+    summed over other hosts.
+    """
 
     owners: int
     """The first so many ranks of this host have slices; on every host the same number."""
@@ -49,7 +57,9 @@ class Along(NamedTuple):
 
 
 class Sum:
-    """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or (`scattered`) each slice on its rank only."""
+    """One tensor of each rank, in shared memory, becoming the sum of all of them: everywhere, or
+    (`scattered`) each slice on its rank only.
+    """
 
     def __init__(
         self,
@@ -73,8 +83,11 @@ class Sum:
         self.finished = False
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Return when the tensor holds the sum. Raises PeerFailed and CollectiveTimeout, naming who did not come."""
-        self._queue.finish_all()  # also what was started later: the others wait for this rank's slices of it
+        """Return when the tensor holds the sum. Raises PeerFailed and CollectiveTimeout, naming
+        who did not come.
+        """
+        # also what was started later: the others wait for this rank's slices of it
+        self._queue.finish_all()
         self.await_others()
 
     def await_others(self) -> None:
@@ -91,13 +104,20 @@ class Sum:
         self.finished = True
 
     def _complete(self, mine: range, divisor: float) -> None:
-        spans = [slice(start, min(start + _PIECE, mine.stop)) for start in range(mine.start, mine.stop, _PIECE)]
+        spans = [
+            slice(start, min(start + _PIECE, mine.stop))
+            for start in range(mine.start, mine.stop, _PIECE)
+        ]
         for span in spans:
             pieces = [part[span] for part in self._parts]
             if self._along is None:
                 _sum_into(pieces, pieces[self._rank])
             else:
-                add_up(self._along.term, [tensor.data[span] for tensor in self._along.tensors], pieces[self._rank])
+                add_up(
+                    self._along.term,
+                    [tensor.data[span] for tensor in self._along.tensors],
+                    pieces[self._rank],
+                )
             if self._across is None:
                 self._deliver(pieces, divisor)
         if self._across is not None:

@@ -1,4 +1,6 @@
-"""Memory that the processes of one host map together. It has no name, so nothing stays behind, whatever kills them."""
+"""Memory that the processes of one host map together. It has no name, so nothing stays behind,
+whatever kills them.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +10,33 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lockstep.collectives.store_barrier import wait_for_count
 from lockstep.errors import UsageError
-from lockstep.meeting import wait_for_count
 
 
 def this_host() -> str:
-    """Equal for processes that can map each other's memory: one kernel, one space of process numbers. Linux only."""
+    """Equal for processes that can map each other's memory: one kernel, one space of process
+    numbers. Linux only.
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def share(store: dist.Store, key: str, rank: int, size: int, length: int, timeout: timedelta) -> mmap.mmap:
+def share(
+    store: dist.Store, key: str, rank: int, size: int, length: int, timeout: timedelta
+) -> mmap.mmap:
     """`length` bytes of zeros that all ranks see; every one of them calls it. Linux only.
 
-    The pages come into being when they are touched, in memory and not in /dev/shm, whose limit does not matter.
-    Raises UsageError on a rank that is not on rank 0's host after all.
+    The pages come into being when they are touched, in memory and not in /dev/shm, whose limit does
+    not matter. Raises UsageError on a rank that is not on rank 0's host after all.
     """
     if rank:
         host, path = store.get(f"{key}/path").decode().rsplit(" ", 1)
         if host != this_host():
             raise UsageError(
-                f"rank {rank} is on another host, or in another container, than rank 0, but the launcher's variables say that all ranks are on one: "
-                "set LOCAL_WORLD_SIZE to the ranks of each host"
+                f"rank {rank} is on another host, or in another container, than rank 0, but the"
+                " launcher's variables say that all ranks are on one: set LOCAL_WORLD_SIZE to the"
+                " ranks of each host"
             )
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)

@@ -1,7 +1,9 @@
-"""Waiting for another process's number in shared memory to grow: never for ever, and never at the cost of the process awaited.
+"""Waiting for another process's number in shared memory to grow: never for ever, and never at the
+cost of the process awaited.
 
-While every rank has a core: a short spin, which is all that is mostly needed; then the core is given away; then naps. Where ranks share cores a
-rank that looks again and again takes time from the very one that it waits for, so it sleeps until it is woken.
+While every rank has a core: a short spin, which is all that is mostly needed; then the core is
+given away; then naps. Where ranks share cores a rank that looks again and again takes time from the
+very one that it waits for, so it sleeps until it is woken.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep import status
 from lockstep.collectives.shared_memory import futex
 from lockstep.errors import PeerFailed
+from lockstep.runtime import status
 
 _SPINS = 300
 _YIELDS = 0.002  # seconds
@@ -24,8 +26,8 @@ _WORD = 8  # bytes
 class Waits:
     """Waits on the words of `view`, which lie at `address`.
 
-    `crowded`, the same on all ranks: they have fewer cores than they are. `look(ranks)` raises where one of them has ended; `late(ranks)` makes the
-    error at the deadline.
+    `crowded`, the same on all ranks: they have fewer cores than they are. `look(ranks)` raises
+    where one of them has ended; `late(ranks)` makes the error at the deadline.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Waits:
         self._spins, self._yields = _SPINS, _YIELDS
 
     def nap(self) -> None:
-        """From now on neither spin nor yield: for waits on a thread beside one that computes, which they would keep from the interpreter."""
+        """From now on neither spin nor yield: for waits on a thread beside one that computes,
+        which they would keep from the interpreter.
+        """
         self._spins, self._yields = 0, 0.0
 
     def post(self, place: int, number: int) -> None:
@@ -65,7 +69,9 @@ class Waits:
         status.waits(True)
         begin = looked = time.monotonic()
         nap = 0.0
-        while (behind := next((place for place in places if view[place] < least), None)) is not None:
+        while (
+            behind := next((place for place in places if view[place] < least), None)
+        ) is not None:
             now = time.monotonic()
             if self._crowded:
                 if (seen := view[behind]) < least:

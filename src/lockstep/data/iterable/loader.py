@@ -1,7 +1,9 @@
-"""The StreamLoader: windows of micro-batches from an iterable-style dataset, which has no length and no indices.
+"""The StreamLoader: windows of micro-batches from an iterable-style dataset, which has no length
+and no indices.
 
-With "items" the stream is one sequence, cut like a map-style dataset's order (data/windows.py): what a step holds depends on neither the
-number of ranks nor of loader workers. With "dataset" every rank has a stream of its own, and its end too (data/shards.py).
+With "items" the stream is one sequence, cut like a map-style dataset's order (data/windows.py):
+what a step holds depends on neither the number of ranks nor of loader workers. With "dataset" every
+rank has a stream of its own, and its end too (data/shards.py).
 """
 
 from __future__ import annotations
@@ -28,29 +30,39 @@ from lockstep.errors import LockstepWarning, UsageError
 
 
 class StreamLoader:
-    """Loads an iterable `dataset` as windows: the micro-batches of one optimizer step that are this rank's.
+    """Loads an iterable `dataset` as windows: the micro-batches of one optimizer step that are this
+    rank's.
 
-    The keywords are those of a Loader and mean the same. `sharding` says who divides the stream among ranks and loader workers:
+    The keywords are those of a Loader and mean the same. `sharding` says who divides the stream
+    among ranks and loader workers:
 
-        "items"     the loader. Every process reads the whole stream, told that it is alone, and keeps what is its own. Nothing is
-                    read twice into a step or lost, and with `micro_batch` a step is the same at any number of ranks and workers. It
-                    costs reading everything everywhere, so workers speed up only what `collate_fn` does. The default
-        "dataset"   the dataset: Hugging Face's, WebDataset's, or one that looks at `get_worker_info()`, RANK and WORLD_SIZE, or has a
-                    `shard(rank=..., size=...)`. Each process reads its part only. What a step holds then depends on the number of ranks, and
-                    of workers, whose micro-batches take turns; a run that resumes with another number loses samples and repeats others.
-                    Every rank must have a micro-batch in each step. The default for a WebDataset that shuffles, and for a Hugging Face
-                    dataset that was split by node
+        "items"     the loader. Every process reads the whole stream, told that it is alone, and
+                    keeps what is its own. Nothing is
+                    read twice into a step or lost, and with `micro_batch` a step is the same at any
+                    number of ranks and workers. It costs reading everything everywhere, so workers
+                    speed up only what `collate_fn` does. The default
+        "dataset"   the dataset: Hugging Face's, WebDataset's, or one that looks at
+                    `get_worker_info()`, RANK and WORLD_SIZE, or has a
+                    `shard(rank=..., size=...)`. Each process reads its part only. What a step holds
+                    then depends on the number of ranks, and of workers, whose micro-batches take
+                    turns; a run that resumes with another number loses samples and repeats others.
+                    Every rank must have a micro-batch in each step. The default for a WebDataset
+                    that shuffles, and for a Hugging Face dataset that was split by node
 
-    `set_epoch(epoch)` is called where the dataset has it. torch, numpy's global generator and `random` are seeded by (seed, epoch) when a
-    walk begins, alike in all processes, and the caller's states are left alone; randomness of each sample's own takes a map-style dataset.
+    `set_epoch(epoch)` is called where the dataset has it. torch, numpy's global generator and
+    `random` are seeded by (seed, epoch) when a walk begins, alike in all processes, and the
+    caller's states are left alone; randomness of each sample's own takes a map-style dataset.
 
-    Streams may end unevenly: a rank that is dry has empty windows until all are. For that the ranks exchange a few numbers each step, one
-    window ahead. `drop_last` leaves out the steps that are not full on all ranks. A dataset with `state_dict` and `load_state_dict` resumes
-    by them; they are called after every micro-batch, and `__iter__` must begin anew unless a state was just loaded.
+    Streams may end unevenly: a rank that is dry has empty windows until all are. For that the ranks
+    exchange a few numbers each step, one window ahead. `drop_last` leaves out the steps that are
+    not full on all ranks. A dataset with `state_dict` and `load_state_dict` resumes by them; they
+    are called after every micro-batch, and `__iter__` must begin anew unless a state was just
+    loaded.
 
     Raises:
-        UsageError: a dataset that cannot be iterated or yields nothing, sizes that cannot be cut or do not fit `sharding`, several ranks
-            without a process group, and ranks that should read the same stream but do not.
+        UsageError: a dataset that cannot be iterated or yields nothing, sizes that cannot be cut or
+            do not fit `sharding`, several ranks without a process group, and ranks that should read
+            the same stream but do not.
         PeerFailed: another rank could not fetch its part of a step.
     """
 
@@ -73,11 +85,23 @@ class StreamLoader:
     ) -> None:
         self.rank, self.size = place_of(rank, size)
         if not hasattr(dataset, "__iter__"):
-            raise UsageError(f"{type(dataset).__name__} cannot be iterated: a StreamLoader needs a dataset with __iter__")
+            raise UsageError(
+                f"{type(dataset).__name__} cannot be iterated: a StreamLoader needs a dataset with"
+                " __iter__"
+            )
         seed = whole("seed", seed, least=-(2**63))
         self.sharding = choose_sharding(dataset, sharding)
-        total, micro, self.depends_on_world_size = sizes_of(global_batch, batch_per_rank, micro_batch, self.size)
-        self.cut = StreamCut(total, micro, self.rank, self.size, own_stream=self.sharding == "dataset", drop_last=drop_last)
+        total, micro, self.depends_on_world_size = sizes_of(
+            global_batch, batch_per_rank, micro_batch, self.size
+        )
+        self.cut = StreamCut(
+            total,
+            micro,
+            self.rank,
+            self.size,
+            own_stream=self.sharding == "dataset",
+            drop_last=drop_last,
+        )
         self.depends_on_world_size |= self.sharding == "dataset"
         self.device = torch.device(device) if device is not None else default_device()
         self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
@@ -89,10 +113,16 @@ class StreamLoader:
             "sharding": self.sharding,
             "seed": seed,
             "drop_last": drop_last,
-            **({"global_batch": total} if batch_per_rank is None else {"batch_per_rank": batch_per_rank}),
+            **(
+                {"global_batch": total}
+                if batch_per_rank is None
+                else {"batch_per_rank": batch_per_rank}
+            ),
             "micro_batch": "one a rank" if micro_batch is None else micro,
         }
-        """What must be equal on all ranks, by name. A Stepper compares it among them in its first step."""
+        """What must be equal on all ranks, by name. A Stepper compares it among them in its
+        first step.
+        """
         self._group = _group_of(self.rank, self.size)
         self._position, self._step, self._items = Position(0, 0), 0, 0
         self._taken = 0
@@ -103,7 +133,15 @@ class StreamLoader:
         self._workers = whole("num_workers", num_workers, least=0) if self.cut.share else 0
         mine = own_shard(dataset, self.rank, self.size) if self.sharding == "dataset" else dataset
         whole_only = drop_last and self.cut.own_stream
-        source = StreamSource(mine, seed, collate_fn, sharding=self.sharding, rank=self.rank, size=self.size, whole_only=whole_only)
+        source = StreamSource(
+            mine,
+            seed,
+            collate_fn,
+            sharding=self.sharding,
+            rank=self.rank,
+            size=self.size,
+            whole_only=whole_only,
+        )
         self._loader: DataLoader[Any] = DataLoader(
             source,
             batch_sampler=self._requests,  # type: ignore[arg-type]  # any object may stand for a batch's indices
@@ -111,34 +149,52 @@ class StreamLoader:
             collate_fn=made,
             pin_memory=self._pinned,
             persistent_workers=self._workers > 0,
-            prefetch_factor=max(2, -(-len(self.cut.share) // self._workers)) if self._workers else None,
-            generator=torch.Generator(),  # its own: starting an epoch does not touch the caller's random state
+            prefetch_factor=(
+                max(2, -(-len(self.cut.share) // self._workers)) if self._workers else None
+            ),
+            # its own: starting an epoch does not touch the caller's random state
+            generator=torch.Generator(),
         )
         self._copies: Copies | None = None
         if self.sharding == "dataset" and self.size > 1:
             self._say(
-                f"the order of {self._name} depends on the number of ranks, because the dataset shards itself. Give sharding='items' if it "
-                "yields the same items in the same order in every process (a shuffle with a fixed seed does)"
+                f"the order of {self._name} depends on the number of ranks, because the dataset"
+                " shards itself. Give sharding='items' if it yields the same items in the same"
+                " order in every process (a shuffle with a fixed seed does)"
             )
 
     def describe(self, owner: str = "rank") -> str:
-        """One line: how the global batch is cut and shared among `owner`s, and whether that depends on the world size."""
+        """One line: how the global batch is cut and shared among `owner`s, and whether that
+        depends on the world size.
+        """
         cut = self.cut
-        line = f"global batch {cut.global_batch} = {counted(cut.slots, 'micro-batch', 'es')} x {cut.micro_batch}"
+        line = (
+            f"global batch {cut.global_batch} = {counted(cut.slots, 'micro-batch', 'es')} x"
+            f" {cut.micro_batch}"
+        )
         if rest := cut.global_batch % cut.micro_batch:
             line += f", the last {rest}"
         who = "the loader" if self.sharding == "items" else "the dataset"
         line += f"; {shares(cut.slots, self.size, owner)}; an iterable dataset, sharded by {who}"
-        return f"{line} (this recipe depends on the world size)" if self.depends_on_world_size else line
+        return (
+            f"{line} (this recipe depends on the world size)"
+            if self.depends_on_world_size
+            else line
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        raise UsageError("a StreamLoader is walked by epochs and windows: `for epoch in loader.epochs(n): for window in epoch: ...`")
+        raise UsageError(
+            "a StreamLoader is walked by epochs and windows: `for epoch in loader.epochs(n): for"
+            " window in epoch: ...`"
+        )
 
     def epochs(self, count: int, start: int | None = None) -> Iterator[StreamEpoch]:
-        """Epochs start, start + 1, ..., count - 1. One is walked at a time: beginning one ends any other.
+        """Epochs start, start + 1, ..., count - 1. One is walked at a time: beginning one ends any
+        other.
 
-        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that state was taken. Steps are counted
-        as they are walked: an epoch's length is not known before its end.
+        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that
+        state was taken. Steps are counted as they are walked: an epoch's length is not known before
+        its end.
         """
         whole("count", count, least=0)
         return self._epochs(count, start if start is None else whole("start", start, least=0))
@@ -152,11 +208,13 @@ class StreamLoader:
             yield StreamEpoch(self, number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands in the data: a Loader's state, and what the dataset said of itself in each of its processes.
+        """Where this rank stands in the data: a Loader's state, and what the dataset said of itself
+        in each of its processes.
 
-        The window last handed out counts as done, so take the state after its `stepper.step()`, not before; fetched ahead counts nothing.
-        With "items" rank 0's serves every rank, and any number of ranks and workers. With "dataset" each rank keeps its own, which
-        resumes exactly only at the same numbers.
+        The window last handed out counts as done, so take the state after its `stepper.step()`, not
+        before; fetched ahead counts nothing. With "items" rank 0's serves every rank, and any
+        number of ranks and workers. With "dataset" each rank keeps its own, which resumes exactly
+        only at the same numbers.
         """
         return {
             "epoch": self._position.epoch,
@@ -170,44 +228,63 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is under way ends.
+        """Go on where `state_dict` was taken: the next `epochs(n)` begins there. A walk that is
+        under way ends.
 
-        Where the dataset cannot resume by a state, what was trained is read once more and skipped; the next walk says how much.
-        Raises UsageError, naming what differs, for the state of another seed, sharding or batch sizes.
+        Where the dataset cannot resume by a state, what was trained is read once more and skipped;
+        the next walk says how much. Raises UsageError, naming what differs, for the state of
+        another seed, sharding or batch sizes.
         """
         position, step = read_state(state, self.recipe, lambda epoch: {})
         self._turns.next()
         self._position, self._step, self._items = position, step, int(state["items"])
-        saved = {int(number): Saved(each["position"], each["dataset"], each["random"]) for number, each in state["saved"].items()}
+        saved = {
+            int(number): Saved(each["position"], each["dataset"], each["random"])
+            for number, each in state["saved"].items()
+        }
         same = list(state["processes"]) == [self.rank, self.size, self._workers]
         self._taken = int(state["taken"]) if same else position.place * len(self.cut.share)
         self._saved = saved if self._resumes else {}
         if not same:
             first = (
-                min(saved.values(), key=lambda each: each.position, default=None) if self.sharding == "items" and self._resumes else None
+                min(saved.values(), key=lambda each: each.position, default=None)
+                if self.sharding == "items" and self._resumes
+                else None
             )
             usable = first is not None and first.position <= self._items + self.cut.offset
-            self._saved = dict.fromkeys(range(max(1, self._workers)), first) if usable and first is not None else {}
+            self._saved = (
+                dict.fromkeys(range(max(1, self._workers)), first)
+                if usable and first is not None
+                else {}
+            )
             if self.sharding == "dataset" and position.place:
                 self._say(
-                    f"the state was taken on rank, of ranks, with workers {list(state['processes'])}, and this is "
-                    f"{[self.rank, self.size, self._workers]}: where {self._name} shards itself, some samples of epoch {position.epoch} "
-                    "may be seen twice or not at all",
+                    "the state was taken on rank, of ranks, with workers"
+                    f" {list(state['processes'])}, and this is"
+                    f" {[self.rank, self.size, self._workers]}: where {self._name} shards itself,"
+                    f" some samples of epoch {position.epoch} may be seen twice or not at all",
                     every_rank=True,
                 )
         self._loaded = True
 
     def close(self) -> None:
-        """End the workers now, not when the loader is collected; what was not fetched is lost. A later epoch starts new ones."""
+        """End the workers now, not when the loader is collected; what was not fetched is lost. A
+        later epoch starts new ones.
+        """
         self._turns.next()
         end_workers(self._loader)
 
     def _begin(self, number: int) -> Steps:
-        """The steps of an epoch, from where a loaded state says if it is of this epoch, else from its beginning."""
+        """The steps of an epoch, from where a loaded state says if it is of this epoch, else
+        from its beginning.
+        """
         if not (self._loaded and self._position.epoch == number):
             self._position, self._items, self._taken, self._saved = Position(number, 0), 0, 0, {}
         elif skipped := self._skipped():
-            self._say(f"{self._name} resumes by reading: the first {skipped} items of epoch {number} are read once more and skipped")
+            self._say(
+                f"{self._name} resumes by reading: the first {skipped} items of epoch {number} are"
+                " read once more and skipped"
+            )
         self._loaded = False
         self._copies = self._copies or copies_to(self.device, pinned=self._pinned)
         return Steps(
@@ -246,7 +323,9 @@ class StreamLoader:
 
 
 class StreamEpoch:
-    """One epoch of a StreamLoader: iterating yields its windows, equally many on all ranks. It has no length before its end."""
+    """One epoch of a StreamLoader: iterating yields its windows, equally many on all ranks. It
+    has no length before its end.
+    """
 
     def __init__(self, loader: StreamLoader, number: int) -> None:
         self.number = number
@@ -256,7 +335,9 @@ class StreamEpoch:
         return f"StreamEpoch({self.number})"
 
     def __iter__(self) -> Iterator[StreamWindow]:
-        """Yield every step's window, empty ones too; the next one is fetched before a window is handed out."""
+        """Yield every step's window, empty ones too; the next one is fetched before a window is
+        handed out.
+        """
         loader = self._loader
         steps = loader._begin(self.number)
         fetched = steps.fetch()
@@ -274,24 +355,38 @@ def _group_of(rank: int, size: int) -> Group | None:
         return None
     if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise UsageError(
-            f"rank={rank} and size={size}: the ranks of an iterable dataset agree on its end, so they must be those of the process group; "
-            "call lockstep.init() and leave both out"
+            f"rank={rank} and size={size}: the ranks of an iterable dataset agree on its end, so"
+            " they must be those of the process group; call lockstep.init() and leave both out"
         )
     return Group.default().host
 
 
 def stream_loader(
-    dataset: Any, *, order: Any = None, micro_batches: int | None = None, shuffle: bool | None = None, balance: Any = None, **options: Any
+    dataset: Any,
+    *,
+    order: Any = None,
+    micro_batches: int | None = None,
+    shuffle: bool | None = None,
+    balance: Any = None,
+    **options: Any,
 ) -> StreamLoader:
-    """A StreamLoader from a Loader's arguments. Raises UsageError for those that need samples with numbers."""
+    """A StreamLoader from a Loader's arguments. Raises UsageError for those that need samples
+    with numbers.
+    """
     name = type(dataset).__name__
-    for argument, value in (("order", order), ("micro_batches", micro_batches), ("shuffle", shuffle or None)):
+    for argument, value in (
+        ("order", order),
+        ("micro_batches", micro_batches),
+        ("shuffle", shuffle or None),
+    ):
         if value is not None:
             raise UsageError(
-                f"{argument}={value!r}: {name} is iterable, so what comes when is its own affair; leave it out, and shuffle in the dataset"
+                f"{argument}={value!r}: {name} is iterable, so what comes when is its own affair;"
+                " leave it out, and shuffle in the dataset"
             )
     if balance is not None:
         raise UsageError(
-            f"balance={balance!r}: {name} is iterable, and what is read of a stream cannot be left to another rank; leave it out"
+            f"balance={balance!r}: {name} is iterable, and what is read of a stream cannot be left"
+            " to another rank; leave it out"
         )
     return StreamLoader(dataset, **options)

@@ -1,7 +1,9 @@
-"""An iterable dataset as the loader's processes walk it: forward only, micro-batch by micro-batch, under a random stream of its own.
+"""An iterable dataset as the loader's processes walk it: forward only, micro-batch by micro-batch,
+under a random stream of its own.
 
-torch's DataLoader is used in its map style, with requests in place of indices: its own iterable style does not say when a worker has
-come to its end in an order that could be relied on, and cannot be told which epoch it walks.
+torch's DataLoader is used in its map style, with requests in place of indices: its own iterable
+style does not say when a worker has come to its end in an order that could be relied on, and cannot
+be told which epoch it walks.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from lockstep import randomness
 from lockstep.data.iterable.shards import Sharding, seen_by_dataset
+from lockstep.runtime import randomness
 
 COMPARED = 8  # items at a stream's beginning, by which ranks see that they read the same
 UNKNOWN = -1
@@ -28,7 +30,9 @@ _WHOLE_WALK = -1  # the "index" of the stream in which a dataset is walked
 
 
 class Saved:
-    """A dataset that can say where it is, after `position` items of the stream. A plain class: neither pinned nor moved to a device."""
+    """A dataset that can say where it is, after `position` items of the stream. A plain class:
+    neither pinned nor moved to a device.
+    """
 
     def __init__(self, position: int, dataset: Any, random: Any) -> None:
         self.position, self.dataset, self.random = position, dataset, random
@@ -49,7 +53,9 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A micro-batch of `items` items, fewer than requested (or 0 and None) where the stream ended."""
+    """A micro-batch of `items` items, fewer than requested (or 0 and None) where the stream
+    ended.
+    """
 
     batch: Any
     items: int
@@ -61,7 +67,9 @@ class Reply(NamedTuple):
 
 
 class StreamSource(Dataset[Any]):
-    """Answers requests; every process holds one. With `whole_only` a short micro-batch at the stream's end is left out."""
+    """Answers requests; every process holds one. With `whole_only` a short micro-batch at the
+    stream's end is left out.
+    """
 
     def __init__(
         self,
@@ -87,8 +95,16 @@ class StreamSource(Dataset[Any]):
 
     def __getitems__(self, request: Request) -> Reply:
         worker = get_worker_info()  # before it is hidden
-        where = f"on rank {self._rank}" if worker is None else f"in loader worker {worker.id} of rank {self._rank}"
-        with randomness.preserved(), seen_by_dataset(self._sharding, self._rank, self._size), self._noting(request.epoch, where):
+        where = (
+            f"on rank {self._rank}"
+            if worker is None
+            else f"in loader worker {worker.id} of rank {self._rank}"
+        )
+        with (
+            randomness.preserved(),
+            seen_by_dataset(self._sharding, self._rank, self._size),
+            self._noting(request.epoch, where),
+        ):
             if self._walk is None or self._walk.number != request.walk:
                 self._walk = None  # the old iterator goes first
                 if worker is not None:
@@ -117,14 +133,19 @@ class StreamSource(Dataset[Any]):
             yield
         except Exception as error:
             read = 0 if self._walk is None else self._walk.position
-            error.add_note(f"This was {type(self._dataset).__name__}, in epoch {epoch}, {where}, after {read} of its items.")
+            error.add_note(
+                f"This was {type(self._dataset).__name__}, in epoch {epoch}, {where}, after {read}"
+                " of its items."
+            )
             raise
 
 
 def resumes(dataset: Any) -> bool:
-    """Whether it can say where it is: `state_dict()` and `load_state_dict(state)`, as torch's stateful datasets have them.
+    """Whether it can say where it is: `state_dict()` and `load_state_dict(state)`, as torch's
+    stateful datasets have them.
 
-    Methods of these names that need other arguments (mosaicml's StreamingDataset: how many samples its own loader has yielded) are not those.
+    Methods of these names that need other arguments (mosaicml's StreamingDataset: how many samples
+    its own loader has yielded) are not those.
     """
     return _callable_with(dataset, "state_dict") and _callable_with(dataset, "load_state_dict", {})
 
@@ -193,8 +214,9 @@ class _Walked:
 def _unshare_epoch(dataset: Any) -> None:
     """Give a loader worker an epoch of its own, in its dataset and in one that this wraps.
 
-    Hugging Face's datasets keep theirs in a tensor that all workers share, and `set_epoch` adds the difference to it: two workers that
-    do so at once add it twice, and then read the shards of different epochs.
+    Hugging Face's datasets keep theirs in a tensor that all workers share, and `set_epoch` adds the
+    difference to it: two workers that do so at once add it twice, and then read the shards of
+    different epochs.
     """
     for holder in (dataset, *getattr(dataset, "__dict__", {}).values()):
         attributes = getattr(holder, "__dict__", {})
@@ -224,7 +246,11 @@ def _digest(item: Any, before: int) -> int:
 def _capture() -> tuple[Any, ...]:
     """The three libraries' states, in plain Python values, so that a checkpoint can keep them."""
     state: Any = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), (state[1].tobytes(), *state[2:]), random.getstate()
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        (state[1].tobytes(), *state[2:]),
+        random.getstate(),
+    )
 
 
 def _restore(states: Any) -> None:

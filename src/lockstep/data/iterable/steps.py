@@ -1,4 +1,6 @@
-"""The steps of one epoch of a stream: which micro-batches this rank asks for, and how all ranks agree where the epoch ends."""
+"""The steps of one epoch of a stream: which micro-batches this rank asks for, and how all ranks
+agree where the epoch ends.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,41 @@ _HAS, _SHORT, _FAILED, _MOST, _LEAST, _HIGH, _LOW = range(7)  # places in the me
 
 
 class StreamCut:
-    """How every step is cut, and which of its slots are this rank's. Raises UsageError for sizes that do not fit."""
+    """How every step is cut, and which of its slots are this rank's. Raises UsageError for sizes
+    that do not fit.
+    """
 
-    def __init__(self, global_batch: int, micro_batch: int, rank: int, size: int, *, own_stream: bool, drop_last: bool) -> None:
+    def __init__(
+        self,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        size: int,
+        *,
+        own_stream: bool,
+        drop_last: bool,
+    ) -> None:
         if micro_batch > global_batch:
-            raise UsageError(f"micro_batch={micro_batch} is larger than global_batch={global_batch}: lower the one or raise the other")
-        self.global_batch, self.micro_batch, self.slots = global_batch, micro_batch, -(-global_batch // micro_batch)
+            raise UsageError(
+                f"micro_batch={micro_batch} is larger than global_batch={global_batch}: lower the"
+                " one or raise the other"
+            )
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.slots = -(-global_batch // micro_batch)
         self.rank, self.size = rank, size
         self.own_stream, self.drop_last = own_stream, drop_last
         if own_stream and global_batch % micro_batch:
             raise UsageError(
-                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}: where the dataset shards itself all micro-batches "
-                "are alike; change one of them, or give batch_per_rank"
+                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}: where"
+                " the dataset shards itself all micro-batches are alike; change one of them, or"
+                " give batch_per_rank"
             )
         if own_stream and self.slots < size:
             raise UsageError(
-                f"global_batch={global_batch} in micro-batches of {micro_batch} gives {self.slots} of {size} ranks something to do, and the "
-                "dataset's shards of the others would be lost: raise global_batch, lower micro_batch, or use sharding='items'"
+                f"global_batch={global_batch} in micro-batches of {micro_batch} gives {self.slots}"
+                f" of {size} ranks something to do, and the dataset's shards of the others would be"
+                " lost: raise global_batch, lower micro_batch, or use sharding='items'"
             )
         self.share = self.step(0, 0, 0, None).share(rank, size)
 
@@ -51,20 +71,37 @@ class StreamCut:
 
     def step(self, step: int, epoch: int, start: int, total: int | None) -> Cut:
         """One step; it is short where the stream is known to have `total` items."""
-        stop = start + self.global_batch if total is None else max(start, min(start + self.global_batch, total))
-        return Cut(step=step, epoch=epoch, start=start, stop=stop, micro_batch=self.micro_batch, slots=self.slots)
+        stop = (
+            start + self.global_batch
+            if total is None
+            else max(start, min(start + self.global_batch, total))
+        )
+        return Cut(
+            step=step,
+            epoch=epoch,
+            start=start,
+            stop=stop,
+            micro_batch=self.micro_batch,
+            slots=self.slots,
+        )
 
 
 class StreamWindow(Window):
-    """A Window of a stream. Where every rank has a stream of its own, `positions` are places in what one loader process reads of it."""
+    """A Window of a stream. Where every rank has a stream of its own, `positions` are places in
+    what one loader process reads of it.
+    """
 
     taken = 0
-    """Requests of the epoch answered up to here, and where the dataset was then, by process: for a state."""
+    """Requests of the epoch answered up to here, and where the dataset was then, by process: for
+    a state.
+    """
     saved: dict[int, Saved]
 
 
 class RequestSampler(KeysSampler):
-    """DataLoader's batch sampler: requests without end. Those after the stream's end are answered with nothing."""
+    """DataLoader's batch sampler: requests without end. Those after the stream's end are
+    answered with nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +134,9 @@ class _Span:
 
 
 class Steps:
-    """One walk through one epoch. `fetch` a step, ask the others, `agree`; the next one is fetched in between."""
+    """One walk through one epoch. `fetch` a step, ask the others, `agree`; the next one is
+    fetched in between.
+    """
 
     def __init__(
         self,
@@ -120,7 +159,8 @@ class Steps:
         self._epoch, self._name, self._step = epoch, name, step
         self._begin, self._first, self._agreed = begin, place, place
         self._processes = max(1, loader.num_workers)
-        self._taken = taken - taken % self._processes if cut.own_stream else 0  # torch's first request goes to process 0
+        # torch's first request goes to process 0
+        self._taken = taken - taken % self._processes if cut.own_stream else 0
         self._begun = taken if cut.own_stream else 0
         self._saved = dict(saved)
         self._ended: set[int] = set() if cut.share else {0}
@@ -131,13 +171,19 @@ class Steps:
         span: Any = _Span(epoch, cut.rank)
         self._walk: Walk | None = None
         if cut.share:
-            self._walk = Walk(loader, requests, span, WhenAsked(torch.device("cpu"), pinned=False), turns)
+            self._walk = Walk(
+                loader, requests, span, WhenAsked(torch.device("cpu"), pinned=False), turns
+            )
 
     def _requests(self, first: int, turns: Turns, saved: dict[int, Saved]) -> Iterator[Request]:
-        """This rank's micro-batches, request number n for process n % processes. A process's first says where it may begin."""
+        """This rank's micro-batches, request number n for process n % processes. A process's
+        first says where it may begin.
+        """
         walk = turns.now
         for number in count(first):
-            begin = saved.get(number % self._processes) if number < first + self._processes else None
+            begin = (
+                saved.get(number % self._processes) if number < first + self._processes else None
+            )
             yield Request(self._epoch, self._positions(number), walk, begin)
 
     def _positions(self, number: int) -> range:
@@ -146,10 +192,14 @@ class Steps:
             start = number // self._processes * cut.micro_batch
             return range(start, start + cut.micro_batch if number >= self._begun else start)
         ahead, slot = divmod(number, len(cut.share))
-        return cut.step(0, 0, self._begin + ahead * cut.global_batch, None).positions(cut.share[slot])
+        return cut.step(0, 0, self._begin + ahead * cut.global_batch, None).positions(
+            cut.share[slot]
+        )
 
     def fetch(self) -> Fetched:
-        """This rank's part of the next step. An error in it is kept for `agree`, after what was fetched before has been trained."""
+        """This rank's part of the next step. An error in it is kept for `agree`, after what was
+        fetched before has been trained.
+        """
         fetched = Fetched()
         if not self._failed:
             try:
@@ -162,7 +212,9 @@ class Steps:
         return fetched
 
     def _one(self, slot: int, fetched: Fetched) -> None:
-        """One micro-batch, from the process whose turn it is or, where that has ended, the next one."""
+        """One micro-batch, from the process whose turn it is or, where that has ended, the next
+        one.
+        """
         everyone = self._processes if self._cut.own_stream else 1
         while self._walk is not None and len(self._ended) < everyone:
             number = self._taken
@@ -186,9 +238,16 @@ class Steps:
                 return
 
     def _ask(self, fetched: Fetched) -> None:
-        """Begin to find out whether any rank has something for this step, and whether all read the same."""
+        """Begin to find out whether any rank has something for this step, and whether all read
+        the same.
+        """
         cut = self._cut
-        wanted = len(range(cut.share.start * cut.micro_batch, min(cut.share.stop * cut.micro_batch, cut.global_batch)))
+        wanted = len(
+            range(
+                cut.share.start * cut.micro_batch,
+                min(cut.share.stop * cut.micro_batch, cut.global_batch),
+            )
+        )
         values = [_NOTHING] * 7
         values[_HAS] = int(bool(fetched.slots))
         values[_SHORT] = int(sum(fetched.counts) < wanted)
@@ -203,12 +262,15 @@ class Steps:
         if group is not None:
             if dist.get_backend(group.process_group) == "nccl":
                 fetched.message = fetched.message.cuda()
-            fetched.work = group.all_reduce(fetched.message, "max", place="for the next window of a stream")
+            fetched.work = group.all_reduce(
+                fetched.message, "max", place="for the next window of a stream"
+            )
 
     def agree(self, fetched: Fetched) -> StreamWindow | None:
         """The step's window, or None where the epoch has ended, on all ranks alike.
 
-        Raises what the fetch raised, PeerFailed where another rank's did, and UsageError where the dataset cannot be trained on.
+        Raises what the fetch raised, PeerFailed where another rank's did, and UsageError where the
+        dataset cannot be trained on.
         """
         if fetched.error is not None:
             raise fetched.error
@@ -221,15 +283,16 @@ class Steps:
         if not said[_HAS]:
             if first:
                 raise UsageError(
-                    f"the dataset yielded nothing in epoch {self._epoch}: a {self._name} must be able to be iterated once an epoch, "
-                    "which a generator or another iterator cannot"
+                    f"the dataset yielded nothing in epoch {self._epoch}: a {self._name} must be"
+                    " able to be iterated once an epoch, which a generator or another iterator"
+                    " cannot"
                 )
             return None
         if said[_SHORT] and self._cut.drop_last:
             if first:
                 raise UsageError(
-                    f"drop_last=True drops the only step of epoch {self._epoch}: {self._name} holds fewer samples than "
-                    f"global_batch={self._cut.global_batch} on some rank"
+                    f"drop_last=True drops the only step of epoch {self._epoch}: {self._name} holds"
+                    f" fewer samples than global_batch={self._cut.global_batch} on some rank"
                 )
             return None
         if said[_MOST] != _NOTHING:
@@ -238,16 +301,22 @@ class Steps:
 
     def _check(self, said: list[int]) -> None:
         if said[_FAILED] != _NOTHING:
-            raise PeerFailed(f"rank {said[_FAILED]} could not fetch its part of a step in epoch {self._epoch}: its own error says why")
+            raise PeerFailed(
+                f"rank {said[_FAILED]} could not fetch its part of a step in epoch {self._epoch}:"
+                " its own error says why"
+            )
         different = ""
         if said[_MOST] != _NOTHING and said[_MOST] != -said[_LEAST]:
-            different = f"it ended after {-said[_LEAST]} items on one and after {said[_MOST]} on another"
+            different = (
+                f"it ended after {-said[_LEAST]} items on one and after {said[_MOST]} on another"
+            )
         elif said[_HIGH] != _NOTHING and said[_HIGH] != -said[_LOW]:
             different = f"its first {COMPARED} items differ"
         if different:
             raise UsageError(
-                f"{self._name} does not yield the same on all ranks: {different}. If it shards itself say sharding='dataset'; if it draws "
-                "its order, let it draw from torch, numpy or random, which are seeded alike, or from a seed of its own"
+                f"{self._name} does not yield the same on all ranks: {different}. If it shards"
+                " itself say sharding='dataset'; if it draws its order, let it draw from torch,"
+                " numpy or random, which are seeded alike, or from a seed of its own"
             )
 
     def _window(self, fetched: Fetched) -> StreamWindow:

@@ -1,4 +1,6 @@
-"""Orders: which sample stands where in an epoch, and, where an order decides that too, which samples share a micro-batch."""
+"""Orders: which sample stands where in an epoch, and, where an order decides that too, which
+samples share a micro-batch.
+"""
 
 from lockstep.data.orders.blocks import BlockShuffled as BlockShuffled
 from lockstep.data.orders.by_length import ByLength as ByLength

@@ -1,6 +1,8 @@
-"""A user's sampler, asked for an epoch: under keyed randomness, for all ranks at once, and leaving no trace in the caller's streams.
+"""A user's sampler, asked for an epoch: under keyed randomness, for all ranks at once, and leaving
+no trace in the caller's streams.
 
-A sampler that deals out samples to ranks is asked once for each rank, and what they got is put together again:
+A sampler that deals out samples to ranks is asked once for each rank, and what they got is put
+together again:
 
     rank 0   4 1 5              4 2 | 1 0 | 5 4         the last of them is padding: 5 samples
     rank 1   2 0 4
@@ -18,24 +20,30 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import randomness
 from lockstep.errors import UsageError
+from lockstep.runtime import randomness
 
 _NOBODY = object()
 
 
 class Asked:
-    """Answers with a list of what `sampler` yields in an epoch, a function of (seed, epoch) as far as its randomness can be keyed.
+    """Answers with a list of what `sampler` yields in an epoch, a function of (seed, epoch) as far
+    as its randomness can be keyed.
 
-    Keyed are torch's, numpy's and `random`'s global generators, and any generator of these three kinds that the sampler, or the sampler
-    in it, keeps in an attribute. `set_epoch` is called where there is one. What remembers more than that is found out by
-    `same`, when an epoch is asked for again.
+    Keyed are torch's, numpy's and `random`'s global generators, and any generator of these three
+    kinds that the sampler, or the sampler in it, keeps in an attribute. `set_epoch` is called where
+    there is one. What remembers more than that is found out by `same`, when an epoch is asked for
+    again.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self.name = type(sampler).__name__
-        if isinstance(sampler, Iterator) and iter(sampler) is sampler:  # any other one may draw as soon as it is asked
-            raise UsageError(f"{self.name} can be gone through once only: give a sampler, which starts anew in every epoch")
+        if isinstance(sampler, Iterator) and iter(sampler) is sampler:
+            # any other one may draw as soon as it is asked
+            raise UsageError(
+                f"{self.name} can be gone through once only: give a sampler, which starts anew in"
+                " every epoch"
+            )
         self._sampler, self._seed = sampler, seed
         self._digests: dict[int, str] = {}
         self._reminded = False
@@ -53,15 +61,18 @@ class Asked:
         else:
             found = self._ask(self._sampler, epoch)
         if not found:
-            raise UsageError(f"{self.name} yields nothing in epoch {epoch}: there is nothing to train on")
+            raise UsageError(
+                f"{self.name} yields nothing in epoch {epoch}: there is nothing to train on"
+            )
         return found
 
     def same(self, epoch: int, digest: str) -> str:
         """`digest`, of this epoch. Raises UsageError where it was another one before."""
         if self._digests.setdefault(epoch, digest) != digest:
             raise UsageError(
-                f"{self.name} yields something else when it is asked for epoch {epoch} again: let it draw from torch, numpy, `random` or a "
-                "generator in an attribute of its own, so that it can be repeated on every rank and on resuming"
+                f"{self.name} yields something else when it is asked for epoch {epoch} again: let"
+                " it draw from torch, numpy, `random` or a generator in an attribute of its own,"
+                " so that it can be repeated on every rank and on resuming"
             )
         return digest
 
@@ -74,8 +85,14 @@ class Asked:
         if getattr(sampler, "split", "interleaved") == "blocks":
             found = list(chain.from_iterable(ranks))
         else:
-            found = [each for row in zip_longest(*ranks, fillvalue=_NOBODY) for each in row if each is not _NOBODY]
-        batches = bool(found) and not hasattr(found[0], "__index__")  # padding can be told in a list of samples only
+            found = [
+                each
+                for row in zip_longest(*ranks, fillvalue=_NOBODY)
+                for each in row
+                if each is not _NOBODY
+            ]
+        # padding can be told in a list of samples only
+        batches = bool(found) and not hasattr(found[0], "__index__")
         dataset: Any = getattr(sampler, "dataset", None)
         return found if batches or not hasattr(dataset, "__len__") else found[: len(dataset)]
 
@@ -89,12 +106,16 @@ class Asked:
 
     def _remind(self, epoch: int) -> None:
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
-            forgotten = _deals(sampler) and hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) != epoch
+            forgotten = (
+                _deals(sampler)
+                and hasattr(sampler, "set_epoch")
+                and getattr(sampler, "epoch", epoch) != epoch
+            )
             if forgotten and not self._reminded:
                 self._reminded = True
                 warnings.warn(
-                    f"{type(sampler).__name__}.set_epoch({epoch}) was not called, and without it every epoch has the same order: "
-                    "calling it for you, now and in later epochs",
+                    f"{type(sampler).__name__}.set_epoch({epoch}) was not called, and without it"
+                    " every epoch has the same order: calling it for you, now and in later epochs",
                     stacklevel=4,
                 )
 
@@ -108,7 +129,11 @@ def _deals(sampler: Any) -> bool:
 def _keyed(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
     with randomness.preserved(), ExitStack() as later:
         key = randomness.sampler(seed, epoch)
-        attributes = [value for each in (sampler, getattr(sampler, "sampler", None)) for value in getattr(each, "__dict__", {}).values()]
+        attributes = [
+            value
+            for each in (sampler, getattr(sampler, "sampler", None))
+            for value in getattr(each, "__dict__", {}).values()
+        ]
         for number, generator in enumerate(attributes):
             _seed(generator, randomness.derive(key, number), later)
         yield
@@ -132,15 +157,22 @@ def _seed(generator: Any, key: int, later: ExitStack) -> None:
         generator.seed(key & 0xFFFFFFFF)
 
 
-def indices(name: str, values: list[Any], length: int | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """`values` as int64, shape [len(values)]. Raises UsageError for what is no int, negative, or not below `length`, naming place and value."""
+def indices(
+    name: str, values: list[Any], length: int | None
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """`values` as int64, shape [len(values)]. Raises UsageError for what is no int, negative, or
+    not below `length`, naming place and value.
+    """
     if {type(value) for value in values} != {int}:
         values = [_int(name, place, value) for place, value in enumerate(values)]
     limit = 2**63 if length is None else length
     if min(values) < 0 or max(values) >= limit:
         place = next(place for place, value in enumerate(values) if not 0 <= value < limit)
         known = "below 0" if length is None and values[place] < 0 else f"not in [0, {limit})"
-        raise UsageError(f"{name} yields index {values[place]} at place {place}, which is {known}: no sample of the dataset")
+        raise UsageError(
+            f"{name} yields index {values[place]} at place {place}, which is {known}: no sample of"
+            " the dataset"
+        )
     return np.array(values, dtype=np.int64)
 
 
@@ -150,4 +182,6 @@ def _int(name: str, place: int, value: Any) -> int:
             return int(value.__index__())
     except (AttributeError, TypeError):
         pass
-    raise UsageError(f"{name} yields {value!r} at place {place}, which is no index: give whole numbers")
+    raise UsageError(
+        f"{name} yields {value!r} at place {place}, which is no index: give whole numbers"
+    )

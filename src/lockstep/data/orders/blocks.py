@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep import randomness
 from lockstep.data.orders.numbers import whole
 from lockstep.data.permutation import Indices, Permutation
+from lockstep.runtime import randomness
 
 
 class BlockShuffled:
-    """Every sample once an epoch: blocks of `block` neighbours in permuted order, permuted within each. Nothing is stored.
+    """Every sample once an epoch: blocks of `block` neighbours in permuted order, permuted within
+    each. Nothing is stored.
 
-    The last block of the data set is shorter where `block` does not divide `samples`; it comes anywhere, like the others. Each block that
-    the asked positions touch costs some 30 microseconds, so ask for neighbouring positions together.
+    The last block of the data set is shorter where `block` does not divide `samples`; it comes
+    anywhere, like the others. Each block that the asked positions touch costs some 30 microseconds,
+    so ask for neighbouring positions together.
 
     Raises:
         UsageError: fewer than one sample, or one sample a block.
@@ -34,9 +36,11 @@ class BlockShuffled:
     def at(self, epoch: int, positions: Indices) -> Indices:
         key = randomness.order(self.seed, epoch)
         blocks = Permutation(self._blocks, key)
-        short = int(blocks.inverse(np.array([self._blocks - 1], dtype=np.int64))[0])  # the place of the last block
+        # the place of the last block
+        short = int(blocks.inverse(np.array([self._blocks - 1], dtype=np.int64))[0])
         behind = positions >= short * self.block + self._last
-        padded = positions + behind * (self.block - self._last)  # where it would be if that block were a full one
+        # where it would be if that block were a full one
+        padded = positions + behind * (self.block - self._last)
         place = padded // self.block
         offset = padded - place * self.block
         number = blocks(place)
@@ -44,8 +48,13 @@ class BlockShuffled:
         for each in np.unique(number).tolist():
             inside = number == each
             size = self._last if each == self._blocks - 1 else self.block
-            found[inside] = each * self.block + Permutation(size, randomness.derive(key, each))(offset[inside])
+            found[inside] = each * self.block + Permutation(size, randomness.derive(key, each))(
+                offset[inside]
+            )
         return found
 
     def fingerprint(self) -> str:
-        return f"shuffled in blocks of {self.block} (permutation 1), {self.samples} samples, seed {self.seed}"
+        return (
+            f"shuffled in blocks of {self.block} (permutation 1), {self.samples} samples, seed"
+            f" {self.seed}"
+        )

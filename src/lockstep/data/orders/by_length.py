@@ -1,4 +1,5 @@
-"""Micro-batches of samples of similar length, as many as a budget of tokens holds, so that little is padded and all cost alike.
+"""Micro-batches of samples of similar length, as many as a budget of tokens holds, so that little
+is padded and all cost alike.
 
 lengths  3 9 4 8 3 9 4 3 9      tokens 18, boundaries 4, 9
 bucket up to 4:   3 4 3 4 3     its longest is 4: 18 // 4 = 4 samples a micro-batch     one full, one short
@@ -11,31 +12,38 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep import randomness
 from lockstep.data.orders.numbers import Numbers, lengths, short, whole
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
+from lockstep.runtime import randomness
 
-_GROWTH = 1.125  # from one default boundary to the next: at most an eighth of a sample is padding within its bucket
+# from one default boundary to the next: at most an eighth of a sample is padding within its bucket
+_GROWTH = 1.125
 
 
 class ByLength:
-    """Batches of at most `tokens` padded tokens: the samples of a micro-batch times the longest length in its bucket.
+    """Batches of at most `tokens` padded tokens: the samples of a micro-batch times the longest
+    length in its bucket.
 
-    A bucket holds the samples longer than the boundary before it, up to its own; what is longer than the last boundary is one more bucket.
-    By default boundaries grow by an eighth from the shortest length to the longest. Within a bucket samples are permuted every epoch, and
-    so are the full micro-batches of all buckets over the epoch: each costs nearly the budget, so ranks are balanced however many share a
-    step. The short ones, one a bucket at most, come last, the costliest first: spread out, each would leave all other ranks
-    of its step waiting; together they cost the fewest such steps. Their number does not depend on the epoch.
-    A sample longer than half of the budget is a micro-batch alone, and costs what it is long.
+    A bucket holds the samples longer than the boundary before it, up to its own; what is longer
+    than the last boundary is one more bucket. By default boundaries grow by an eighth from the
+    shortest length to the longest. Within a bucket samples are permuted every epoch, and so are the
+    full micro-batches of all buckets over the epoch: each costs nearly the budget, so ranks are
+    balanced however many share a step. The short ones, one a bucket at most, come last, the
+    costliest first: spread out, each would leave all other ranks of its step waiting; together they
+    cost the fewest such steps. Their number does not depend on the epoch. A sample longer than half
+    of the budget is a micro-batch alone, and costs what it is long.
 
     `lengths` are in tokens, shape [n].
 
     Raises:
-        UsageError: a length that is no whole number, less than 1, or above `tokens`; boundaries that do not grow.
+        UsageError: a length that is no whole number, less than 1, or above `tokens`; boundaries
+        that do not grow.
     """
 
-    def __init__(self, lengths: Numbers, tokens: int, *, seed: int, boundaries: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, lengths: Numbers, tokens: int, *, seed: int, boundaries: Sequence[int] | None = None
+    ) -> None:
         self._lengths = _checked(lengths, 1)
         self.tokens = whole("tokens", tokens)
         self.seed = seed
@@ -48,20 +56,26 @@ class ByLength:
         self.boundaries = _geometric(self._lengths) if boundaries is None else _growing(boundaries)
         bucket = np.searchsorted(self.boundaries, self._lengths, side="left")
         by_bucket = np.argsort(bucket, kind="stable").astype(np.int64)
-        self._members = np.split(by_bucket, np.flatnonzero(np.diff(bucket[by_bucket])) + 1)  # none of them is empty
+        # none of them is empty
+        self._members = np.split(by_bucket, np.flatnonzero(np.diff(bucket[by_bucket])) + 1)
         self._longest = np.array([int(self._lengths[each].max()) for each in self._members])
         self._sizes = self.tokens // self._longest
         held = np.array([each.size for each in self._members])
         self._full = np.cumsum(held // self._sizes)
         ragged = np.flatnonzero(held % self._sizes)
-        self._short = ragged[np.argsort(-(held % self._sizes * self._longest)[ragged], kind="stable")]
+        self._short = ragged[
+            np.argsort(-(held % self._sizes * self._longest)[ragged], kind="stable")
+        ]
 
     def count(self, epoch: int) -> int:
         return int(self._full[-1]) + self._short.size
 
     def batch(self, epoch: int, number: int) -> Indices:
         if not 0 <= number < self.count(epoch):
-            raise UsageError(f"number={number} does not lie in [0, {self.count(epoch)}), the micro-batches of epoch {epoch}")
+            raise UsageError(
+                f"number={number} does not lie in [0, {self.count(epoch)}), the micro-batches of"
+                f" epoch {epoch}"
+            )
         key = randomness.order(self.seed, epoch)
         full = int(self._full[-1])
         if number >= full:
@@ -77,7 +91,10 @@ class ByLength:
 
     def fingerprint(self) -> str:
         given = f"lengths {short(self._lengths)}, boundaries {short(self.boundaries)}"
-        return f"by length (permutation 1), {self._lengths.size} samples, {self.tokens} tokens, {given}, seed {self.seed}"
+        return (
+            f"by length (permutation 1), {self._lengths.size} samples, {self.tokens} tokens,"
+            f" {given}, seed {self.seed}"
+        )
 
 
 _checked = lengths  # the argument of the same name hides it
@@ -95,6 +112,7 @@ def _growing(boundaries: Sequence[int]) -> Indices:
     for number in range(1, len(found)):
         if found[number] <= found[number - 1]:
             raise UsageError(
-                f"boundaries[{number}]={found[number]} is not more than boundaries[{number - 1}]={found[number - 1]}: boundaries grow"
+                f"boundaries[{number}]={found[number]} is not more than"
+                f" boundaries[{number - 1}]={found[number - 1]}: boundaries grow"
             )
     return np.array(found, dtype=np.int64)

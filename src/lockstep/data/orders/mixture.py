@@ -1,8 +1,9 @@
 """Several data sets mixed in given shares, which hold not only on average but in every stretch.
 
-The positions of all epochs are one line, cut into periods. A period holds each component exactly `counts[c]` times, in an order drawn
-for this period; so the draws of a component before any period are known without walking there, and its n-th draw is the n-th
-element of its own permutations, one after the other:
+The positions of all epochs are one line, cut into periods. A period holds each component exactly
+`counts[c]` times, in an order drawn for this period; so the draws of a component before any period
+are known without walking there, and its n-th draw is the n-th element of its own permutations, one
+after the other:
 
     weights 2:1:1                   | A B A C | C A A B | B A C A |      one period is 4 positions
     component B, 2 samples                b1          b0   b0            second permutation from its third draw on
@@ -13,33 +14,40 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep import randomness
 from lockstep.data.orders.numbers import Numbers, lengths, short, weights, whole
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
+from lockstep.runtime import randomness
 
 _LONGEST = 4096  # positions of a period
-_CLOSE = 1e-3  # a share within a thousandth of what was asked is right: take the shortest such period
+# a share within a thousandth of what was asked is right: take the shortest such period
+_CLOSE = 1e-3
 _AT_ONCE = 1 << 20  # places drawn together
 
 
 class Mixture:
-    """Indices into a torch ConcatDataset of data sets of these `lengths`, in the shares of `weights`.
+    """Indices into a torch ConcatDataset of data sets of these `lengths`, in the shares of
+    `weights`.
 
-    Each component is walked in its own permutations, on and on through the epochs: none of its samples comes a second time before all
-    have come once, however an epoch ends. So a small component is repeated and a large one goes on where it stopped. `samples` positions
-    make an epoch: by default as many as all lengths together.
+    Each component is walked in its own permutations, on and on through the epochs: none of its
+    samples comes a second time before all have come once, however an epoch ends. So a small
+    component is repeated and a large one goes on where it stopped. `samples` positions make an
+    epoch: by default as many as all lengths together.
 
-    The shares are those of a period of at most 4096 positions: the shortest in which all are right to a thousandth, else the longest,
-    rounded by largest remainder, with at least one position for each positive weight. In any stretch a component's count is off by less
-    than two periods' worth of it.
+    The shares are those of a period of at most 4096 positions: the shortest in which all are right
+    to a thousandth, else the longest, rounded by largest remainder, with at least one position for
+    each positive weight. In any stretch a component's count is off by less than two periods' worth
+    of it.
 
     Raises:
-        UsageError: lists of different lengths, a weight that is negative or not finite, only zeros, a positive one that is less than
-            1/4096 of the sum, or an empty component of positive weight.
+        UsageError: lists of different lengths, a weight that is negative or not finite, only zeros,
+            a positive one that is less than 1/4096 of the sum, or an empty component of positive
+            weight.
     """
 
-    def __init__(self, lengths: Numbers, weights: Numbers, *, samples: int | None = None, seed: int) -> None:
+    def __init__(
+        self, lengths: Numbers, weights: Numbers, *, samples: int | None = None, seed: int
+    ) -> None:
         self._lengths, self._weights = _lengths(lengths, 0), _weights(weights)
         _check(self._lengths, self._weights)
         self.samples = int(self._lengths.sum()) if samples is None else whole("samples", samples)
@@ -62,9 +70,13 @@ class Mixture:
         return self._samples(component, draw).reshape(positions.shape)
 
     def _drawn(self, periods: Indices) -> tuple[Indices, Indices]:
-        """The component at each place of these periods, and which draw of it that is, counted from the first epoch on."""
+        """The component at each place of these periods, and which draw of it that is, counted
+        from the first epoch on.
+        """
         places = periods[:, None] * self._period + np.arange(self._period, dtype=np.int64)
-        turns = np.argsort(randomness.uniforms(randomness.order(self.seed, 0), places), axis=1, kind="stable")
+        turns = np.argsort(
+            randomness.uniforms(randomness.order(self.seed, 0), places), axis=1, kind="stable"
+        )
         components = np.searchsorted(self._edges, turns, side="right").astype(np.int64)
         draws = np.empty_like(components)
         for number, count in enumerate(self.counts.tolist()):
@@ -77,13 +89,18 @@ class Mixture:
         found = np.empty_like(draw)
         for number, times in np.unique(np.stack([component, cycle]), axis=1).T.tolist():
             here = (component == number) & (cycle == times)
-            permutation = Permutation(int(self._lengths[number]), randomness.component_key(self.seed, number, times))
+            permutation = Permutation(
+                int(self._lengths[number]), randomness.component_key(self.seed, number, times)
+            )
             found[here] = permutation(place[here]) + self._starts[number]
         return found
 
     def fingerprint(self) -> str:
         given = f"lengths {short(self._lengths)}, weights {short(self._weights)}"
-        return f"mixture (permutation 1), {self.samples} samples of {self._lengths.size} components, {given}, seed {self.seed}"
+        return (
+            f"mixture (permutation 1), {self.samples} samples of {self._lengths.size} components,"
+            f" {given}, seed {self.seed}"
+        )
 
 
 _lengths, _weights = lengths, weights  # the arguments of the same names hide them
@@ -91,14 +108,22 @@ _lengths, _weights = lengths, weights  # the arguments of the same names hide th
 
 def _check(lengths: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
     if lengths.size != weights.size:
-        raise UsageError(f"{lengths.size} lengths and {weights.size} weights: give one of each for every component")
+        raise UsageError(
+            f"{lengths.size} lengths and {weights.size} weights: give one of each for every"
+            " component"
+        )
     empty = np.flatnonzero((lengths == 0) & (weights > 0))
     if empty.size:
-        raise UsageError(f"lengths[{empty[0]}]=0 with a positive weight: there is nothing to draw from; leave it out, or give it weight 0")
+        raise UsageError(
+            f"lengths[{empty[0]}]=0 with a positive weight: there is nothing to draw from; leave it"
+            " out, or give it weight 0"
+        )
     rare = np.flatnonzero((weights > 0) & (weights < weights.sum() / _LONGEST))
     if rare.size:
         share = weights[rare[0]] / weights.sum()
-        raise UsageError(f"weights[{rare[0]}] is {share:.3g} of the sum: give 1/{_LONGEST} of it at least, or 0")
+        raise UsageError(
+            f"weights[{rare[0]}] is {share:.3g} of the sum: give 1/{_LONGEST} of it at least, or 0"
+        )
 
 
 def period_counts(weights: NDArray[np.float64]) -> Indices:
@@ -106,7 +131,9 @@ def period_counts(weights: NDArray[np.float64]) -> Indices:
     shares = weights / weights.sum()
     quotas = shares * np.arange(1, _LONGEST + 1)[:, None]
     counts = np.rint(quotas)
-    good = (np.abs(counts - quotas) <= _CLOSE * quotas).all(axis=1) & (counts.sum(axis=1) == np.arange(1, _LONGEST + 1))
+    good = (np.abs(counts - quotas) <= _CLOSE * quotas).all(axis=1) & (
+        counts.sum(axis=1) == np.arange(1, _LONGEST + 1)
+    )
     if good.any():
         return np.asarray(counts[np.argmax(good)], dtype=np.int64)
     least = np.where(shares > 0, np.maximum(np.floor(quotas[-1]), 1), 0)

@@ -1,4 +1,6 @@
-"""The numbers that orders are made of, checked: whole numbers, weights, lengths; and a short hash by which lists of them are told apart."""
+"""The numbers that orders are made of, checked: whole numbers, weights, lengths; and a short
+hash by which lists of them are told apart.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,15 @@ def whole(name: str, value: int, least: int = 1) -> int:
 
 
 def weights(values: Numbers) -> NDArray[np.float64]:
-    """Float64, shape [n], the largest 1. Raises UsageError, naming the index, unless all are finite, none negative, one positive."""
+    """Float64, shape [n], the largest 1. Raises UsageError, naming the index, unless all are
+    finite, none negative, one positive.
+    """
     found = _list("weights", values, np.float64)
     wrong = np.flatnonzero(~np.isfinite(found) | (found < 0))
     if wrong.size:
-        raise UsageError(f"weights[{wrong[0]}]={found[wrong[0]]}: a weight is finite and not negative")
+        raise UsageError(
+            f"weights[{wrong[0]}]={found[wrong[0]]}: a weight is finite and not negative"
+        )
     if not found.any():
         raise UsageError(f"all {found.size} weights are 0: there is nothing to draw")
     scaled: NDArray[np.float64] = found / found.max()
@@ -41,7 +47,9 @@ def weights(values: Numbers) -> NDArray[np.float64]:
 
 
 def lengths(values: Numbers, least: int) -> NDArray[np.int64]:
-    """Int64, shape [n]. Raises UsageError, naming the index, for what is no whole number or less than `least`."""
+    """Int64, shape [n]. Raises UsageError, naming the index, for what is no whole number or less
+    than `least`.
+    """
     found = _list("lengths", values, None)
     if found.dtype.kind not in "iu":
         raise UsageError(f"lengths are {found.dtype}, not whole numbers: give integers")
@@ -65,7 +73,9 @@ def _list(name: str, values: Numbers, dtype: Any) -> NDArray[Any]:
 
 def digest(values: NDArray[Any]) -> str:
     """SHA-256, in hex, of the numbers' bytes (little-endian, in order)."""
-    return hashlib.sha256(np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes()).hexdigest()
+    return hashlib.sha256(
+        np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).tobytes()
+    ).hexdigest()
 
 
 def short(values: NDArray[Any]) -> str:

@@ -1,4 +1,6 @@
-"""What an order is: which sample stands at position p of epoch e. A function, not a list, and the same one on every rank."""
+"""What an order is: which sample stands at position p of epoch e. A function, not a list, and
+the same one on every rank.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ class Order(Protocol):
     """All epochs, position by position; a Loader cuts the positions into micro-batches."""
 
     samples: int
-    """Positions of an epoch. Samples may be left out and repeated: what stands at a position is the order's affair."""
+    """Positions of an epoch. Samples may be left out and repeated: what stands at a position is
+    the order's affair.
+    """
 
     def at(self, epoch: int, positions: Indices) -> Indices:
-        """The indices of the samples at `positions` (each in [0, samples)) of an epoch; int64, same shape."""
+        """The indices of the samples at `positions` (each in [0, samples)) of an epoch; int64,
+        same shape.
+        """
         ...
 
     def fingerprint(self) -> str:
@@ -25,14 +31,18 @@ class Order(Protocol):
 
 @runtime_checkable
 class Batches(Protocol):
-    """All epochs, micro-batch by micro-batch: an order that decides also what goes together (sequences of similar length)."""
+    """All epochs, micro-batch by micro-batch: an order that decides also what goes together
+    (sequences of similar length).
+    """
 
     def count(self, epoch: int) -> int:
         """Micro-batches of an epoch, at least 1."""
         ...
 
     def batch(self, epoch: int, number: int) -> Indices:
-        """The indices of the samples of micro-batch `number`, 0 <= number < count(epoch); int64, shape [samples], never empty."""
+        """The indices of the samples of micro-batch `number`, 0 <= number < count(epoch); int64,
+        shape [samples], never empty.
+        """
         ...
 
     def fingerprint(self) -> str:

@@ -1,36 +1,48 @@
-"""Samples drawn in proportion to weights: with replacement position by position, without as another permutation every epoch."""
+"""Samples drawn in proportion to weights: with replacement position by position, without as
+another permutation every epoch.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lockstep import randomness
 from lockstep.data.orders.numbers import Numbers, short, weights, whole
 from lockstep.data.permutation import Indices
 from lockstep.errors import UsageError
+from lockstep.runtime import randomness
 
 
 class Weighted:
-    """Sample i comes with probability weights[i] / sum(weights), a function of (seed, epoch, position) alone.
+    """Sample i comes with probability weights[i] / sum(weights), a function of (seed, epoch,
+    position) alone.
 
-    With replacement every position is a draw of its own: a keyed uniform number looked up in the cumulative sum. Without, every sample i
-    gets the key -log(u) / weight, and the smallest keys come first (Efraimidis and Spirakis, Information Processing Letters 97, 2006): a
-    sample of weight 0 never comes, a heavy one early. The epoch's permutation is kept, 8 bytes a sample.
+    With replacement every position is a draw of its own: a keyed uniform number looked up in the
+    cumulative sum. Without, every sample i gets the key -log(u) / weight, and the smallest keys
+    come first (Efraimidis and Spirakis, Information Processing Letters 97, 2006): a sample of
+    weight 0 never comes, a heavy one early. The epoch's permutation is kept, 8 bytes a sample.
 
-    `samples` positions make an epoch: by default as many as there are weights, without replacement as many as are positive.
+    `samples` positions make an epoch: by default as many as there are weights, without replacement
+    as many as are positive.
 
     Raises:
-        UsageError: a weight that is negative or not finite, only zeros, or more samples than positive weights without replacement.
+        UsageError: a weight that is negative or not finite, only zeros, or more samples than
+        positive weights without replacement.
     """
 
-    def __init__(self, weights: Numbers, *, samples: int | None = None, replacement: bool = True, seed: int) -> None:
+    def __init__(
+        self, weights: Numbers, *, samples: int | None = None, replacement: bool = True, seed: int
+    ) -> None:
         self._weights = _checked(weights)
         positive = int(np.count_nonzero(self._weights))
-        self.samples = (self._weights.size if replacement else positive) if samples is None else whole("samples", samples)
+        self.samples = (
+            (self._weights.size if replacement else positive)
+            if samples is None
+            else whole("samples", samples)
+        )
         if not replacement and self.samples > positive:
             raise UsageError(
-                f"samples={self.samples} and {positive} positive weights: without replacement each is drawn once at most; "
-                "give fewer samples, or replacement=True"
+                f"samples={self.samples} and {positive} positive weights: without replacement each"
+                " is drawn once at most; give fewer samples, or replacement=True"
             )
         self.replacement, self.seed = replacement, seed
         self._sums = np.cumsum(self._weights)
@@ -40,20 +52,29 @@ class Weighted:
     def at(self, epoch: int, positions: Indices) -> Indices:
         key = randomness.order(self.seed, epoch)
         if self.replacement:
-            found = np.searchsorted(self._sums, randomness.uniforms(key, positions) * self._sums[-1], side="right")
-            return np.asarray(np.minimum(found, self._last), dtype=np.int64)  # rounding may lift the product to the whole sum
+            found = np.searchsorted(
+                self._sums, randomness.uniforms(key, positions) * self._sums[-1], side="right"
+            )
+            # rounding may lift the product to the whole sum
+            return np.asarray(np.minimum(found, self._last), dtype=np.int64)
         if self._drawn is None or self._drawn[0] != epoch:
             self._drawn = epoch, self._draw(key)
         return self._drawn[1][positions]
 
     def _draw(self, key: int) -> Indices:
         candidates = np.flatnonzero(self._weights)
-        keys = np.log(-np.log(randomness.uniforms(key, candidates))) - np.log(self._weights[candidates])  # logarithms order alike
+        # logarithms order alike
+        keys = np.log(-np.log(randomness.uniforms(key, candidates))) - np.log(
+            self._weights[candidates]
+        )
         return candidates[np.argsort(keys, kind="stable")[: self.samples]].astype(np.int64)
 
     def fingerprint(self) -> str:
         how = "with" if self.replacement else "without"
-        return f"weighted {how} replacement, {self.samples} samples of weights {short(self._weights)}, seed {self.seed}"
+        return (
+            f"weighted {how} replacement, {self.samples} samples of weights {short(self._weights)},"
+            f" seed {self.seed}"
+        )
 
 
 _checked = weights  # the argument of the same name hides it

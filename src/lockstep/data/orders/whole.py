@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep import randomness
 from lockstep.data.permutation import Indices, Permutation
+from lockstep.runtime import randomness
 
 
 class Sequential:

@@ -1,38 +1,42 @@
-"""Gradients as products of two thin matrices: PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS 2019).
+"""Gradients as products of two thin matrices: PowerSGD (Vogels, Karimireddy and Jaggi, NeurIPS
+2019).
 
     M  [n, m]   the gradient of one parameter, with what this rank owes of it
     P  [n, r] = M Q          summed over all ranks (first all-reduce), then its columns made orthonormal
     Q  [m, r] = transposed M times P     summed over all ranks (second all-reduce)
     sum of all M, nearly  = P times transposed Q     equal on all ranks
 
-That is one step of subspace iteration; it begins with the Q of the step before (warm start), so that over the steps P and Q follow the largest
-singular vectors. r (n + m) numbers travel in place of n m, and their sums are ordinary sums: any backend adds them on the way.
-Vectors, and matrices that would not get smaller, travel whole, with P. Two all-reduces a bucket, however many matrices it holds, and the
-second one leaves in `wait`, where every rank has the same order of buckets.
+That is one step of subspace iteration; it begins with the Q of the step before (warm start), so
+that over the steps P and Q follow the largest singular vectors. r (n + m) numbers travel in place
+of n m, and their sums are ordinary sums: any backend adds them on the way. Vectors, and matrices
+that would not get smaller, travel whole, with P. Two all-reduces a bucket, however many matrices it
+holds, and the second one leaves in `wait`, where every rank has the same order of buckets.
 """
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
+from lockstep.config.parallelism import Compression
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.compression.reduction import Stages
+from lockstep.gradients.compression.compressed import Compressor, Stages
 from lockstep.gradients.layout import Span
 
 _NAME = "powersgd/"
 
 
-class PowerSGD:
-    """Factors of `rank` columns. What all ranks compute from the sums, each for itself, has the same bits where they compute alike: on the
-    same kind of processor, with as many threads."""
-
-    owes = True
+class PowerSGD(Compressor):
+    """Factors of `rank` columns. What all ranks compute from the sums, each for itself, has the
+    same bits where they compute alike: on the same kind of processor, with as many threads.
+    """
 
     def __init__(self, group: Group, rank: int) -> None:
         self._group = group
@@ -42,7 +46,10 @@ class PowerSGD:
     def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
         spans, whole = self._split(bucket)
         matrices = [flat[span.start : span.stop].view(shape) for span, shape in spans]
-        bases = [self._basis(span.name, matrix) for (span, _), matrix in zip(spans, matrices, strict=True)]
+        bases = [
+            self._basis(span.name, matrix)
+            for (span, _), matrix in zip(spans, matrices, strict=True)
+        ]
         first = [times(matrix, basis) for matrix, basis in zip(matrices, bases, strict=True)]
         message, parts = joined([*first, *(flat[span.start : span.stop] for span in whole)])
         yield self._group.all_reduce(message, place=bucket.place)
@@ -75,7 +82,9 @@ class PowerSGD:
         return matrices, whole
 
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
-        """Q of the step before; at first, random columns that are the same everywhere and always."""
+        """Q of the step before; at first, random columns that are the same everywhere and
+        always.
+        """
         shape = (matrix.shape[1], self._rank)
         known = self._bases.get(name)
         if known is None or known.shape != shape:
@@ -87,15 +96,25 @@ class PowerSGD:
         return {_NAME + name: basis for name, basis in self._bases.items()}
 
     def take_back(self, common: Mapping[str, Tensor]) -> None:
-        self._bases = {name.removeprefix(_NAME): basis for name, basis in common.items() if name.startswith(_NAME)}
+        self._bases = {
+            name.removeprefix(_NAME): basis
+            for name, basis in common.items()
+            if name.startswith(_NAME)
+        }
 
 
 def matrix_of(tensor: Tensor) -> tuple[int, int] | None:
-    """How a tensor's elements, in the order of memory, are a matrix: the outermost dim by all others. None for what is none.
+    """How a tensor's elements, in the order of memory, are a matrix: the outermost dim by all
+    others. None for what is none.
 
-    So a channels_last kernel and a transposed weight are matrices without a copy, and the latter is the transposed matrix.
+    So a channels_last kernel and a transposed weight are matrices without a copy, and the latter is
+    the transposed matrix.
     """
-    sides = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+    sides = [
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size != 1
+    ]
     if tensor.numel() == 0 or len(sides) < 2:
         return None
     outermost = max(sides)[1]
@@ -114,9 +133,12 @@ def times(one: Tensor, other: Tensor) -> Tensor:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis of the columns' span, filled up where they are dependent: always as many columns, also of a zero matrix."""
+    """An orthonormal basis of the columns' span, filled up where they are dependent: always as
+    many columns, also of a zero matrix.
+    """
     basis: Tensor = torch.linalg.qr(columns).Q
-    return basis.contiguous()  # as it comes back from a checkpoint: products with other strides have other bits
+    # as it comes back from a checkpoint: products with other strides have other bits
+    return basis.contiguous()
 
 
 def following(sums: Tensor, before: Tensor) -> Tensor:
@@ -126,7 +148,46 @@ def following(sums: Tensor, before: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """All of them in one flat tensor, and their places in it, which have the sums when it has been all-reduced."""
+    """All of them in one flat tensor, and their places in it, which have the sums when it has
+    been all-reduced.
+    """
     flat = torch.cat([part.reshape(-1) for part in parts])
     ends = list(accumulate(part.numel() for part in parts))
-    return flat, [flat[end - part.numel() : end].view(part.shape) for end, part in zip(ends, parts, strict=True)]
+    return flat, [
+        flat[end - part.numel() : end].view(part.shape)
+        for end, part in zip(ends, parts, strict=True)
+    ]
+
+
+def check_matrices(compression: Compression, model: nn.Module, rank: int) -> None:
+    """Raise a UsageError where PowerSGD's factors would have more columns than any gradient has
+    rows or columns; warn where none gets smaller.
+    """
+    if compression.kind != "powersgd":
+        return
+    assert compression.amount is not None
+    columns = int(compression.amount)
+    shapes = {
+        name: shape
+        for name, each in model.named_parameters()
+        if each.requires_grad and (shape := matrix_of(each)) is not None
+    }
+    if not shapes:
+        raise UsageError(
+            f"compress='{compression}' makes two factors of a matrix, and no parameter of this"
+            " model is one: choose bf16"
+        )
+    name, shape = max(shapes.items(), key=lambda item: min(item[1]))
+    if columns > min(shape):
+        raise UsageError(
+            f"compress='{compression}': factors of {columns} columns, and no matrix of this model"
+            f" has so many rows and columns; the largest that way is {name!r}, {shape[0]} x"
+            f" {shape[1]}: choose a smaller rank, as in powersgd:{max(1, min(shape) // 8)}"
+        )
+    if rank == 0 and not any(pays(columns, each) for each in shapes.values()):
+        warnings.warn(
+            f"compress='{compression}' makes no gradient of this model smaller: everything travels"
+            " as it is. Choose a smaller rank",
+            LockstepWarning,
+            stacklevel=2,
+        )

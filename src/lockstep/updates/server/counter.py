@@ -1,10 +1,14 @@
 """Who computes what next: pure decisions, asked by one rank after another.
 
-    draw        some slots of one window, about one for each rank. They are handed out in order, to whoever asks: a straggler takes fewer
-    bound       no window is begun that is more than `bound` ahead of the oldest that is not applied; 0 is synchronous training
-    apply       a window whose draws have all been pushed is applied by whoever asks next, one window at a time, so that all shards apply
+    draw        some slots of one window, about one for each rank. They are handed out in order, to
+                whoever asks: a straggler takes fewer
+    bound       no window is begun that is more than `bound` ahead of the oldest that is not
+                applied; 0 is synchronous training
+    apply       a window whose draws have all been pushed is applied by whoever asks next, one
+                window at a time, so that all shards apply
                 windows in one order
-    meeting     where all that was handed out has been applied, and every rank knows: an epoch's end, a checkpoint, a request to stop.
+    meeting     where all that was handed out has been applied, and every rank knows: an epoch's
+                end, a checkpoint, a request to stop.
                 Nothing is handed out before all ranks have come back from it
 
 The draw of a rank that has died is handed out again, and so is the window that it was to apply.
@@ -18,7 +22,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class EpochCourse:
     """One epoch, as every rank says that it is."""
 
     epoch: int
@@ -38,7 +42,9 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Slots [first, last) of the window at `place`, which is cut into `draws`, of which this is `number`."""
+    """Slots [first, last) of the window at `place`, which is cut into `draws`, of which this is
+    `number`.
+    """
 
     place: int
     number: int
@@ -75,7 +81,9 @@ Answer = Draw | Apply | Meet
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a rank says of a draw that it has computed, on parameters that were `version` windows old."""
+    """What a rank says of a draw that it has computed, on parameters that were `version` windows
+    old.
+    """
 
     draw: Draw
     weight: float
@@ -85,7 +93,7 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class WindowDone:
     """What is known of a window that was applied: of all its draws."""
 
     place: int
@@ -106,19 +114,22 @@ class _Window:
 
 
 class Counter:
-    """`next` answers None to a rank that has to wait: until somebody else's answer has changed what there is to do."""
+    """`next` answers None to a rank that has to wait: until somebody else's answer has changed
+    what there is to do.
+    """
 
     def __init__(self, ranks: int, bound: float) -> None:
         self._ranks, self._bound = ranks, bound
         self.living = set(range(ranks))
         self.version = 0
         """Windows that have been applied."""
-        self._course: Course | None = None
+        self._course: EpochCourse | None = None
         self._limits: set[int] = set()  # numbers of windows before which all meet
         self._stop = False
         self._meeting: Meet | None = None
         self._hear: set[int] = set()  # who has still to hear of the meeting
-        self._back: set[int] = set()  # and who has come back from it: all are at one before the first window, too
+        # and who has come back from it: all are at one before the first window, too
+        self._back: set[int] = set()
         self._open = False
         self._place, self._slot, self._number = 0, 0, 0  # of the next draw that nobody has had
         self._began = 0  # the place after the last meeting
@@ -129,9 +140,9 @@ class Counter:
         self._applying: tuple[int, int] | None = None  # who, and which window
         self._last = (0.0, math.nan)
 
-    # -- what is asked -------------------------------------------------------------------------------------------------------------
+    # -- what is asked ----------------------------------------------------------------------------
 
-    def next(self, rank: int, course: Course) -> Answer | None:
+    def next(self, rank: int, course: EpochCourse) -> Answer | None:
         """What `rank` shall do, which walks `course`."""
         if not self._open:
             if rank in self._hear:
@@ -146,7 +157,11 @@ class Counter:
             place = self._ready.pop(0)
             self._applying = rank, place
             pushed = [each for _, each in self._windows[place].done.values()]
-            return Apply(place, math.fsum(each.weight for each in pushed), math.fsum(each.loss for each in pushed))
+            return Apply(
+                place,
+                math.fsum(each.weight for each in pushed),
+                math.fsum(each.loss for each in pushed),
+            )
         if self._again:
             return self._hand(rank, self._again.popleft())
         draw = self._fresh()
@@ -164,7 +179,7 @@ class Counter:
         """Have all meet as soon as what has been begun is done."""
         self._stop = True
 
-    # -- what is said --------------------------------------------------------------------------------------------------------------
+    # -- what is said -----------------------------------------------------------------------------
 
     def pushed(self, rank: int, what: Pushed) -> None:
         """All shards have it."""
@@ -176,7 +191,7 @@ class Counter:
             self._ready.append(draw.place)
             self._ready.sort()
 
-    def applied(self, rank: int, reason: str = "") -> Applied:
+    def applied(self, rank: int, reason: str = "") -> WindowDone:
         """All shards have applied the window, or, with a `reason`, left it out."""
         assert self._applying is not None
         who, place = self._applying
@@ -187,10 +202,11 @@ class Counter:
         for by, each in done:
             samples[by] += each.samples
         ages = [self.version - each.version for _, each in done]
-        weight, loss = math.fsum(each.weight for _, each in done), math.fsum(each.loss for _, each in done)
+        weight = math.fsum(each.weight for _, each in done)
+        loss = math.fsum(each.loss for _, each in done)
         self.version += 1
         self._last = weight, loss
-        return Applied(place, weight, loss, tuple(samples), sum(ages) / len(ages), reason)
+        return WindowDone(place, weight, loss, tuple(samples), sum(ages) / len(ages), reason)
 
     def died(self, rank: int) -> None:
         """What it had not finished is for the others."""
@@ -203,9 +219,9 @@ class Counter:
             self._ready.insert(0, self._applying[1])
             self._applying = None
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
 
-    def _expect(self, course: Course) -> None:
+    def _expect(self, course: EpochCourse) -> None:
         """The first that comes says which epoch it is, and the others walk the same."""
         if len(self._back) > 1:
             if course != self._course:
@@ -254,6 +270,8 @@ class Counter:
         over = self._place >= self._course.windows
         self._meeting = Meet(self._place, self._stop, over, tuple(sorted(self.living)), *self._last)
         self._open, self._stop = False, False
-        self._limits = {window for window in self._limits if window > self._course.first + self._place}
+        self._limits = {
+            window for window in self._limits if window > self._course.first + self._place
+        }
         self._hear, self._back = self.living - {rank}, set()
         return self._meeting

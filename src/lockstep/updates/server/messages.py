@@ -1,8 +1,10 @@
-"""What workers and servers say to each other, from point to point: a header of fixed size, then flat tensors whose sizes both know.
+"""What workers and servers say to each other, from point to point: a header of fixed size, then
+flat tensors whose sizes both know.
 
-No torch RPC (deprecated, and it unpickles what arrives) and no pickle: a header is float64 numbers, and whole ones below 2^53 are exact.
-Each pair of ranks has two lines, one for questions and one for answers, so that what a rank asks never meets what it answers.
-A peer's death is an error on its line and on no other.
+No torch RPC (deprecated, and it unpickles what arrives) and no pickle: a header is float64 numbers,
+and whole ones below 2^53 are exact. Each pair of ranks has two lines, one for questions and one for
+answers, so that what a rank asks never meets what it answers. A peer's death is an error on its
+line and on no other.
 """
 
 from __future__ import annotations
@@ -29,18 +31,27 @@ _QUESTIONS, _ANSWERS = 1, 2
 Header = Sequence[float]
 
 
-class Lines:
-    """Of one rank to all others, over a process group of its own. Many threads may use them, each another line."""
+class PeerLines:
+    """Of one rank to all others, over a process group of its own. Many threads may use them,
+    each another line.
+    """
 
-    def __init__(self, process_group: dist.ProcessGroup, everyone: Group, timeout: timedelta) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, everyone: Group, timeout: timedelta
+    ) -> None:
         self._group, self._everyone, self._timeout = process_group, everyone, timeout
         self._size = HEADER + everyone.size
         self._counting = Lock()
 
     def ask(
-        self, peers: Sequence[int], header: Header, leaving: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]]
+        self,
+        peers: Sequence[int],
+        header: Header,
+        leaving: Sequence[Sequence[Tensor]],
+        arriving: Sequence[Sequence[Tensor]],
     ) -> list[list[float]]:
-        """Ask all of `peers` the same, each with its `leaving` tensors; their answers' headers, when its `arriving` tensors are filled.
+        """Ask all of `peers` the same, each with its `leaving` tensors; their answers' headers,
+        when its `arriving` tensors are filled.
 
         Raises PeerFailed: one has gone.
         """
@@ -49,12 +60,14 @@ class Lines:
             with _missed(peer):
                 first = self._group.recv([answer], peer, _ANSWERS)
                 sent = [self._send(peer, each, _QUESTIONS) for each in (question, *out)]
-                works.append((first, [*sent, *(self._group.recv([each], peer, _ANSWERS) for each in into)]))
+                works.append(
+                    (first, [*sent, *(self._group.recv([each], peer, _ANSWERS) for each in into)])
+                )
         for peer, answer, (first, rest) in zip(peers, answers, works, strict=True):
             with _missed(peer):
                 first.wait(self._timeout)
                 if answer[0] == BROKEN:
-                    raise Gone(peer, "its server failed, as its own error says")
+                    raise PeerGone(peer, "its server failed, as its own error says")
                 for work in rest:
                     work.wait(self._timeout)
         return [answer.tolist() for answer in answers]
@@ -73,7 +86,9 @@ class Lines:
 
     def answer(self, peer: int, header: Header, tensors: Sequence[Tensor] = ()) -> None:
         with _missed(peer):
-            for work in [self._send(peer, each, _ANSWERS) for each in (self._pack(header), *tensors)]:
+            for work in [
+                self._send(peer, each, _ANSWERS) for each in (self._pack(header), *tensors)
+            ]:
                 work.wait()
 
     def say_bye(self, peer: int) -> None:
@@ -103,10 +118,10 @@ def _missed(peer: int) -> Iterator[None]:
     except PeerFailed:
         raise
     except RuntimeError as error:
-        raise Gone(peer, str(error)) from error
+        raise PeerGone(peer, str(error)) from error
 
 
-class Gone(PeerFailed):
+class PeerGone(PeerFailed):
     """A rank to which a line has broken."""
 
     def __init__(self, rank: int, why: str) -> None:

@@ -1,35 +1,144 @@
-"""The threads of a rank that answer for its desk and its shard: one for each other rank, asleep until that one asks.
+"""Who answers: the desk, which is the counter for many askers at once, and the threads of a rank
+for its desk and its shard.
 
-What a rank asks is answered in order, and nobody's question waits for somebody else's.
+There is one thread for each other rank, asleep until that one asks. What a rank asks is answered in
+order, and nobody's question waits for somebody else's. Whoever has to wait does so at the desk, and
+the death of a rank is heard of there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from threading import Thread
+from threading import Condition, Thread
 
-from lockstep.updates.server.counter import Answer, Apply, Course, Draw, Meet, Pushed
-from lockstep.updates.server.desk import Desk
-from lockstep.updates.server.messages import APPLY, BROKEN, BYE, NEXT, PULL, PUSH, SQUARES, Gone, Lines
-from lockstep.updates.server.shard import Shard
+from lockstep.updates.server.counter import (
+    Answer,
+    Apply,
+    Counter,
+    Draw,
+    EpochCourse,
+    Meet,
+    Pushed,
+    WindowDone,
+)
+from lockstep.updates.server.messages import (
+    APPLY,
+    BROKEN,
+    BYE,
+    NEXT,
+    PULL,
+    PUSH,
+    SQUARES,
+    PeerGone,
+    PeerLines,
+)
+from lockstep.updates.server.shard import ServerShard
 
 _DRAW, _APPLY, _MEET, _GONE = range(4)
 _NOTHING, _PUSHED, _APPLIED = range(3)
 REASONS = ("", "weight", "loss", "norm")
 """Why a window was left out, in a header."""
 _PATIENCE_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # between two looks for the dead
+
+
+class Desk:
+    """On rank 0, asked by its own worker and by the threads that answer for the others'.
+
+    `needed`: ranks without which the parameters are not whole. `dead(rank)` looks whether a rank
+    is.
+    """
+
+    def __init__(self, counter: Counter, needed: int, dead: Callable[[int], bool]) -> None:
+        self._counter, self._needed, self._dead = counter, needed, dead
+        self._changed = Condition()
+        self._looked = time.monotonic()
+        self.gone: int | None = None
+        """A rank that cannot be done without, and has died or failed: nobody goes on."""
+        self._applied: list[tuple[WindowDone, float]] = []
+
+    def ask(
+        self, rank: int, course: EpochCourse, said: Pushed | str | None, *, stop: bool
+    ) -> Answer | None:
+        """What `rank` shall do next, when there is something. `said`: what it has pushed; or, of a
+        window that it has applied, why it did not.
+
+        None where a rank has gone that cannot be done without.
+        """
+        with self._changed:
+            if rank not in self._counter.living:
+                return None
+            if isinstance(said, Pushed):
+                self._counter.pushed(rank, said)
+            elif said is not None:
+                self._applied.append((self._counter.applied(rank, said), time.perf_counter()))
+            if stop:
+                self._counter.ask_to_stop()
+            self._changed.notify_all()
+            while self.gone is None and rank in self._counter.living:
+                answer = self._counter.next(rank, course)
+                if answer is not None:
+                    self._changed.notify_all()
+                    return answer
+                self._changed.wait(_LOOK_SECONDS)
+                self._look()
+            return None
+
+    def _look(self) -> None:
+        """For those who have died while nobody listened to them: waiting here themselves."""
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            for rank in sorted(self._counter.living):
+                if self._dead(rank):
+                    self._lost(rank)
+
+    def lost(self, rank: int) -> None:
+        """It has died, or left without a word."""
+        with self._changed:
+            self._lost(rank)
+            self._changed.notify_all()
+
+    def _lost(self, rank: int) -> None:
+        if rank < self._needed:
+            self.gone = rank if self.gone is None else self.gone
+        else:
+            self._counter.died(rank)
+
+    def meet_before(self, window: int) -> None:
+        with self._changed:
+            self._counter.meet_before(window)
+
+    def applied(self) -> list[tuple[WindowDone, float]]:
+        """The windows that were applied since this was asked last, and when they were
+        (perf_counter).
+        """
+        with self._changed:
+            found, self._applied = self._applied, []
+            return found
 
 
 class Serving:
     """Until every other rank has said that it asks no more, or has gone."""
 
-    def __init__(self, lines: Lines, peers: Sequence[int], desk: Desk | None, shard: Shard | None) -> None:
+    def __init__(
+        self, lines: PeerLines, peers: Sequence[int], desk: Desk | None, shard: ServerShard | None
+    ) -> None:
         self._lines, self._desk, self._shard = lines, desk, shard
         self.error: Exception | None = None
         """What went wrong in a thread, of an optimizer, say."""
-        self._threads = [Thread(target=self._serve, args=(peer,), name=f"lockstep server for rank {peer}", daemon=True) for peer in peers]
+        self._threads = [
+            Thread(
+                target=self._serve,
+                args=(peer,),
+                name=f"lockstep server for rank {peer}",
+                daemon=True,
+            )
+            for peer in peers
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -41,12 +150,13 @@ class Serving:
         try:
             while self._answered(peer, self._lines.listen(peer)):
                 pass
-        except Gone:
+        except PeerGone:
             if self._desk is not None:
                 self._desk.lost(peer)
-        except Exception as error:  # for the main thread, which raises it; the peer must not wait for ever
+        except Exception as error:
+            # for the main thread, which raises it; the peer must not wait for ever
             self.error = error
-            with suppress(Gone):
+            with suppress(PeerGone):
                 self._lines.answer(peer, [BROKEN])
 
     def _answered(self, peer: int, question: Sequence[float]) -> bool:
@@ -54,7 +164,9 @@ class Serving:
         if kind == NEXT:
             assert self._desk is not None
             said, course, stop = _question(question)
-            self._lines.answer(peer, answer_header(self._desk.ask(peer, course, said, stop=stop), self._desk))
+            self._lines.answer(
+                peer, answer_header(self._desk.ask(peer, course, said, stop=stop), self._desk)
+            )
         elif kind == BYE:
             return False
         elif kind == PULL:
@@ -64,21 +176,35 @@ class Serving:
             gradients = self._its_shard().like()
             self._lines.take(peer, gradients)
             window, number, version = map(int, question[1:4])
-            self._lines.answer(peer, [self._its_shard().push(window, number, version, question[4], gradients)])
+            self._lines.answer(
+                peer, [self._its_shard().push(window, number, version, question[4], gradients)]
+            )
         elif kind == SQUARES:
             self._lines.answer(peer, [self._its_shard().squares(int(question[1]))])
         elif kind == APPLY:
-            self._lines.answer(peer, [self._its_shard().apply(int(question[1]), question[2], skip=bool(question[3]))])
+            self._lines.answer(
+                peer,
+                [self._its_shard().apply(int(question[1]), question[2], skip=bool(question[3]))],
+            )
         return True
 
-    def _its_shard(self) -> Shard:
+    def _its_shard(self) -> ServerShard:
         assert self._shard is not None
         return self._shard
 
 
-def question_header(course: Course, said: Pushed | str | None, *, stop: bool) -> list[float]:
+def question_header(course: EpochCourse, said: Pushed | str | None, *, stop: bool) -> list[float]:
     """For NEXT."""
-    header: list[float] = [NEXT, stop, course.epoch, course.first, course.begin, course.windows, course.slots, course.last]
+    header: list[float] = [
+        NEXT,
+        stop,
+        course.epoch,
+        course.first,
+        course.begin,
+        course.windows,
+        course.slots,
+        course.last,
+    ]
     if isinstance(said, Pushed):
         draw = said.draw
         return [
@@ -97,8 +223,8 @@ def question_header(course: Course, said: Pushed | str | None, *, stop: bool) ->
     return [*header, _NOTHING] if said is None else [*header, _APPLIED, REASONS.index(said)]
 
 
-def _question(header: Sequence[float]) -> tuple[Pushed | str | None, Course, bool]:
-    course, kind, rest = Course(*map(int, header[2:8])), int(header[8]), header[9:]
+def _question(header: Sequence[float]) -> tuple[Pushed | str | None, EpochCourse, bool]:
+    course, kind, rest = EpochCourse(*map(int, header[2:8])), int(header[8]), header[9:]
     said: Pushed | str | None = None
     if kind == _PUSHED:
         said = Pushed(Draw(*map(int, rest[:5])), rest[5], rest[6], int(rest[7]), int(rest[8]))
@@ -114,12 +240,23 @@ def answer_header(answer: Answer | None, desk: Desk) -> list[float]:
         return [_APPLY, answer.place, answer.weight, answer.loss]
     if isinstance(answer, Meet):
         living = [float(rank in answer.living) for rank in range(max(answer.living) + 1)]
-        return [_MEET, answer.place, answer.stop, answer.over, answer.weight, answer.loss, len(living), *living]
+        return [
+            _MEET,
+            answer.place,
+            answer.stop,
+            answer.over,
+            answer.weight,
+            answer.loss,
+            len(living),
+            *living,
+        ]
     return [_GONE, math.nan if desk.gone is None else desk.gone]
 
 
 def answer_of(header: Sequence[float]) -> Answer | int | None:
-    """What `answer_header` made: an answer, or the rank that has gone (None: this one is taken for dead)."""
+    """What `answer_header` made: an answer, or the rank that has gone (None: this one is taken
+    for dead).
+    """
     kind, rest = int(header[0]), header[1:]
     if kind == _DRAW:
         return Draw(*map(int, rest[:5]))

@@ -1,0 +1,59 @@
+"""Old module paths of public names, for one release: `from lockstep.stepper import Stepper`
+still works.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+NOW = {
+    "lockstep.checkpointing": "lockstep.step.checkpointing",
+    "lockstep.comm_hook": "lockstep.step.comm_hook",
+    "lockstep.data_parallel": "lockstep.step.data_parallel",
+    "lockstep.inference": "lockstep.training.inference",
+    "lockstep.inference.evaluate": "lockstep.training.inference.evaluate",
+    "lockstep.inference.predict": "lockstep.training.inference.predict",
+    "lockstep.learning_rate": "lockstep.step.learning_rate",
+    "lockstep.mesh": "lockstep.config",
+    "lockstep.mesh.parts": "lockstep.config.parts",
+    "lockstep.replicas": "lockstep.step.replicas",
+    "lockstep.settings": "lockstep.config.settings",
+    "lockstep.sharded_optimizer": "lockstep.step.sharded_optimizer",
+    "lockstep.stepper": "lockstep.step.stepper",
+    "lockstep.streams": "lockstep.runtime.streams",
+    "lockstep.task": "lockstep.config.task",
+}
+
+
+class Moved(MetaPathFinder, Loader):
+    """Finds a module under its old path, and gives the one at the new path."""
+
+    def find_spec(
+        self, fullname: str, path: object, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return (
+            ModuleSpec(
+                fullname, self, is_package=fullname in ("lockstep.inference", "lockstep.mesh")
+            )
+            if fullname in NOW
+            else None
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(NOW[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has run already, under its new path: only the spec that the import system
+        has just replaced is put back.
+        """
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.insert(0, Moved())

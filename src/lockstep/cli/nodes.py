@@ -1,0 +1,293 @@
+"""The options of several commands about many machines, and what is done with them: a Ray
+cluster, or a fixed set of nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.cli import options
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.config.settings import Settings
+    from lockstep.launcher.fixed import Nodes
+    from lockstep.launcher.generations import Workers
+    from lockstep.launcher.logs import Console
+    from lockstep.launcher.rank import Target
+    from lockstep.launcher.ray.job import Job
+    from lockstep.launcher.supervise import Outcome, Share
+    from lockstep.launcher.watch import Stalls
+    from lockstep.training.run_directory import RunDirectory
+
+T = TypeVar("T")
+RAY = "--ray"
+_ADDRESS = re.compile(r"auto|(ray://)?[^\s:/]+:\d+|(ray://)?\[[\da-fA-F:]+\]:\d+")
+
+
+class Command(options.GroupedCommand):
+    """`--ray` may stand without an address: `lockstep train my_task.py --ray`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._with_address(args, mixed=ctx.allow_interspersed_args))
+
+    def _with_address(self, args: list[str], *, mixed: bool) -> list[str]:
+        """`mixed`: options may stand behind arguments."""
+        values = {
+            name
+            for each in self.params
+            if not getattr(each, "is_flag", False)
+            for name in each.opts
+            if name.startswith("-")
+        }
+        place = 0
+        while place < len(args) and args[place] != "--":
+            if args[place] == RAY and RAY in values:
+                given = place + 1 < len(args) and _ADDRESS.fullmatch(args[place + 1])
+                return args if given else [*args[:place], f"{RAY}=auto", *args[place + 1 :]]
+            if not args[place].startswith("-") and not mixed:
+                return args  # the rest is the script's
+            place += 1 + (args[place] in values)
+        return args
+
+
+# -- a Ray cluster -------------------------------------------------------------------------------
+
+
+def run_on_ray(
+    address: str,
+    target: Target,
+    workers: int | None,
+    *,
+    console: Console = "joined",
+    logs: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    debug: bool = False,
+    cold: bool = False,
+    stalls: Stalls | None = None,
+    restarts: int = 0,
+    gpus: bool | None = None,
+    each: int | None = None,
+    reports: bool = True,
+) -> Outcome:
+    """Run `target` on a Ray cluster: on `workers` ranks, or on as many as its nodes have room
+    for. `each`: at most so many ranks a node.
+    """
+    from lockstep.launcher.ray.driver import run_on_cluster
+    from lockstep.launcher.watch import Stalls
+
+    job = replace(
+        _job(address, target, environment or {}, console),
+        least=workers or 1,
+        most=workers or sys.maxsize,
+        each=each,
+        gpus=gpus,
+        restarts=restarts,
+        logs=logs,
+        stalls=stalls or Stalls(),
+        debug=debug,
+        cold=cold,
+    )
+    return run_on_cluster(job, reports=reports)
+
+
+def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., list[Any]]:
+    """In the place of `start_ranks`: has the ranks of a Ray cluster call the function. All nodes
+    see the task's file.
+
+    Ranks have the variables of this moment: to be called before anything is imported that sets
+    some, such as torch.
+    """
+    from lockstep.launcher.rank import Target
+
+    job = replace(
+        _job(address, Target(module="lockstep.training.worker", task=task), {}, "first"), gpus=gpus
+    )
+
+    def start(
+        fn: Callable[..., Any],
+        workers: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        timeout: None,
+        imports: Sequence[str] = (),
+        variables: Callable[[int], Mapping[str, str]] | None = None,
+    ) -> list[Any]:
+        from lockstep.launcher.ray.driver import call_on_cluster
+        from lockstep.launcher.ray.job import Call
+
+        own = None if variables is None else [variables(rank) for rank in range(workers)]
+        call = Call(pickled=pickle.dumps((fn, args)), imports=imports, variables=own)
+        return call_on_cluster(replace(job, call=call, least=workers, most=workers))
+
+    return start
+
+
+def gpus_for(device: str) -> bool | None:
+    """Whether each rank takes a GPU; None: where the cluster has some."""
+    return {"cpu": False, "cuda": True}.get(device)
+
+
+def train_on_ray(
+    address: str,
+    directory: RunDirectory,
+    settings: Settings,
+    workers: Workers,
+    *,
+    environment: Mapping[str, str],
+    debug: bool,
+    cold: bool,
+    stalls: Stalls,
+    restarts: int,
+) -> Outcome:
+    """`lockstep train` on a Ray cluster, whose nodes all see the run directory."""
+    from lockstep.launcher.rank import Target
+    from lockstep.launcher.ray.driver import run_on_cluster
+
+    path = directory.path.absolute()
+    job = replace(
+        _job(
+            address,
+            Target(module="lockstep.training.worker", args=[str(path)], task=settings.task),
+            environment,
+            "first",
+        ),
+        least=workers.least,
+        most=workers.most,
+        gpus=gpus_for(settings.device),
+        restarts=restarts,
+        logs=path,
+        mark=directory.leave_mark(),
+        wanted=directory.wanted.absolute(),
+        grow=directory.grow.absolute(),
+        stalls=stalls,
+        debug=debug,
+        cold=cold,
+        heeds=True,
+    )
+
+    def prepare(size: int) -> None:
+        directory.check()
+        replace(settings, workers=size, grow_if_wanted=workers.elastic).write(path)
+
+    return run_on_cluster(job, prepare)
+
+
+_OF_A_HOST = re.compile(
+    r"RAY_|LD_|LOCKSTEP_WARM_|SLURM_|PET_|CUDA_VISIBLE|NVIDIA_|(PATH|HOME|TMPDIR|PWD|VIRTUAL_ENV|HOSTNAME)$"
+)
+
+
+def _job(address: str, target: Target, environment: Mapping[str, str], console: Console) -> Job:
+    """One rank that does `target`, in the folder in which this command was given. Ranks have its
+    variables, but for those about its own host.
+    """
+    from lockstep.launcher.ray.job import Job
+
+    code = target.script or target.task
+    return Job(
+        cluster=address,
+        least=1,
+        most=1,
+        target=target,
+        environment={
+            **{name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)},
+            **environment,
+        },
+        folder="" if target.ours and target.task is None else os.getcwd(),
+        code=None if code is None or not code.endswith(".py") else Path(code).resolve(),
+        console=console,
+    )
+
+
+# -- a fixed set of nodes ------------------------------------------------------------------------
+
+
+def fixed_set(
+    nodes: int | None, node_rank: int | None, endpoint: str | None, workers: Any
+) -> tuple[Nodes | None, Any]:
+    """The set that options or variables speak of, and --workers. A set of one node is this host
+    alone.
+    """
+    from lockstep.launcher.fixed import Nodes
+
+    found = Nodes.read(nodes, node_rank, endpoint, workers, os.environ)
+    if found is None or found.count > 1:
+        return found, workers
+    return None, found.workers if workers is None else workers
+
+
+@contextmanager
+def placed(
+    nodes: Nodes | None, timeout: float | None = None
+) -> Iterator[tuple[Share | None, Mapping[str, str]]]:
+    """This node's share (None: there is no other node), and variables for its ranks. Until the
+    block's end node 0 has the store for all ranks.
+
+    `timeout`: seconds for its name to become known; default: 300.
+    """
+    if nodes is None:
+        yield None, {}
+        return
+    from lockstep.launcher.engine import store
+    from lockstep.launcher.interfaces import gloo_and_nccl
+    from lockstep.launcher.server import server
+    from lockstep.launcher.supervise import Share
+
+    ranks = nodes.ranks(ranks_here(nodes))
+    address = nodes.address_here(timeout)
+    variables = gloo_and_nccl(address, os.environ)
+    if nodes.rank > 0:
+        yield Share(ranks=ranks), variables
+        return
+    with store(server(), address, nodes.port) as (address, port):
+        yield Share(ranks=replace(ranks, address=address, port=port)), variables
+
+
+def ranks_here(nodes: Nodes) -> int:
+    from lockstep.launcher.server import gpus
+
+    return nodes.workers or gpus() or 1
+
+
+def refuse_beside_ray(nodes: int | None, node_rank: int | None, endpoint: str | None) -> None:
+    """Raises UsageError where --ray stands beside options of a fixed set of nodes."""
+    options = {"--nodes": nodes, "--node-rank": node_rank, "--rdzv-endpoint": endpoint}
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(
+                f"--ray and {name} {value} exclude each other: Ray says which nodes there are;"
+                " give one"
+            )
+
+
+def ranks_on_ray(workers: T | None) -> T:
+    """Raises UsageError without --workers: a cluster may be others' too."""
+    if workers is None:
+        raise UsageError("--ray: give --workers too, the ranks over all nodes")
+    return workers
+
+
+def as_rank(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> Target:
+    """What a rank of a fixed set of nodes does: rank 0 claims the run directory, when all have
+    met, and tells the others.
+    """
+    from lockstep.launcher.rank import Target
+
+    said = {
+        "settings": settings.as_json(),
+        "run": None if run is None else str(run),
+        "resume": resume,
+        "fresh": fresh,
+    }
+    return Target(module="lockstep.training.as_rank", args=[json.dumps(said)], task=settings.task)

@@ -1,0 +1,204 @@
+"""Command lines from configurations: a parameter of a command whose type is a dataclass of knobs
+becomes their options.
+
+    def verify(task: TaskName, config: Annotated[Config, Only("steps", "exact")], given: GivenNames)
+    -> None: ...
+
+A command that takes knobs of a training also takes them from a file, with --config.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from lockstep.config.knob import GROUPS, Field, knobs
+from lockstep.config.parallelism import Parallelism
+
+_CONFIG, _CONTEXT, _HELP_ALL = "config_file", "typer_context", "help_all"
+_SHORT = 20  # options that a help lists as they are; of more it lists the common ones
+
+
+class Only:
+    """Beside a configuration's type: the only knobs of it that are options of the command."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+class GivenNames(frozenset[str]):
+    """As the type of a command's parameter: names of the knobs that were given, on the command
+    line or in a file.
+    """
+
+
+def spread(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with an option for each knob, as Typer reads it."""
+    hints = get_type_hints(command, include_extras=True)
+    configurations = {
+        name: found for name, hint in hints.items() if (found := _configuration(hint)) is not None
+    }
+    fields = {name: field for _, taken in configurations.values() for name, field in taken.items()}
+    takes_file = any(issubclass(cls, Parallelism) for cls, _ in configurations.values())
+
+    def call(**values: Any) -> None:
+        context = values.pop(_CONTEXT)
+        file = values.pop(_CONFIG, None)
+        values.pop(_HELP_ALL, None)
+        given = {name for name in values if context.get_parameter_source(name).name != "DEFAULT"}
+        chosen = {name: _value(fields[name], values[name]) for name in given & fields.keys()}
+        if file is not None:
+            from lockstep.cli.config_file import below
+
+            chosen = below(chosen, file, fields)
+        for name, (cls, taken) in configurations.items():
+            values[name] = cls(**{each: value for each, value in chosen.items() if each in taken})
+        values |= {
+            name: GivenNames(given | chosen.keys())
+            for name, hint in hints.items()
+            if hint is GivenNames
+        }
+        command(**{name: value for name, value in values.items() if name not in fields})
+
+    parameters = [_parameter(_CONTEXT, typer.Context)]
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in configurations:
+            parameters += map(_option, configurations[name][1].values())
+        elif hints[name] is not GivenNames:
+            parameters.append(_parameter(name, hints[name], parameter.default))
+    if takes_file:
+        parameters.append(_parameter(_CONFIG, _ConfigFile, None))
+    if len(parameters) > _SHORT:
+        parameters.append(_parameter(_HELP_ALL, _HelpAll, False))
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters}
+    call.common = {name for name, field in fields.items() if field.knob.common}  # type: ignore[attr-defined]
+    return call
+
+
+def command_of(app: typer.Typer, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: the function is a command of `app`, with its knobs as options."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        app.command(name, cls=GroupedCommand)(spread(function))
+        return function
+
+    return add
+
+
+def option_name(name: str) -> str:
+    """As it is typed, of a parameter."""
+    return {"overrides": "--set", "json_file": "--json"}.get(name, f"--{name.replace('_', '-')}")
+
+
+def _configuration(hint: Any) -> tuple[Any, Mapping[str, Field]] | None:
+    """A dataclass with knobs, and those of them that are options."""
+    cls, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if not isinstance(cls, type) or not is_dataclass(cls):
+        return None
+    only = next((each.names for each in extras if isinstance(each, Only)), tuple(knobs(cls)))
+    return cls, {name: knobs(cls)[name] for name in only}
+
+
+def _parameter(
+    name: str, annotation: Any, default: Any = inspect.Parameter.empty
+) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+    )
+
+
+def _option(field: Field) -> inspect.Parameter:
+    """What Typer reads for a knob. Values that only our own checks refuse are texts here."""
+    kind = next((each for each in (bool, int, float, Path) if field.type is each), str)
+    default, flags = field.default, field.flags
+    if field.is_mapping or field.is_repeated:
+        kind, default = list[str], None
+    elif kind is bool and field.default is None:
+        flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
+    option = typer.Option(
+        *flags,
+        metavar=None if kind is bool else field.unit or None,
+        show_default=False,
+        help=field.help,
+        rich_help_panel=field.knob.group,
+    )
+    return _parameter(
+        field.name, Annotated[kind | None if default is None else kind, option], default
+    )
+
+
+def _value(field: Field, given: Any) -> Any:
+    """An option's, as the configuration takes it."""
+    if field.is_mapping:
+        from lockstep.config.settings import overrides_of
+
+        return overrides_of(given)
+    return given
+
+
+class GroupedCommand(TyperCommand):
+    """Help in groups; where there is a --help-all, `--help` lists the common options only."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """The arguments, and a section for each group."""
+        short = _HELP_ALL in self._names() and not ctx.meta.get(_HELP_ALL)
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is None or (short and not self._is_common(param)):
+                continue
+            sections.setdefault(_title(param, grouped=not short), []).append(record)
+        titles = ["Arguments", *(f"Options: {group}" for group in GROUPS), "Options"]
+        for title in sorted(sections, key=titles.index):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+    def _names(self) -> set[str]:
+        return {str(each.name) for each in self.params}
+
+    def _is_common(self, param: Any) -> bool:
+        named = {"help", _HELP_ALL, *getattr(self.callback, "common", ())}
+        return param.param_type_name == "argument" or param.name in named
+
+
+def _title(param: Any, *, grouped: bool) -> str:
+    if param.param_type_name == "argument":
+        return "Arguments"
+    group = getattr(param, "rich_help_panel", None)
+    return f"Options: {group}" if grouped and group in GROUPS else "Options"
+
+
+def _show_all(ctx: typer.Context, asked: bool) -> None:
+    if asked:
+        ctx.meta[_HELP_ALL] = True
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+_ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        show_default=False,
+        rich_help_panel="run",
+        help="Read options from a TOML or YAML file.",
+    ),
+]
+_HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        is_eager=True,
+        callback=_show_all,
+        help="Show all options, in groups, and exit.",
+    ),
+]

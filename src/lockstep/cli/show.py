@@ -1,0 +1,263 @@
+"""`lockstep show`: pictures of what really runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.arguments import at_least_one, task_of
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.collectives.schedule import Kind
+
+app = typer.Typer(help="Show how things are done, as text.", no_args_is_help=True)
+
+
+class Split(StrEnum):
+    """How a DistributedSampler deals out samples."""
+
+    interleaved = "interleaved"
+    blocks = "blocks"
+
+
+@app.command("data")
+def data(
+    samples: Annotated[int, typer.Option(help="Samples in the dataset.")] = 10,
+    workers: Annotated[int, typer.Option(help="Ranks.")] = 4,
+    split: Annotated[
+        Split, typer.Option(help="Who gets which: every W-th sample, or one block each.")
+    ] = Split.interleaved,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Drop the tail instead of repeating samples.")
+    ] = False,
+    epochs: Annotated[int, typer.Option(help="Epochs to show.")] = 1,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle, anew in each epoch.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
+) -> None:
+    """Print each rank's positions, and whether counts are equal, ranks overlap, and every sample
+    is there.
+    """
+    at_least_one(samples=samples, workers=workers, epochs=epochs)
+    from lockstep.tools.show import data_picture as picture  # imports torch
+
+    print(
+        picture.show(
+            samples,
+            workers,
+            split=split.value,
+            drop_last=drop_last,
+            epochs=epochs,
+            shuffle=shuffle,
+            seed=seed,
+        )
+    )
+
+
+@app.command("mesh")
+def mesh(
+    mesh: Annotated[
+        str,
+        typer.Option("--mesh", metavar="AXES", help="Ranks along data, shard, pipeline, tensor."),
+    ] = "data=2,pipeline=2",
+    nodes: Annotated[int, typer.Option(help="Nodes; consecutive ranks share one.")] = 1,
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="TASK", show_default=False, help="Name the layers of its model."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")
+    ] = None,
+) -> None:
+    """Which node and rank holds which layers, and works on which share of the samples."""
+    from lockstep.config.mesh import Mesh
+    from lockstep.tools.show import mesh_picture as picture
+
+    found = Mesh.read(mesh)
+    layers = None if task is None else _stages(task, found.pipeline)
+    if out is None:
+        print(picture.text(found, nodes, layers))
+    else:
+        picture.drawing(found, nodes, layers).save(out)
+        print(f"{out}: {picture.title(found, nodes)}")
+
+
+def _stages(task: str, stages: int) -> list[list[str]]:
+    """The names of the layers in every stage of a task's model, balanced by parameters (a
+    training measures, and tells in mesh.json).
+    """
+    place, _ = task_of(task, None)
+    from lockstep.model_parallel.layers import layers_of  # imports torch
+    from lockstep.model_parallel.split import cut
+    from lockstep.training.resolve import resolve
+
+    found = resolve(place)
+    layers = layers_of(found.model(), found.parts)
+    return [list(layers.names[part.start : part.stop]) for part in cut(layers, stages, found.parts)]
+
+
+_ALGORITHMS = {
+    "ring": (
+        "Everything goes round a ring twice: added up on the first round, spread on the second."
+    ),
+    "tree": "Up a binomial tree, and down again.",
+    "recursive-doubling": "Pairs exchange everything, at distance 1, 2, 4 ...",
+    "halving-doubling": "Pairs exchange halves, quarters ..., and back.",
+    "direct": "Every rank adds up one piece and sends it to all.",
+    "central": "Through rank 0, one rank after the other: the naive way.",
+    "hierarchical": "Trees inside the nodes, a ring between them.",
+}
+_COLLECTIVES = {
+    "all-reduce": "The sum of all, everywhere.",
+    "reduce": "The sum of all, on one rank.",
+    "reduce-scatter": "The sum of all, a part on each rank.",
+    "broadcast": "One rank's tensor, everywhere.",
+    "all-gather": "Everybody's tensor, everywhere.",
+    "gather": "Everybody's tensor, on one rank.",
+    "scatter": "One rank's list, a piece on each.",
+    "all-to-all": "From each rank to each.",
+}
+
+
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+def _algorithm(name: str) -> Callable[..., None]:
+    def show(
+        workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 4,
+        out: Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png."),
+        ] = None,
+        ranks_per_node: Annotated[
+            int | None, typer.Option(show_default=False, help="For hierarchical; default 2.")
+        ] = None,
+    ) -> None:
+        at_least_one(workers=workers, ranks_per_node=ranks_per_node)
+        from lockstep.collectives.algorithms import schedule
+        from lockstep.collectives.prove import prove
+        from lockstep.tools.show import schedule_picture as picture
+
+        if ranks_per_node is not None and name != "hierarchical":
+            raise UsageError(f"--ranks-per-node is for hierarchical: to {name} all ranks are alike")
+        found = schedule(
+            "all_reduce",
+            name.replace("-", "_"),
+            workers,
+            ranks_per_node=2 if ranks_per_node is None else ranks_per_node,
+        )
+        if out is None:
+            print(picture.text(found))
+        else:
+            picture.drawing(found).save(out)
+            print(f"{out}: {picture.title(found, prove(found))[0]}")
+
+    show.__doc__ = (
+        f"{_ALGORITHMS[name]} Who sends what to whom in each step of an all-reduce, and what"
+        " everybody holds then."
+    )
+    return show
+
+
+def _collective(name: str) -> Callable[..., None]:
+    def show(
+        values: Annotated[
+            str, typer.Option(metavar='"1,2;3,4"', help="A row a rank, split by semicolons.")
+        ] = "1,2,3;4,5,6;7,8,9",
+        op: Annotated[
+            str | None,
+            typer.Option(
+                show_default=False, help="sum, mean, max, min or prod, where something is added up."
+            ),
+        ] = None,
+        algorithm: Annotated[
+            str | None, typer.Option(show_default=False, help="Such as ring, tree, central.")
+        ] = None,
+        root: Annotated[
+            int | None,
+            typer.Option(show_default=False, help="The one rank, where there is one; default 0."),
+        ] = None,
+    ) -> None:
+        from lockstep.collectives.schedule import REDUCING
+
+        kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
+        if op is not None and kind not in REDUCING:
+            raise UsageError(f"--op {op}: {name} adds nothing up")
+        if root is not None and name not in _ROOTED:
+            raise UsageError(f"--root {root}: in {name} no rank is special")
+        from lockstep.tools.show.before_after import before_and_after  # with torch
+
+        chosen = algorithm and algorithm.replace("-", "_")
+        print(
+            before_and_after(kind, _rows(values), op=op or "sum", algorithm=chosen, root=root or 0)
+        )
+
+    show.__doc__ = f"{_COLLECTIVES[name]} What every rank holds before and after."
+    return show
+
+
+def _rows(text: str) -> list[list[float]]:
+    try:
+        rows = [
+            [
+                float(part) if any(mark in part for mark in ".en") else int(part)
+                for part in row.split(",")
+            ]
+            for row in text.split(";")
+        ]
+    except ValueError:
+        raise UsageError(
+            f'--values "{text}": give numbers, rows split by semicolons, such as "1,2,3;4,5,6"'
+        ) from None
+    for value in (
+        value
+        for row in rows
+        for value in row
+        if isinstance(value, int) and not -(2**63) <= value < 2**63
+    ):
+        raise UsageError(f"--values: {value} does not fit into 64 bits; write {value}. for a float")
+    return rows
+
+
+for _name in _ALGORITHMS:
+    app.command(_name)(_algorithm(_name))
+for _name in _COLLECTIVES:
+    app.command(_name)(_collective(_name))
+
+
+@app.command("pipeline")
+def pipeline(
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="naive, gpipe, 1f1b, interleaved[:V] or zero-bubble[:V], V stages a rank."
+        ),
+    ] = "1f1b",
+    stages: Annotated[
+        int, typer.Option("--stages", "-n", help="Ranks that hold consecutive layers.")
+    ] = 4,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", "-m", help="Of one optimizer step.")
+    ] = 8,
+    backward: Annotated[float, typer.Option(help="How many forwards a backward takes.")] = 2.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")
+    ] = None,
+) -> None:
+    """Who works on which micro-batch when, in the order in which a pipeline really runs it, and
+    how much of the time ranks wait.
+    """
+    at_least_one(stages=stages, micro_batches=micro_batches)
+    from lockstep.config.pipeline_schedules import Schedule
+    from lockstep.tools.show import pipeline_picture as picture
+
+    found = picture.chart(Schedule.read(schedule), stages, micro_batches, backward)
+    if out is None:
+        print(picture.text(found))
+    else:
+        picture.drawing(found).save(out)
+        print(f"{out}: {picture.title(found)[0]}")

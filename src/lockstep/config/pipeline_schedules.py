@@ -1,0 +1,243 @@
+"""In which order the ranks of a pipeline run the forwards and backwards of their stages. The orders
+are those of torch's own schedules.
+
+    naive          one micro-batch after the other, one rank at work at a time: the reference that
+                   everybody can follow
+    gpipe          all forwards, then all backwards (Huang et al., 2019)
+    1f1b           as gpipe, but each backward as early as it can be: as many bubbles, fewer
+                   activations held (PipeDream-Flush)
+    interleaved    1f1b with several stages a rank (2; "interleaved:3" for 3): shorter bubbles, more
+                   messages (Megatron-LM)
+    zero-bubble    1f1b whose backward is cut in two: for the inputs, which others wait for, and for
+                   the weights, which fills bubbles.
+                   ZB-H1 of Qi et al. (2023). torch's ZBV needs two stages a rank in a V, and is
+                   faster only where all three parts are equally long
+
+Stage s is on rank s modulo the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward, backward; the two halves of a backward: for the inputs, for the weights."""
+NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
+_PER_RANK = {"interleaved": 2}
+_SEVERAL = ("interleaved", "zero-bubble")
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One thing a rank does."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule's name and how many stages a rank holds."""
+
+    name: str
+    per_rank: int = 1
+
+    @classmethod
+    def read(cls, text: str) -> Schedule:
+        """`1f1b`, `interleaved:3`. Raises UsageError."""
+        name, colon, stages = text.partition(":")
+        if name not in NAMES:
+            raise UsageError(f"schedule={text!r} is unknown: choose one of {', '.join(NAMES)}")
+        if not colon:
+            return cls(name, _PER_RANK.get(name, 1))
+        fewest = _PER_RANK.get(name, 1)
+        if name not in _SEVERAL:
+            raise UsageError(
+                f"schedule={text!r}: in {name} a rank holds one stage; write {name}, or"
+                f" interleaved:{stages}"
+            )
+        if not stages.isdecimal() or int(stages) < fewest:
+            raise UsageError(
+                f"schedule={text!r}: {stages!r} is no number of stages a rank; give a whole number"
+                f" of at least {fewest}"
+            )
+        return cls(name, int(stages))
+
+    def __str__(self) -> str:
+        return (
+            self.name
+            if self.per_rank == _PER_RANK.get(self.name, 1)
+            else f"{self.name}:{self.per_rank}"
+        )
+
+    def count(self, ranks: int) -> int:
+        """Stages of the whole pipeline."""
+        return ranks * self.per_rank
+
+    def stages_of(self, rank: int, ranks: int) -> range:
+        """The stages that a rank holds."""
+        return range(rank, self.count(ranks), ranks)
+
+    def why_not(self, ranks: int, micro_batches: int) -> str:
+        """Why this number of micro-batches cannot be run in this order; "" where it can."""
+        if self.name == "1f1b" and micro_batches < ranks:
+            return (
+                f"{micro_batches} micro-batch{'es' * (micro_batches != 1)} for {ranks} stages: 1f1b"
+                " needs at least as many micro-batches as stages"
+            )
+        rounds = max(1, micro_batches // ranks)
+        if self.name in _SEVERAL and micro_batches % rounds:
+            return (
+                f"{micro_batches} micro-batches on {ranks} ranks make {rounds} rounds, and"
+                f" {micro_batches} is no multiple of {rounds}: {self.name} needs equal rounds, such"
+                f" as {micro_batches // ranks * ranks} micro-batches"
+            )
+        return ""
+
+    def check(self, ranks: int, micro_batches: int) -> None:
+        """Raise a UsageError for numbers that cannot be run."""
+        if ranks < 1 or micro_batches < 1:
+            raise UsageError(
+                f"{ranks} ranks and {micro_batches} micro-batches: give at least one of each"
+            )
+        reason = self.why_not(ranks, micro_batches)
+        if reason:
+            raise UsageError(
+                f"schedule={str(self)!r}: {reason}; or choose gpipe, which runs any number"
+            )
+
+    def instead(self) -> Schedule:
+        """What runs any number of micro-batches over the same stages: all forwards, then all
+        backwards.
+        """
+        return Schedule("gpipe", self.per_rank)
+
+    def bubble(self, ranks: int, micro_batches: int, backward: float = 2.0) -> float:
+        """The fraction of a step in which a rank idles, by the textbook: all stages equal, messages
+        free.
+
+        `backward` is how many forwards a backward takes. It matters to zero-bubble only: there a
+        gap of forward + backward for inputs - backward for weights is left for each rank but one
+        (Qi et al., 2023, section 2), never less than the backward for inputs.
+        """
+        others = ranks - 1
+        if self.name == "naive":
+            return others / ranks
+        if self.name == "zero-bubble":
+            gap = others * max(1.0, backward / 2)
+            return gap / (self.per_rank * micro_batches * (1 + backward) + gap)
+        return others / (self.per_rank * micro_batches + others)
+
+    @property
+    def formula(self) -> str:
+        """How `bubble` is worked out, with p ranks, m micro-batches and a backward of b
+        forwards.
+        """
+        times = "m" if self.per_rank == 1 else f"{self.per_rank}m"
+        if self.name == "naive":
+            return "(p-1)/p"
+        return (
+            f"(p-1)/({times}+p-1)"
+            if self.name != "zero-bubble"
+            else f"g/({times}(1+b)+g) with g=(p-1)max(1,b/2)"
+        )
+
+    def made(
+        self, stages: Sequence[PipelineStage], micro_batches: int, loss: Callable[..., Any] | None
+    ) -> Any:
+        """torch's schedule over this rank's stages. Gradients are summed, not averaged. naive:
+        for one micro-batch, to be called for each.
+        """
+        from torch.distributed.pipelining import (
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleInterleavedZeroBubble,
+            ScheduleLoopedBFS,
+        )
+
+        if self.name in ("naive", "gpipe", "1f1b") and self.per_rank == 1:
+            single = Schedule1F1B if self.name == "1f1b" else ScheduleGPipe
+            return single(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+        several = {
+            "gpipe": ScheduleLoopedBFS,
+            "interleaved": ScheduleInterleaved1F1B,
+            "zero-bubble": ScheduleInterleavedZeroBubble,
+        }
+        return several[self.name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+
+    def order(self, ranks: int, micro_batches: int) -> list[list[Work]]:
+        """What every rank does, in order: torch's own, which no process group is needed for.
+        Raises UsageError as `check`.
+        """
+        self.check(ranks, micro_batches)
+        if self.name == "naive":
+            return [
+                [Work(kind, rank, each) for each in range(micro_batches) for kind in _BOTH]
+                for rank in range(ranks)
+            ]
+        stages: Any = [
+            _StandIn(number, self.count(ranks), ranks) for number in self.stages_of(0, ranks)
+        ]
+        orders = self.made(stages, micro_batches, _no_loss).pipeline_order
+        return [
+            _numbered([_work(action) for action in orders[rank] if action is not None])
+            for rank in range(ranks)
+        ]
+
+
+_BOTH: tuple[Kind, Kind] = ("F", "B")
+
+
+class _StandIn:
+    """All that torch's schedules ask of a stage to make their order."""
+
+    submod = None
+
+    def __init__(self, number: int, count: int, ranks: int) -> None:
+        self.stage_index, self.num_stages = number, count
+        self.group_rank, self.group_size = 0, ranks
+        self.is_first, self.is_last = number == 0, number == count - 1
+
+
+def _no_loss(*_: Any) -> None:
+    """An order needs none."""
+
+
+def _work(action: Any) -> Work | None:
+    kind = action.computation_type.value
+    return (
+        Work(kind, action.stage_index, action.microbatch_index)
+        if kind in ("F", "B", "I", "W")
+        else None
+    )
+
+
+def _numbered(found: Sequence[Work | None]) -> list[Work]:
+    """The last stage of torch's Schedule1F1B counts its forwards from 1 in `pipeline_order` (not
+    when it runs): number them as they come.
+    """
+    work = [each for each in found if each is not None]
+    first: dict[int, int] = {}
+    for each in work:
+        if each.kind == "F":
+            first[each.stage] = min(first.get(each.stage, each.micro_batch), each.micro_batch)
+    return [
+        (
+            Work(each.kind, each.stage, each.micro_batch - first[each.stage])
+            if each.kind == "F"
+            else each
+        )
+        for each in work
+    ]

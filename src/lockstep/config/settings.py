@@ -1,0 +1,268 @@
+"""How a task is run: what must not change the weights, except where it says so. The launcher writes
+it, every rank reads it.
+
+One JSON file carries it from the command line to the ranks and stays in the run directory as the
+record of what was asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from lockstep.config import knob
+from lockstep.config.balance import Balance
+from lockstep.config.knob import Knob
+from lockstep.config.mesh import Mesh
+from lockstep.config.parallelism import Parallelism
+from lockstep.config.pipeline_schedules import Schedule
+from lockstep.config.task import Precision
+from lockstep.errors import UsageError
+
+Device = Literal["auto", "cpu", "cuda"]
+Split = Literal["time", "parameters"]
+
+FILE = "settings.json"
+SCHEDULE = "1f1b"
+SPLIT: Split = "time"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config(Parallelism):
+    """How a task is trained, as far as a user may choose it. Raises UsageError, naming the
+    option, for values that cannot work.
+    """
+
+    epochs: Annotated[int | None, Knob("run", least=1, default="the task's own", common=True)] = (
+        None
+    )
+    """Passes over the training data."""
+    steps: Annotated[int | None, Knob("run", least=1, common=True)] = None
+    """Optimizer steps, in place of --epochs."""
+    device: Annotated[Device, Knob("run", common=True)] = "auto"
+    """Device of every rank; auto takes GPUs where there are any."""
+    precision: Annotated[
+        Precision | None, Knob("training", default="the task's own", common=True)
+    ] = None
+    """Precision of the forward; it changes the weights."""
+    compile: Annotated[bool | None, Knob("training", default="the task's own")] = None
+    """Compile the model with torch.compile."""
+    threads: Annotated[
+        int | None,
+        Knob("training", least=1, default="the cores shared among the ranks", tuned=True),
+    ] = None
+    """Intra-op threads of each rank."""
+    loader_workers: Annotated[int, Knob("training", least=0, tuned=True)] = 0
+    """Processes of each rank that load data; 0 loads in the rank itself."""
+    balance: Annotated[str | None, Knob("gradients", unit="auto|2,1,1", default="all alike")] = None
+    """Share micro-batches among ranks of different speed: as measured, or by one number for each
+    rank.
+    """
+    bucket_mb: Annotated[float, Knob("gradients", unit="MiB", above=0, tuned=True)] = 25
+    """Size of a bucket of gradients, which travel together."""
+    schedule: Annotated[
+        str, Knob("model split", unit="naive|gpipe|1f1b|interleaved[:N]|zero-bubble")
+    ] = SCHEDULE
+    """Order in which a pipeline runs micro-batches."""
+    split: Annotated[Split, Knob("model split")] = SPLIT
+    """What the stages of a pipeline have in equal parts."""
+    checkpoint_every: Annotated[
+        int | None,
+        Knob(
+            "checkpoints",
+            unit="STEPS",
+            least=1,
+            default="as costs less than 2 % of the time",
+            common=True,
+        ),
+    ] = None
+    """Steps between two checkpoints."""
+    checkpoints: Annotated[str | None, Knob("checkpoints", unit="URL")] = None
+    """Copy every checkpoint there (s3://..., a folder), and resume from there."""
+    allow_changes: Annotated[bool, Knob("checkpoints")] = False
+    """Resume an --exact run although the task's code or samples have changed since its
+    checkpoint.
+    """
+
+    def __post_init__(self) -> None:
+        Parallelism.__post_init__(self)
+        if self.epochs is not None and self.steps is not None:
+            raise UsageError(
+                f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that"
+                " shall end the training"
+            )
+        Schedule.read(self.schedule)
+        if self.mesh is None or self.mesh.pipeline == 1:
+            for name, value, default in (
+                ("schedule", self.schedule, SCHEDULE),
+                ("split", self.split, SPLIT),
+            ):
+                if value != default:
+                    raise UsageError(
+                        f"{name}={value!r} says how a pipeline runs, and there is none: give"
+                        " mesh='pipeline=2', say"
+                    )
+        if self.precision == "fp16" and (self.sync_every is not None or self.server is not None):
+            raise UsageError(
+                "precision='fp16' needs one loss scale for all ranks, and these would each find"
+                " their own: use bf16"
+            )
+        if self.mesh is not None:
+            check_parts(self.mesh, self.precision, compile=self.compile)
+
+    def replaced(self, changes: Mapping[str, Any]) -> Self:
+        """With other values, by their names. Raises UsageError for a name that there is not."""
+        knob.known(knob.knobs(type(self)), changes, "config")
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings(Config):
+    """What `lockstep train` was asked for, and what its launcher adds. Raises UsageError for
+    values that cannot work.
+    """
+
+    task: str
+    """A bundled name or the path of a file."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """--set key=value: passed to `task(key=value)`, converted to the type that the parameter has
+    there.
+    """
+    workers: Annotated[int, Knob("run", least=1)] = 1
+    """Ranks over all hosts."""
+    grow: bool = False
+    """End at the next checkpoint, so that the launcher can go on with more workers."""
+    grow_if_wanted: bool = False
+    """The same, where the launcher has asked for it by then: over several hosts, one may come at
+    any time.
+    """
+    settings_file: str | None = None
+    """The file of `lockstep tune` that some of these were taken from; they are as good as given
+    by hand.
+    """
+
+    def __post_init__(self) -> None:
+        Config.__post_init__(self)
+        elastic = self.grow or self.grow_if_wanted
+        if self.mesh is not None:
+            self.mesh.check_size(self.workers)
+            if elastic:
+                raise UsageError(
+                    f"mesh={str(self.mesh)!r} has a place for each of {self.mesh.size} ranks: give"
+                    " that number of workers, and no range"
+                )
+        if self.balance is not None:
+            balance = Balance.of(self.balance)
+            balance.check(self, self.workers)
+            if not balance.measured and elastic:
+                raise UsageError(
+                    f"balance={self.balance!r} has a number for each of {self.workers} workers:"
+                    " give that number of workers, and no range"
+                )
+
+    def method(self) -> Parallelism:
+        """How the ranks' work becomes one training, and nothing else."""
+        return Parallelism(**{each.name: getattr(self, each.name) for each in fields(Parallelism)})
+
+    @classmethod
+    def of(cls, config: Config, **own: Any) -> Settings:
+        """Of what was chosen, and what the launcher says beside: task, workers, ..."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(Config)}, **own)
+
+    def on_one_host(self, workers: int) -> Settings:
+        """With one host's ranks alone; a mesh is laid over all of them, and shares are dealt out
+        among all.
+        """
+        return replace(
+            self, workers=workers, mesh=None, balance=None, schedule=SCHEDULE, split=SPLIT
+        )
+
+    def differences(self, before: Settings) -> list[str]:
+        """In what a run with these settings would be another training than one with those of
+        `before`, in words.
+        """
+        decides = ["task", "overrides", "epochs", "steps", "precision", "compile", "exact"]
+        # in float32 the order of a sum, and so its last bits
+        decides += ["threads", "bucket_mb"] if self.exact else []
+        pairs = [(name, getattr(before, name), getattr(self, name)) for name in decides]
+        ours, theirs = self.recipe(), before.recipe()
+        pairs += [(name, theirs.get(name), ours.get(name)) for name in {**theirs, **ours}]
+        return [
+            f"{name} was {_shown(before)} and is {_shown(now)}"
+            for name, before, now in pairs
+            if before != now
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Every field by its name, as `of_json` takes it."""
+        return {each.name: getattr(self, each.name) for each in fields(self)} | {
+            "mesh": None if self.mesh is None else str(self.mesh)
+        }
+
+    def write(self, directory: Path) -> None:
+        """As settings.json in `directory`."""
+        new = directory / f"{FILE}.unfinished"
+        new.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        new.replace(directory / FILE)
+
+    @classmethod
+    def read(cls, directory: Path) -> Settings:
+        """From settings.json in `directory`. Raises UsageError where it is missing or not ours."""
+        file = directory / FILE
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{file} cannot be read ({error}): {directory} is not a run directory of `lockstep"
+                " train`"
+            ) from None
+        if not isinstance(found, dict):
+            raise UsageError(
+                f"{file} holds a {type(found).__name__}, not settings: it was not written by"
+                " `lockstep train`"
+            )
+        unknown = sorted(set(found) - {each.name for each in fields(cls)})
+        if unknown or "task" not in found:
+            wrong = f"{', '.join(unknown)} unknown to this version" if unknown else "no task named"
+            raise UsageError(
+                f"{file}: {wrong}; it was written by another version of Lockstep, or by hand"
+            )
+        return cls(**found)
+
+
+def check_parts(mesh: Mesh, precision: Precision | None, *, compile: bool | None) -> None:
+    """Raise a UsageError for what a model in parts cannot be trained with."""
+    if not mesh.only_data and precision == "fp16":
+        raise UsageError(
+            f"precision='fp16' with mesh={str(mesh)!r}: every part would find a loss scale of its"
+            " own; use bf16"
+        )
+    if not mesh.only_data and compile:
+        raise UsageError(
+            f"compile with mesh={str(mesh)!r}: parts of a model are not compiled; give --no-compile"
+        )
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
+
+
+def overrides_of(pairs: list[str]) -> dict[str, str]:
+    """["lr=0.1", ...] as given to --set, as a dict. Raises UsageError for a pair without "=" and
+    for a key given twice.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise UsageError(f"--set {pair}: write it as --set key=value")
+        if key.strip() in found:
+            raise UsageError(
+                f"--set {key.strip()} is given twice, as {found[key.strip()]!r} and as {value!r}:"
+                " give it once"
+            )
+        found[key.strip()] = value
+    return found

@@ -1,0 +1,266 @@
+"""What is trained: everything that would change the weights on one worker, in one object.
+
+How it is run (workers, device, run directory) is Settings. A task says nothing about ranks, so any
+number of them can run it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lockstep.config.documented import documented
+from lockstep.config.parts import Parts
+from lockstep.errors import TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import Dataset
+
+Precision = Literal["fp32", "bf16", "fp16", "tf32"]
+Mode = Literal["max", "min"]
+Unused = Literal["error", "zeros", "skip"]
+Record = Mapping[str, Any]
+UNUSED: tuple[Unused, ...] = ("error", "zeros", "skip")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16", "tf32")
+
+
+@documented
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyStopping:
+    """Stop when `metric` has not improved for `patience` evaluations in a row. All ranks stop
+    together.
+    """
+
+    metric: str
+    """A name that `Task.metrics` gives, or "loss"."""
+    mode: Mode
+    """Whether the largest or the smallest value is the best."""
+    patience: int
+    """Evaluations without a new best after which training ends, at least 1."""
+
+    def __post_init__(self) -> None:
+        _known("EarlyStopping: mode", self.mode, ("max", "min"))
+        _count("EarlyStopping: patience", self.patience)
+
+
+def _first(batch: Any) -> tuple[Any, ...]:
+    return (batch[0],)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A piece of training, defined once. `lockstep train my_task.py` calls the file's `task()` and
+    expects one of these.
+
+    Raises TaskError, naming the field, for values that cannot work. It does not touch the model or
+    the data beyond their lengths.
+    """
+
+    model: Callable[[], nn.Module]
+    """Builds the model. Called under the shared random stream, so that it is equal on all ranks."""
+    train_data: Dataset[Any]
+    """Map-style (`__len__` and `__getitem__`), or iterable: a stream, whose epochs have no known
+    length.
+    """
+    loss: Callable[[Any, Any], tuple[Tensor, float | Tensor]]
+    """(output, batch) -> (sum of the losses, weight); the weight is what the sum counts:
+    samples, tokens.
+    """
+    optimizer: Callable[[nn.Module], Optimizer]
+    """model -> the one optimizer. For several, write a loop with a Stepper each."""
+    global_batch: int
+    """Samples of an optimizer step, over all ranks."""
+    micro_batch: int
+    """Samples of a forward: what BatchNorm sees."""
+    name: str | None = None
+    """Shown and used for the run directory; default: the bundled name or the file's."""
+    inputs: Callable[[Any], tuple[Any, ...] | Mapping[str, Any]] = _first
+    """batch -> the model's arguments: positional ones as a tuple, keywords as a dict. By default
+    the batch's first part is the one.
+    """
+    collate: Callable[[list[Any]], Any] | None = None
+    """List of samples -> batch; default: torch's."""
+    order: Callable[[Any], Any] | None = None
+    """train_data -> what comes when: an order of lockstep.data.orders (weighted, mixed, in
+    blocks) or a torch sampler. Default: shuffled.
+    """
+    epochs: int = 1
+    """Passes over train_data; --epochs and --steps come before it."""
+    seed: int = 0
+    """Keys initialisation, order, augmentation and dropout."""
+    scheduler: Callable[[Optimizer, int], LRScheduler] | None = None
+    """(optimizer, how often the scheduler will be stepped) -> scheduler: all optimizer steps, or
+    all epochs with scheduler_per="epoch".
+    """
+    scheduler_per: Literal["step", "epoch"] = "step"
+    """When the scheduler is stepped: after every optimizer step, or after every epoch."""
+    clip: float | None = None
+    """The largest norm of the gradient."""
+    unused: Unused = "error"
+    """What a parameter is that gets no gradient on any rank: a mistake, one with a gradient of
+    zeros, or one that is left alone.
+    """
+    precision: Precision = "fp32"
+    """bf16 and fp16 run the forward under autocast (fp16 with a loss scale); tf32 allows it in
+    float32 matrix products.
+    """
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    eval_data: Dataset[Any] | None = None
+    """Evaluated after every epoch, each sample once. Map-style."""
+    eval_micro_batch: int | None = None
+    """Samples of a forward in evaluation; default: `micro_batch`."""
+    metrics: Callable[[Any, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]] | None = None
+    """(output, batch) -> name -> (sum, weight), on `eval_data`; the loss is always evaluated, as
+    "loss".
+    """
+    best: str | None = None
+    """The metric whose best value keeps its checkpoint beside the newest one."""
+    best_mode: Mode | None = None
+    """Whether the largest or the smallest value of `best` is the best; needed with `best`."""
+    early_stopping: EarlyStopping | None = None
+    """When training ends before its epochs are over: a lockstep.EarlyStopping."""
+    on_step: Callable[[Record], None] | None = None
+    """Called with the record of every optimizer step, as it stands in metrics.jsonl."""
+    on_evaluate: Callable[[Record], None] | None = None
+    """Called with the record of every evaluation."""
+    callbacks_on: Literal["first", "all"] = "first"
+    """The ranks that call `on_step` and `on_evaluate`."""
+    parts: Parts = field(default_factory=Parts)
+    """Where the model may be cut when its layers or matrices are split over ranks (--mesh)."""
+
+    def __post_init__(self) -> None:
+        self._check_callables()
+        self._check_sizes()
+        self._check_data()
+        self._check_evaluation()
+        if not isinstance(self.parts, Parts):
+            raise TaskError(
+                f"Task: parts is a {type(self.parts).__name__}; give a lockstep.config.parts.Parts"
+            )
+        _known("Task: precision", self.precision, PRECISIONS)
+        _known("Task: callbacks_on", self.callbacks_on, ("first", "all"))
+        _known("Task: unused", self.unused, UNUSED)
+        _known("Task: scheduler_per", self.scheduler_per, ("step", "epoch"))
+        if self.scheduler is None and self.scheduler_per != "step":
+            raise TaskError(
+                f"Task: scheduler_per={self.scheduler_per!r} without a scheduler: give scheduler="
+                " too, or leave it out"
+            )
+
+    def _check_callables(self) -> None:
+        needed = ("model", "loss", "optimizer", "inputs")
+        for name in (*needed, "collate", "order", "scheduler", "metrics", "on_step", "on_evaluate"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name in needed):
+                raise TaskError(
+                    f"Task: {name} is a {type(value).__name__}, but it must be a function (see the"
+                    " docstring of lockstep.Task)"
+                )
+        if _is_module(self.model):
+            raise TaskError(
+                "Task: model is a model; give a function that builds it (model=lambda: Net()), so"
+                " that every rank builds the same"
+            )
+
+    def _check_sizes(self) -> None:
+        for name in ("global_batch", "micro_batch", "epochs", "eval_micro_batch"):
+            value = getattr(self, name)
+            if value is not None or name != "eval_micro_batch":
+                _count(f"Task: {name}", value)
+        if self.micro_batch > self.global_batch:
+            raise TaskError(
+                f"Task: micro_batch={self.micro_batch} is larger than"
+                f" global_batch={self.global_batch}: a step is cut into micro-batches, so make it"
+                f" at most {self.global_batch}"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TaskError(f"Task: seed={self.seed!r} is not a whole number")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise TaskError(
+                f"Task: clip={self.clip}: the largest norm of the gradient is above 0; leave it out"
+                " for no clipping"
+            )
+
+    def _check_data(self) -> None:
+        for name in ("train_data", "eval_data"):
+            data = getattr(self, name)
+            if data is None and name == "eval_data":
+                continue
+            numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+            if (
+                name == "train_data"
+                and not numbered
+                and hasattr(data, "__iter__")
+                and not hasattr(data, "__next__")
+            ):
+                if self.order is not None:
+                    raise TaskError(
+                        f"Task: order is given, but train_data is a {type(data).__name__}, which"
+                        " decides itself what comes when"
+                    )
+                continue  # a stream: whether it yields something is seen when it is walked
+            if not numbered:
+                also = (
+                    ", or iterable, with an __iter__ that begins anew"
+                    if name == "train_data"
+                    else ""
+                )
+                raise TaskError(
+                    f"Task: {name} is a {type(data).__name__}; it must be map-style, with __len__"
+                    f" and __getitem__{also}"
+                )
+            if len(data) == 0:
+                raise TaskError(
+                    f"Task: {name} is empty: give it at least one sample, or check where it looked"
+                    " for its files"
+                )
+
+    def _check_evaluation(self) -> None:
+        if self.best_mode is not None:
+            _known("Task: best_mode", self.best_mode, ("max", "min"))
+        if (self.best is None) != (self.best_mode is None):
+            raise TaskError(
+                f"Task: best={self.best!r} and best_mode={self.best_mode!r}: give the metric's name"
+                " and 'max' or 'min', or neither"
+            )
+        watched = {
+            "best": self.best,
+            "early_stopping": self.early_stopping and self.early_stopping.metric,
+        }
+        for name, metric in watched.items():
+            if metric is not None and self.eval_data is None:
+                raise TaskError(
+                    f"Task: {name} watches {metric!r}, but there is no eval_data to compute it on"
+                )
+            if metric not in (None, "loss") and self.metrics is None:
+                raise TaskError(
+                    f"Task: {name} watches {metric!r}, but metrics= is not given; without it there"
+                    " is only 'loss'"
+                )
+        if self.eval_data is None:
+            for name in ("metrics", "eval_micro_batch", "on_evaluate"):
+                if getattr(self, name) is not None:
+                    raise TaskError(
+                        f"Task: {name} is given, but there is no eval_data: it would never be used"
+                    )
+
+
+def _is_module(value: Any) -> bool:
+    return not isinstance(value, type) and hasattr(value, "named_parameters")
+
+
+def _known(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise TaskError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
+
+
+def _count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise TaskError(f"{name}={value!r}: give a whole number of at least 1")

@@ -1,0 +1,164 @@
+"""Batches cut at fixed positions, whoever runs them: number n holds rows n * size onwards, and rank
+r has the numbers r, r + W, ...
+
+Nothing is padded and nothing dropped: the last batch keeps its true size, and ranks without a batch
+have none. The forward of a batch then sees the same rows in the same shape at every world size, so
+that its output has the same bits wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import Loader
+from lockstep.data.windows import whole
+from lockstep.errors import UsageError
+from lockstep.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One batch: its number, its rows (their places in the whole), and what the model's inputs
+    are made of.
+    """
+
+    number: int
+    rows: range
+    batch: Any
+
+
+class Rows(Protocol):
+    """All rows, of which iterating gives this rank's, batch by batch, in order."""
+
+    total: int
+    """Rows of all ranks."""
+    count: int
+    """Batches of all ranks."""
+    size: int
+    """Rows of a batch; the last has what is left."""
+
+    def __iter__(self) -> Iterator[Piece]: ...
+
+    def close(self) -> None: ...
+
+
+class DatasetRows:
+    """The samples of a map-style data set in its own order, loaded by the rank that has them.
+    Can be walked many times.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        world: World,
+        *,
+        batch: int,
+        seed: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        loader_workers: int = 0,
+        device: torch.device | None = None,
+        share: tuple[int, int] | None = None,
+    ) -> None:
+        """`share`: which of how many shares is this rank's, where it is not one for every rank."""
+        self.size = whole("batch", batch)
+        number, shares = share or (world.rank, world.size)
+        if isinstance(dataset, Sized) and len(dataset) == 0:
+            raise UsageError(
+                f"the data set (a {type(dataset).__name__}) is empty: there is nothing to run the"
+                " model on"
+            )
+        # As many micro-batches a window as there are shares, in order: number n holds positions n *
+        # batch onwards, for any world size.
+        self._loader = Loader(
+            dataset,
+            global_batch=self.size * shares,
+            micro_batch=self.size,
+            seed=seed,
+            shuffle=False,
+            num_workers=loader_workers,
+            collate_fn=collate,
+            device=world.device if device is None else device,
+            rank=number,
+            size=shares,
+        )
+        self.total = len(dataset)  # type: ignore[arg-type]  # the Loader has checked that it has a length
+        self.count = -(-self.total // self.size)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for epoch in self._loader.epochs(1, start=0):
+            for window in epoch:
+                for batch, positions in zip(window, window.positions, strict=True):
+                    yield Piece(positions.start // self.size, positions, batch)
+
+    def close(self) -> None:
+        self._loader.close()
+
+
+class BatchRows:
+    """The rows of one batch that every rank holds: a tensor, or a tuple, list or dict of tensors
+    with equal first dimensions.
+    """
+
+    def __init__(
+        self, whole_batch: Any, world: World, *, batch: int, device: torch.device | None = None
+    ) -> None:
+        self.size, self._world = whole("batch", batch), world
+        self._whole = whole_batch
+        self._device = world.device if device is None else device
+        self.total = _rows_of(whole_batch)
+        self.count = -(-self.total // self.size)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for number in range(self._world.rank, self.count, self._world.size):
+            rows = range(number * self.size, min((number + 1) * self.size, self.total))
+            yield Piece(number, rows, self._cut(self._whole, rows))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _cut(self, part: Any, rows: range) -> Any:
+        if isinstance(part, Tensor):
+            return part[rows.start : rows.stop].to(self._device)
+        if isinstance(part, dict):
+            return {name: self._cut(value, rows) for name, value in part.items()}
+        return tuple(self._cut(value, rows) for value in part)
+
+
+def is_batch(data: Any) -> bool:
+    """Whether `data` is one batch, and not a data set."""
+    return isinstance(data, (Tensor, tuple, dict))
+
+
+def _rows_of(batch: Any) -> int:
+    parts = {"the batch": batch} if isinstance(batch, Tensor) else _named(batch)
+    for name, part in parts.items():
+        if not isinstance(part, Tensor) or part.dim() == 0:
+            kind = "a 0-d tensor" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise UsageError(
+                f"{name} is {kind}: a batch is cut by rows, so give tensors whose first dimension"
+                " counts the rows"
+            )
+    lengths = {name: len(part) for name, part in parts.items()}
+    if len(set(lengths.values())) != 1:
+        found = (
+            ", ".join(f"{name} has {length}" for name, length in lengths.items())
+            or "it holds no tensor"
+        )
+        raise UsageError(f"the parts of the batch must have the same number of rows: {found}")
+    total = next(iter(lengths.values()))
+    if total == 0:
+        raise UsageError("the batch has 0 rows: there is nothing to run the model on")
+    return total
+
+
+def _named(batch: Any) -> dict[str, Any]:
+    return {
+        f"part {key!r}": part
+        for key, part in (batch.items() if isinstance(batch, dict) else enumerate(batch))
+    }

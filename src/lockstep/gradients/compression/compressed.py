@@ -1,0 +1,242 @@
+"""A Reduction (gradients/reductions.py) whose buckets travel compressed: what all compressors have
+in common.
+
+Error feedback (Karimireddy et al., ICML 2019): what compression has left out so far is added to the
+next step's gradient.
+
+    to send    = gradient + owed
+    owed       = to send - what was sent of it         on every rank for itself
+
+So nothing is lost, it comes later: after any number of steps the sum of what was applied and of
+what all ranks owe is the sum of all gradients.
+
+What is owed is in the unit of gradients as they are sent: sums over a step's micro-batches, that
+the Stepper divides by the step's own weight. What a full step owes is therefore worth more in a
+short last step (divided by less), and what a short step owes less in a full one; with steps of
+equal weight nothing of it is seen. A loss scaler, whose unit changes, is refused by the Stepper.
+
+Slices go to their owners, and messages to everybody:
+
+    rank 0   [ a0 | a1 | a2 ]        slice r of everybody's bucket goes to rank r (all-to-all), which unpacks it, adds it up
+    rank 1   [ b0 | b1 | b2 ]   ->   in the order of ranks and packs the sum once; then every rank gets every sum (all-gather)
+    rank 2   [ c0 | c1 | c2 ]
+
+A backend would add packed numbers as they are: bfloat16 in bfloat16, and int8 not at all. Here an
+owner adds in float32, and a sum is rounded twice however many ranks there are. It has one owner, so
+all ranks have the same bits of it. The bytes are a ring's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Done, Group, Work, asks
+from lockstep.config.parallelism import Compression
+from lockstep.errors import UsageError
+from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.layout import ALIGNMENT, BucketPlan, Layout
+from lockstep.gradients.reductions import Reduction
+
+_NAME = "error/"
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+Stages = Generator[Work, None, tuple[Tensor, Tensor | None]]
+"""Collectives, each of which is begun when those before it are done. In the end the sum over all
+ranks, equal on all of them, and what this rank could not send of its own part of it.
+"""
+
+
+class Compressor(ABC):
+    """One way to compress."""
+
+    owes = True
+    """Whether it leaves out something that error feedback has to bring back."""
+
+    @abstractmethod
+    def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
+        """Sum `flat` over all ranks: the gradients of `bucket`, with what was owed of them, in
+        float32 or float64.
+        """
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """What it remembers from step to step, on all ranks alike."""
+        return {}
+
+    def take_back(self, common: Mapping[str, Tensor]) -> None:
+        return
+
+
+class Compressed(Reduction):
+    """The first stage of a bucket leaves in the backward, the others in `wait`, that is, in the
+    order of buckets on every rank.
+
+    A bucket whose sum is not finite leaves what is owed as it was: a nan never gets into it. Such a
+    step is skipped, and what the other buckets paid in it of their debts is lost with it, as its
+    gradient is.
+    """
+
+    carries_all = False
+
+    def __init__(self, compression: Compression, compressor: Compressor, group: Group) -> None:
+        self.name = str(compression)
+        self._compressor = compressor
+        self._owed = Owed(group) if compressor.owes else None
+
+    def memory(self, layout: Layout) -> list[Tensor]:
+        for plan in layout.buckets:
+            if plan.dtype not in _FLOATS:
+                dtype = str(plan.dtype).removeprefix("torch.")
+                raise UsageError(
+                    f"compress={self.name!r}: the gradient of {plan.spans[0].name!r} is {dtype},"
+                    " and only real floating-point numbers can be compressed"
+                )
+        if self._owed is not None:
+            self._owed.lay(layout)
+        return super().memory(layout)
+
+    def start(self, bucket: Bucket) -> Work:
+        numel = bucket.sum.numel() - (0 if bucket.flag is None else ALIGNMENT)
+        return _Staged(self._stages(bucket, bucket.sum.data[:numel])) if numel else Done()
+
+    def _stages(self, bucket: Bucket, gradients: Tensor) -> Generator[Work]:
+        flat = gradients.to(working(gradients.dtype))
+        owed = None if self._owed is None else self._owed.of(bucket.index, flat.numel())
+        if owed is not None:
+            flat += owed
+        total, left = yield from self._compressor.sum(flat, bucket)
+        if owed is not None and left is not None:
+            # decided on the device: nobody waits for it
+            torch.where(total.isfinite().all(), left, owed, out=owed)
+        for span in bucket.spans:  # and nothing between them: it would never be cleared
+            gradients[span.start : span.stop].copy_(total[span.start : span.stop])
+
+    def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        return self._compressor.kept(), {} if self._owed is None else self._owed.kept()
+
+    def take_back(
+        self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
+    ) -> None:
+        self._compressor.take_back(common)
+        if self._owed is not None:
+            self._owed.take_back(by_rank)
+
+
+class _Staged:
+    """Stages of which the first has begun."""
+
+    def __init__(self, stages: Generator[Work]) -> None:
+        self._stages = stages
+        self._work: Work | None = next(stages, None)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """A second call does nothing; one after a timeout goes on where that one was."""
+        while self._work is not None:
+            self._work.wait(timeout)
+            self._work = next(self._stages, None)
+
+    def done(self) -> bool:
+        """Whether the stage that has begun is, without waiting: the others begin when they are
+        waited for.
+        """
+        done = None if self._work is None else asks(self._work)
+        return self._work is None or (done is not None and done())
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients of a dtype are added and remembered: float32 at least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Owed:
+    """One flat tensor a bucket. It belongs to parameters: buckets may be laid anew.
+
+    A parameter that is no longer trained is owed nothing any more.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._plans: tuple[BucketPlan, ...] = ()
+        self._flats: list[Tensor] = []
+
+    def lay(self, layout: Layout) -> None:
+        """Follow the buckets."""
+        before = self._by_parameter()
+        self._plans = layout.buckets
+        self._flats = [
+            torch.zeros(plan.numel, dtype=working(plan.dtype), device=plan.device)
+            for plan in layout.buckets
+        ]
+        for name, there in self._by_parameter().items():
+            if name in before and before[name].shape == there.shape:
+                there.copy_(before[name])
+
+    def of(self, bucket: int, numel: int) -> Tensor:
+        """What this rank owes of the first `numel` elements of a bucket."""
+        return self._flats[bucket][:numel]
+
+    def kept(self) -> dict[str, Tensor]:
+        """Of this rank, by the names of parameters, flat."""
+        return {_NAME + name: owed for name, owed in self._by_parameter().items() if owed.numel()}
+
+    def take_back(self, by_rank: Sequence[Mapping[str, Tensor]]) -> None:
+        """What every rank owed then. With fewer ranks now, one takes over the debts of several;
+        with more, the new ones owe nothing.
+        """
+        ours = by_rank[self._group.rank :: self._group.size]
+        for name, there in self._by_parameter().items():
+            there.zero_()
+            for theirs in ours:
+                if _NAME + name in theirs:
+                    there += theirs[_NAME + name].to(there.device)
+
+    def _by_parameter(self) -> dict[str, Tensor]:
+        return {
+            span.name: flat[span.start : span.stop]
+            for plan, flat in zip(self._plans, self._flats, strict=True)
+            for span in plan.spans
+        }
+
+
+def sliced(flat: Tensor, size: int, multiple: int = 1) -> Tensor:
+    """One row for every rank, [size, length], with zeros behind the end; `length` is a multiple
+    of `multiple`.
+    """
+    length = -(-flat.numel() // (size * multiple)) * multiple
+    if flat.numel() == size * length:
+        return flat.view(size, length)
+    rows = flat.new_zeros(size * length)
+    rows[: flat.numel()].copy_(flat)
+    return rows.view(size, length)
+
+
+def to_owners(group: Group, rows: Tensor, place: str) -> tuple[Tensor, Work]:
+    """Start to send row r to rank r: what every rank has for this one, by rank, in the same
+    shape, once the work is done.
+    """
+    if group.size == 1:
+        return rows, Done()
+    rows = rows.contiguous()
+    arriving, each = torch.empty_like(rows), [rows.shape[1]] * group.size
+    return arriving, group.exchange(arriving.view(-1), each, rows.view(-1), each, place)
+
+
+def to_all(group: Group, message: Tensor, place: str) -> tuple[Tensor, Work]:
+    """Start to send a flat message to every rank: everybody's, by rank, [size, length], once the
+    work is done.
+
+    An all-gather that leaves while the backward goes on.
+    """
+    return to_owners(group, message.expand(group.size, -1), place)
+
+
+def added(rows: Tensor) -> Tensor:
+    """The sum of rows, in their order."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total

@@ -1,0 +1,172 @@
+"""Fewer bits an element, or fewer elements.
+
+Cast    16 bits. Nothing is remembered: what rounding takes away is small, and as often up as down
+Int8    8 bits: nearly a quarter of the bytes
+TopK    only the largest elements, each with its place; the others wait until they have grown (Stich
+        et al., NeurIPS 2018)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.compression.compressed import (
+    Compressor,
+    Stages,
+    added,
+    sliced,
+    to_all,
+    to_owners,
+)
+from lockstep.gradients.layout import ALIGNMENT
+
+_TOP = 15  # the largest element is scaled to below 2^15
+_LARGEST_SHIFT = 120  # 2^120 is still a float32
+BLOCK = ALIGNMENT  # elements that share a scale
+_STEPS = 127
+
+
+class Cast(Compressor):
+    """To the owners in 16 bits, added there in float32, and back in 16 bits.
+
+    bf16 has float32's range and 8 bits of precision: nothing can overflow. fp16 has 11 bits and a
+    range that ends at 65504, which the sum over a large batch leaves easily: every slice is
+    multiplied by the power of two that brings its largest element just below 2^15, which is exact,
+    and the power travels behind it. So fp16 cannot overflow either, and what is 2^39 times smaller
+    than the largest is lost.
+    """
+
+    owes = False
+
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+        self._group = group
+        self._pack, self._unpack = (
+            (scaled, unscaled) if dtype == torch.float16 else (rounded, widened)
+        )
+
+    def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
+        arriving, work = to_owners(
+            self._group, self._pack(sliced(flat, self._group.size)), bucket.place
+        )
+        yield work
+        total = self._pack(added(self._unpack(arriving, flat.dtype))[None])
+        everybodys = self._group.all_gather(total, bucket.place)
+        return self._unpack(everybodys, flat.dtype).flatten()[: flat.numel()], None
+
+
+def rounded(rows: Tensor) -> Tensor:
+    return rows.to(torch.bfloat16)
+
+
+def widened(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.to(dtype)
+
+
+def scaled(rows: Tensor) -> Tensor:
+    """Each row times its own power of two, whose exponent stands behind it; as float16, [rows,
+    length + 1].
+    """
+    largest = rows.abs().amax(dim=1, keepdim=True)
+    exponent = torch.frexp(largest).exponent
+    shift = torch.where(largest.isfinite(), _TOP - exponent, 0).clamp(max=_LARGEST_SHIFT)
+    return torch.cat([rows * power_of_two(shift, rows.dtype), shift.to(rows.dtype)], dim=1).to(
+        torch.float16
+    )
+
+
+def unscaled(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows[:, :-1].to(dtype) * power_of_two(-rows[:, -1:].to(torch.int32), dtype)
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exactly, from its bits: `pow` rounds."""
+    if dtype == torch.float64:
+        return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+class Int8(Compressor):
+    """To the owners in 8 bits, added there in float32, and back in 8 bits.
+
+    Of every 64 elements the largest is 127 (or -127), and the others are rounded to multiples of
+    its 127th part, which travels as a float32 behind them. Gradients begin at multiples of 64 in
+    their bucket, so no parameter shares a scale with a larger one. Sums of such numbers do not fit
+    8 bits, so owners add in float32 and quantise the sum again. Both roundings are owed: the first
+    by the rank whose gradient it is, the second by the owner of the slice.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
+        rows = sliced(flat, self._group.size, BLOCK)
+        leaving = quantised(rows)
+        left = flat - restored(leaving, flat.dtype).flatten()[: flat.numel()]
+        arriving, work = to_owners(self._group, leaving, bucket.place)
+        yield work
+        mine = added(restored(arriving, flat.dtype))
+        packed = quantised(mine[None])
+        begin = self._group.rank * mine.numel()
+        owned = left[begin : begin + mine.numel()]
+        owned += (mine - restored(packed, flat.dtype)[0])[: owned.numel()]
+        everybodys = self._group.all_gather(packed, bucket.place)
+        return restored(everybodys, flat.dtype).flatten()[: flat.numel()], left
+
+
+def quantised(rows: Tensor) -> Tensor:
+    """[rows, length] as int8, the scales' bytes behind them: [rows, length + 4 * length /
+    BLOCK]. A nan or inf is in its block's scale.
+    """
+    blocks = rows.reshape(rows.shape[0], -1, BLOCK)
+    scales = (blocks.abs().amax(dim=2, keepdim=True) / _STEPS).to(torch.float32)
+    usable = scales.isfinite() & (scales > 0)
+    steps = (
+        torch.where(usable, blocks / scales, 0.0).round_().clamp_(-_STEPS, _STEPS).to(torch.int8)
+    )
+    return torch.cat([steps.flatten(1), scales.flatten(1).view(torch.int8)], dim=1)
+
+
+def restored(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, length], of what was quantised."""
+    length = message.shape[1] * BLOCK // (BLOCK + 4)
+    scales = message[:, length:].clone().view(torch.float32).to(dtype)
+    steps = message[:, :length].to(dtype).view(message.shape[0], -1, BLOCK)
+    return (steps * scales[:, :, None]).flatten(1)
+
+
+class TopK(Compressor):
+    """`share` of the elements of each bucket, by magnitude, in the gradients' own dtype.
+
+    Ranks choose different ones, so nothing can be added on the way: every rank gets every message,
+    and adds them in the order of ranks. What that costs grows with the number of ranks, unlike all
+    the others.
+    """
+
+    def __init__(self, group: Group, share: float) -> None:
+        self._group = group
+        self._share = share
+
+    def sum(self, flat: Tensor, bucket: Bucket) -> Stages:
+        count = max(
+            1, math.ceil(self._share * sum(span.stop - span.start for span in bucket.spans))
+        )
+        places = flat.abs().topk(count, sorted=False).indices
+        values = flat[places].to(bucket.sum.dtype)
+        left = flat.clone()
+        left[places] -= values.to(flat.dtype)  # all of it, but for what a narrower dtype rounds
+        width = torch.int32 if flat.numel() < 2**31 else torch.int64
+        message = torch.cat([places.to(width).view(torch.uint8), values.view(torch.uint8)])
+        arriving, work = to_all(self._group, message, bucket.place)
+        yield work
+        total = torch.zeros_like(flat)
+        for theirs in arriving:
+            where, what = theirs.split([count * width.itemsize, count * values.itemsize])
+            total.index_add_(
+                0, where.clone().view(width), what.clone().view(values.dtype).to(flat.dtype)
+            )
+        return total, left

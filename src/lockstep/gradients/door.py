@@ -1,0 +1,267 @@
+"""The door: what does a gradient that lands now mean?
+
+stray      no backward whose gradients count is running: noted, and left where it is
+cleared    somebody has replaced what had landed before: an error, it belonged to the sum
+late       its sum is on its way already: an error
+one more   further ones of this parameter may come: it is added to those
+the last   its bucket has one gradient less to wait for, and leaves when it waits for none
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Work
+from lockstep.errors import LateGradient, LockstepWarning, UsageError
+from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.departures import Departures
+from lockstep.gradients.fold import Fold
+
+_CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
+
+CLEARED = (
+    "the gradient of {!r} was cleared, replaced or added to between stepper.backward() and"
+    " stepper.step(), when it belonged to the sum over all ranks: leave out zero_grad() (every"
+    " window begins with cleared gradients) and other backwards"
+)
+_LATE = (
+    "a second gradient of {!r} arrived in one window's last backward, when its sum was on its way"
+    " to the other ranks. Usual causes: two backwards (add the losses and call backward once); a"
+    " block used twice under reentrant checkpointing (static_graph=True with the wrapper, or"
+    " use_reentrant=False)"
+)
+_NO_GRAPH = (
+    "backward(create_graph=True): the graph on the gradient of {!r} does not reach the other ranks,"
+    " and their mean has none: take derivatives of gradients with torch.autograd.grad"
+)
+_DENSE = (
+    "the gradient of {!r} is sparse, and is summed and given to the optimizer as a dense one."
+    " lockstep.DistributedDataParallel without a Stepper keeps the gradients of"
+    " nn.Embedding(sparse=True) sparse"
+)
+
+
+class Door:
+    """Where the gradients of one model come in. `leave` sends the next bucket; `works` are the
+    sums of those that have left, at `departures`.
+    """
+
+    def __init__(
+        self, fold: Fold, leave: Callable[[], None], works: Sequence[Work], departures: Departures
+    ) -> None:
+        self.fold, self._leave, self._works, self._departures = fold, leave, works, departures
+        self.closing = False
+        """Whether full buckets may leave during this backward."""
+        # by a Stepper: only gradients of its own backward count, and nobody clears them before
+        # `finish`
+        self.guarded = False
+        self.expecting = True  # a backward whose gradients count is running
+        self.stray = False
+        """Whether a gradient arrived that was not expected."""
+        self.scale = 1.0
+        """What each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size."""
+        self.end_of_backward: Callable[[], None] | None = None
+        """Called once after a closing backward, by the wrapper."""
+        self.on_landed: Callable[[int, Tensor], None] | None = None
+        """Shown each gradient, with its parameter's number, before it is summed."""
+        self.static_graph = StaticGraph()
+        self.arrivals: list[int] | None = None
+        """The order of one backward of the first window; None once the buckets follow it."""
+        self.here: list[bool] = []
+        """Of each parameter, whether a gradient has landed in this window."""
+        self._names: Sequence[str] = ()
+        self._home: list[Bucket] = []
+        self._said: set[str] = set()
+
+    def lay(self, names: Sequence[str], buckets: Sequence[Bucket]) -> None:
+        """The gradients of these parameters have places in these buckets from now on."""
+        self._names = names
+        homes = {span.parameter: bucket for bucket in buckets for span in bucket.spans}
+        self._home = [homes[number] for number in range(len(names))]
+        self.arm(buckets)
+
+    def arm(self, buckets: Sequence[Bucket]) -> None:
+        """Be ready for a closing backward."""
+        self._under_way = self._began = False
+        self.static_graph.begin(len(self._names))
+        self.closed = [False] * len(self._names)  # landed in its closing backward, and scaled
+        # still to land in the closing backward
+        self._expected = [len(bucket.spans) for bucket in buckets]
+
+    @property
+    def open(self) -> bool:
+        """Whether a closing backward has begun and not ended."""
+        return self._under_way or self._began
+
+    @contextmanager
+    def window(self, *, last: bool) -> Iterator[None]:
+        """Say whether full buckets may leave during the backwards in this block."""
+        before, self.closing = self.closing, last
+        self.fold.open()
+        try:
+            yield
+        finally:
+            self.closing = before
+        if not last:
+            self.fold.shut()
+
+    def guard(self) -> None:
+        """Count the gradients of the backwards in `backward` only, and have nobody clear them
+        before they are summed.
+        """
+        self.guarded, self.expecting = True, False
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The gradients of this block count."""
+        before, self.expecting = self.expecting, True
+        try:
+            yield
+        finally:
+            self.expecting = before
+
+    def landed(self, number: int, parameter: Tensor) -> None:
+        """A parameter's hook, called by autograd."""
+        if not self.expecting:
+            self.stray = True
+            return
+        bucket = self._home[number]
+        if self.guarded and self.here[number] and self.fold.cleared(number, landing=True):
+            raise UsageError(CLEARED.format(self._names[number]))
+        if bucket.index < len(self._works) or (
+            self.closing and (self.closed[number] or self.static_graph.has_all(number))
+        ):
+            raise LateGradient(
+                self.static_graph.changed(number, self._names[number])
+                or _LATE.format(self._names[number])
+            )
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            self._say_once(_NO_GRAPH, number)
+            parameter.grad = parameter.grad.detach()
+        if (
+            parameter.grad is not None
+            and parameter.grad.is_sparse
+            and not self.fold.keeps_sparse(number)
+        ):
+            self._say_once(_DENSE, number)
+        if self.closing and not self._under_way:
+            self._under_way = True
+            if self.end_of_backward is not None and not self._began:
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+        if parameter.grad is None and not self.guarded:  # autograd came by without a gradient
+            return
+        if self.on_landed is not None and parameter.grad is not None:
+            self.on_landed(number, parameter.grad)
+        last = self.closing and self.static_graph.is_last(number)
+        self.fold.land(number, self.scale if last else 1.0)
+        self.here[number] = True
+        if self.arrivals is not None and self.fold.sets_order(closing=self.closing):
+            self.arrivals.append(number)
+        if last:
+            self.closed[number] = True
+            if not bucket.sum.is_cuda:  # there nobody asks what was hidden
+                self._departures.look()
+            self._expected[bucket.index] -= 1
+            while len(self._works) < len(self._expected) and self._expected[len(self._works)] == 0:
+                self._leave()
+
+    def take_in(self, number: int, gradient: Tensor) -> None:
+        """Count a gradient that was put into `.grad` by other hands than autograd's."""
+        if self.on_landed is not None:
+            self.on_landed(number, gradient)
+        self.fold.land(number, 1.0)
+        self.here[number] = True
+
+    def _say_once(self, what: str, number: int) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(
+                what.format(self._names[number]) + ". This is said once.",
+                LockstepWarning,
+                stacklevel=2,
+            )
+
+    def backward_begins(self, *_: object) -> None:
+        """The outermost backward has begun: its end is the end, also where reentrant
+        checkpointing runs others inside it.
+        """
+        if self.closing and not self.open and self.end_of_backward is not None:
+            self._began = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_of_backward)
+
+    def _backward_over(self) -> None:
+        """Called by autograd when a backward has ended: the user's, or one that reentrant
+        checkpointing runs inside it.
+        """
+        if len(self._works) < len(self._expected) and _inside_checkpoint():
+            self._under_way = False  # the next gradient asks to be called again
+        elif self.end_of_backward is not None:
+            self.end_of_backward()
+
+
+class StaticGraph:
+    """How many gradients each parameter gets in a backward, where every backward is like the first
+    one (`on`).
+
+    It learns from the first backward which gradient of a parameter is its last. A graph that is not
+    static has one of each.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._times: list[int] | None = None
+        self._count: list[int] = []
+
+    def begin(self, parameters: int) -> None:
+        """A backward is about to begin."""
+        self._count = [0] * parameters
+
+    def is_last(self, number: int) -> bool:
+        """Count a gradient of a parameter; whether it gets no further one. In the first backward
+        nobody knows.
+        """
+        self._count[number] += 1
+        return not self.on or (
+            self._times is not None and self._count[number] >= self._times[number]
+        )
+
+    def has_all(self, number: int) -> bool:
+        """Whether a further gradient of a parameter would be one more than in the first
+        backward.
+        """
+        return self.on and self._times is not None and self._count[number] == self._times[number]
+
+    def learn(self) -> None:
+        """A backward has ended."""
+        if self.on and self._times is None:
+            self._times = self._count
+
+    def forget(self) -> None:
+        """The model has other parameters."""
+        self._times = None
+
+    def changed(self, number: int, name: str) -> str | None:
+        """What to say of one gradient more; None where the graph is not known to be static."""
+        if not self.on or self._times is None:
+            return None
+        return (
+            "Your training graph has changed in this iteration, and static_graph=True says that it"
+            f" does not: {name!r} got gradient {self._count[number] + 1}, and {self._times[number]}"
+            " in the first backward. Leave out static_graph"
+        )
+
+
+def _inside_checkpoint() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_CHECKPOINT):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,115 @@
+"""The parameters of a model that are trained, whose hooks belong to one Reducer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, MutableMapping
+from functools import partial
+from typing import ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.collectives.group import Group
+from lockstep.errors import UsageError
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+class TrainedParameters:
+    """Those of a module that require gradients, each once, without the ignored ones (full
+    names). `landed` is called with each gradient.
+    """
+
+    _owners: ClassVar[MutableMapping[Tensor, ref[TrainedParameters]]] = WeakIdKeyDictionary()
+
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._module, self.ignored = module, frozenset(ignored)
+        self.names: list[str] = []
+        self.parameters: list[nn.Parameter] = []
+        self.generation = 0
+        """How often they have changed."""
+        self._taken_over = False
+        self._handles: list[RemovableHandle] = []
+        self._equal: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # on all ranks
+        self._seen = self._look()
+        for _, parameter in self.now():
+            self._equal[parameter] = None
+
+    def now(self) -> Named:
+        """What is to be trained as the module is now."""
+        return [
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and name not in self.ignored
+        ]
+
+    def take(self, landed: Callable[[int, Tensor], None]) -> None:
+        """Take charge of what is to be trained now: two must never reduce the same gradient."""
+        named = self.now()
+        if not named:
+            raise UsageError(
+                "the model has no parameter with requires_grad=True: there is nothing to train"
+            )
+        self.close()
+        self.generation += 1
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        for number, parameter in enumerate(self.parameters):
+            owner = self._owners.get(parameter, lambda: None)()
+            if owner is not None and owner is not self:
+                owner.close()
+                owner._taken_over = True
+            self._owners[parameter] = ref(self)
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(partial(landed, number))
+            )
+
+    def make_equal(self, group: Group) -> None:
+        """Give all ranks those of rank 0 that have joined the training since it began."""
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter not in self._equal:
+                group.broadcast(
+                    parameter.detach(), place=f"for {name}, which joined the training"
+                ).wait()
+                self._equal[parameter] = None
+
+    def check_ours(self) -> None:
+        """Raise a UsageError where somebody else has taken charge of them."""
+        if self._taken_over:
+            raise UsageError(
+                "another Stepper or DistributedDataParallel has been made for these parameters"
+                " since, and reduces their gradients: use that one"
+            )
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def changed(self) -> bool:
+        """Whether a parameter was added, removed, replaced, frozen, unfrozen or given another
+        dtype or device since this was last asked.
+        """
+        now = self._look()
+        before, self._seen = self._seen, now
+        return now != before
+
+    def _look(self) -> list[tuple[int, bool, torch.dtype, torch.device] | int]:
+        """Every parameter's identity, requires_grad and kind, in the order of the tree. A walk
+        without names: it is made every step.
+        """
+        seen: list[tuple[int, bool, torch.dtype, torch.device] | int] = []
+        stack = [self._module]
+        while stack:
+            module = stack.pop()
+            seen += [
+                (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
+                for parameter in module._parameters.values()
+                if parameter is not None
+            ]
+            seen.append(len(module._modules))
+            stack += [child for child in module._modules.values() if child is not None]
+        return seen

@@ -1,0 +1,1 @@
+"""Lockstep inside of other programs that start ranks."""

@@ -1,0 +1,94 @@
+"""Ray Train: `TorchTrainer(train_fn, torch_config=LockstepConfig(),
+scaling_config=ScalingConfig(num_workers=(1, 8)))`.
+
+    Ray Train    starts the workers, opens torch's process group, restarts all workers after a
+                 failure or at another size
+    train_fn     lockstep.init() adopts that process group; Stepper, Loader and Checkpoints work as
+                 under `lockstep run`
+
+A worker computes with as many threads as Ray reserved CPUs for it (OMP_NUM_THREADS, which Ray
+sets); an exact Stepper sets one.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+from lockstep.errors import UsageError
+from lockstep.launcher.interfaces import gloo_and_nccl
+from lockstep.launcher.watch import TIMEOUT
+from lockstep.runtime import extras
+from lockstep.world.world import World
+
+try:
+    import ray.util
+    from ray.train.torch import TorchConfig
+    from ray.train.torch.config import TorchConfigContextManager, _TorchBackend
+except ImportError as error:
+    raise UsageError(
+        f"lockstep.integrations.ray_train needs Ray Train ({error}): {extras.install('ray')}"
+    ) from None
+
+
+class LockstepConfig(TorchConfig):
+    """Ray Train's TorchConfig, for train functions that use Lockstep. It takes the same arguments.
+
+    On every worker, before the process group is opened:
+
+    - gloo and NCCL use the interface of the node's address, unless GLOO_SOCKET_IFNAME or
+      NCCL_SOCKET_IFNAME is set;
+    - `timeout_s` is also the limit of Lockstep's own collectives and barriers.
+
+    Before the train function runs, GROUP_RANK tells Lockstep the number of the node. When it ends,
+    its World is closed. Signals, restarts and the choice of nodes are Ray's: no signal handler is
+    installed, and `StepResult.stop` stays false.
+    """
+
+    @property
+    def backend_cls(self) -> type[_LockstepBackend]:
+        return _LockstepBackend
+
+    @property
+    def train_func_context(self) -> type[_WorldClosed]:
+        return _WorldClosed
+
+
+class _WorldClosed(TorchConfigContextManager):
+    """Around the train function, in its thread: close the World that it leaves open. Ray ends
+    the process group afterwards.
+    """
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        World.close_open(failed=kind is not None)
+        return bool(super().__exit__(kind, error, trace))  # type: ignore[no-untyped-call]
+
+
+class _LockstepBackend(_TorchBackend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(_prepare, backend_config.timeout_s)
+        super().on_start(worker_group, backend_config)
+
+    def on_training_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_training_start(worker_group, backend_config)
+        worker_group.execute(_number_node)
+
+
+def _prepare(timeout_s: float) -> None:
+    """On a worker."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    os.environ.update(gloo_and_nccl(address, os.environ))
+    os.environ[TIMEOUT] = str(timeout_s)
+
+
+def _number_node() -> None:
+    """On a worker. Ray has set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun
+    does, but named the node's number otherwise.
+    """
+    os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]

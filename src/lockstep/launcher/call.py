@@ -1,0 +1,251 @@
+"""A function and its arguments on their way to ranks, and the result on its way back, in files
+without a name.
+
+A program that lies in a file is imported by every rank, as multiprocessing does it, and functions
+are named. What is defined in a notebook, an interactive session, `python -c` or `python -` cannot
+be imported: it travels by value (cloudpickle).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import linecache
+import multiprocessing
+import os
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import context, process, spawn
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, ClassVar
+
+from lockstep.errors import UsageError
+from lockstep.launcher import seat as seats
+from lockstep.launcher.rank import modules_in
+
+UNGUARDED = (
+    "each rank imports the script that launches it, and this one launches again as it is imported; "
+    'put the call under `if __name__ == "__main__":`'
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """The work of a rank: read a call from the first inherited file, and leave what it returns
+    in the second.
+    """
+
+    program: Mapping[str, Any]
+    """What multiprocessing tells a new process of this one, its main program above all."""
+    by_value: bool
+    """The main program cannot be imported."""
+    sources: Mapping[str, Any]
+    """Of such a program: the text of its cells by their names, as linecache has it, for
+    tracebacks.
+    """
+    start_method: str | None
+    """How the caller starts processes, if it has said. A rank's own, loader workers above all,
+    start in the same way.
+    """
+
+    @property
+    def ours(self) -> bool:
+        return True
+
+    def beside(self) -> Sequence[str]:
+        path = self.program.get("init_main_from_path")
+        return () if path is None else modules_in(Path(path))
+
+    @classmethod
+    def here(cls) -> Call:
+        """From this process's main program."""
+        main = sys.modules["__main__"]
+        origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]  # the folder in which this program was started
+        program = {
+            "sys_path": sys.path.copy(),
+            "sys_argv": sys.argv,
+            "orig_dir": origin,
+            "authkey": bytes(process.current_process().authkey),
+        }
+        if (spec := getattr(main, "__spec__", None)) is not None:
+            program["init_main_from_name"] = spec.name
+        elif importable():
+            program["init_main_from_path"] = os.path.join(origin, str(main.__file__))
+        by_value = not importable()
+        sources = {
+            name: entry
+            for name, entry in linecache.cache.items()
+            if by_value and len(entry) > 1 and _is_cell(name)
+        }
+        return cls(
+            program=program,
+            by_value=by_value,
+            sources=sources,
+            start_method=multiprocessing.get_start_method(allow_none=True),
+        )
+
+    def write(
+        self, file: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """The call, for `run`; returns the descriptors that ranks must be given behind the files,
+        such as those of queues.
+
+        Raises UsageError for what cannot be sent.
+        """
+        if not self.by_value:
+            _check_importable(fn)
+        try:
+            with _handing_over() as descriptors:
+                seats.write_whole(file, for_ranks((fn, tuple(args), dict(kwargs))))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UsageError(
+                f"the function or its arguments cannot be sent to other processes: {error}"
+            ) from error
+        return descriptors
+
+    def run(self) -> None:
+        linecache.cache.update(self.sources)
+        rank = int(os.environ["RANK"])
+        multiprocessing.set_start_method(self.start_method, force=True)
+        process.current_process()._inheriting = True  # type: ignore[attr-defined]  # as multiprocessing's own children
+        try:
+            spawn.prepare(dict(self.program))
+            fn, args, kwargs = pickle.loads(seats.read_whole(seats.inherited[0]))
+        finally:
+            del process.current_process()._inheriting  # type: ignore[attr-defined]
+        answer = fn(*args, **kwargs)
+        _close_world()
+        seats.write_whole(seats.inherited[1], self._portable(answer, rank))
+
+    def _portable(self, answer: object, rank: int) -> bytes:
+        try:
+            return _dumped(_by_value() if self.by_value else pickle.Pickler, answer)
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
+            raise UsageError(
+                f"rank {rank} returned a {type(answer).__name__}, which cannot be sent back"
+                f" ({error}); return tensors, numbers, text or containers of them"
+            ) from None
+
+
+def _check_importable(fn: Callable[..., Any]) -> None:
+    """Refuse, with a sentence, functions that a new process cannot import: it would fail there
+    with a pickling traceback.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", "")
+    if "<" in name:  # <lambda>, or something in a function's <locals>
+        raise UsageError(
+            f"fn={name}: ranks import the function by its name; give one that is defined with `def`"
+            " at the top of a module"
+        )
+
+
+def _is_cell(name: str) -> bool:
+    """Whether this names the source of something that lies in no file."""
+    return not os.path.exists(name) and not name.startswith("<frozen")
+
+
+def importable() -> bool:
+    """Whether other processes can import this one's main program: it is no notebook, interactive
+    session, `python -c` or `python -`.
+    """
+    main = sys.modules["__main__"]
+    origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]
+    return getattr(main, "__spec__", None) is not None or os.path.exists(
+        os.path.join(origin, getattr(main, "__file__", "") or "\0")
+    )
+
+
+def for_ranks(value: object) -> bytes:
+    """Pickled for other processes: by name what they can import, tensors as copies."""
+    return _dumped(_Copying if importable() else _by_value(), value)
+
+
+class _Copying(ForkingPickler):
+    """A pickler that can hand over queues and locks, and copies tensors where torch would share
+    their memory.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        return _copied(value)
+
+
+def _by_value() -> type[pickle.Pickler]:
+    import cloudpickle
+
+    class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # has no types
+        dispatch_table: ClassVar = ChainMap(
+            cloudpickle.Pickler.dispatch_table, ForkingPickler(io.BytesIO()).dispatch_table
+        )  # queues, locks
+
+        def reducer_override(self, value: Any) -> Any:
+            found = _copied(value)
+            return super().reducer_override(value) if found is NotImplemented else found
+
+    return ByValue
+
+
+def _copied(value: Any) -> Any:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(
+        value, torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+    ):
+        return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return NotImplemented
+
+
+def _dumped(pickler: type[pickle.Pickler], value: object) -> bytes:
+    buffer = io.BytesIO()
+    pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _handing_over() -> Iterator[list[int]]:
+    """While the block runs, what multiprocessing pickles only for new processes can be pickled;
+    gives the descriptors that go with it.
+    """
+    descriptors: list[int] = []
+
+    class Starting:
+        """Stands for the process that is being started, as far as multiprocessing's picklers ask
+        it.
+        """
+
+        DupFd = Inherited
+
+        @staticmethod
+        def duplicate_for_child(descriptor: int) -> int:
+            descriptors.append(descriptor)
+            return len(descriptors) - 1
+
+    context.set_spawning_popen(Starting)  # type: ignore[arg-type]  # stands for one
+    try:
+        yield descriptors
+    finally:
+        context.set_spawning_popen(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """A descriptor among those handed over, unpickled in a rank."""
+
+    number: int
+
+    def detach(self) -> int:
+        return seats.inherited[2 + self.number]
+
+
+def _close_world() -> None:
+    """Close what the function left open. Looked up, not imported: this room lies below
+    `lockstep.world.world`.
+    """
+    worlds = sys.modules.get("lockstep.world.world")
+    if worlds is not None:
+        worlds.World.close_open()

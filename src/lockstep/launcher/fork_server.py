@@ -1,0 +1,284 @@
+"""`python -m lockstep.launcher.fork_server`: a process that imports torch once, and forks ranks
+when its launcher says so.
+
+    launcher                        fork server                          rank
+    ("import", names)  ---------->  imports them, one after the other
+    ("ready", )        ---------->  has imported all, or says why not
+    ("fork", seat) + streams ---->  fork() ---------------------------->  seat.take(); seat.work()
+                       <----------  ("forked", pid)
+                       <----------  ("ended", pid, code)  <-------------  ends
+    ("release", pid)   ---------->  reaps it: until then the number means this process, and its
+                       group
+    ("warm", imports)  ---------->  imports these too, as a successor of another one (successor.py)
+                       <----------  ("warm", what that has done)
+
+One process and one thread: what a thread holds at a fork stays held in the child for ever. Before
+every fork the server looks whether it still is one; where an import has started a thread or opened
+a GPU, it executes a fresh interpreter in the child instead (a cold start), and says why. It ends as
+soon as its launcher has gone, and its children with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.launcher import interpreter
+from lockstep.launcher import seat as seats
+from lockstep.launcher.seat import Seat
+from lockstep.launcher.successor import Warmth
+from lockstep.runtime.process_lifetime import die_with_parent
+
+FOR_LAUNCHER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""A scheduler sends some of them to all processes of a job. The launcher answers them; what
+serves its ranks ends when it says so, or has gone.
+"""
+_LIMITS = {errno.EMFILE: " (ulimit -n)", errno.EAGAIN: " (ulimit -u)"}
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+
+
+class ForkServer:
+    """The server's state: who its launcher is, what is still to be imported, and which children
+    live.
+    """
+
+    def __init__(self, control: int, imports: Sequence[str] = (), *, cold: bool = False) -> None:
+        os.set_inheritable(control, False)
+        self._socket = socket.socket(fileno=os.dup(control))
+        self._control = Connection(control)
+        self._wanted = list(imports)
+        self._libraries: Collection[str] = sys.modules
+        self._children: dict[int, int | None] = {}  # pid: exit code, once it has ended
+        self._cold = cold
+        self._why_cold = ""
+        # a child has these again
+        self._handlers = {
+            number: signal.signal(number, _let_the_launcher) for number in FOR_LAUNCHER
+        }
+        self._wake, self._waker = os.pipe()
+        for end in (self._wake, self._waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _let_the_launcher)
+
+    def serve(self) -> Callable[[], None]:
+        """Serve until the launcher has gone. Returns in children only: what they are to do."""
+        while True:
+            waiting: list[Any] = [self._control, self._wake]
+            ready, _, _ = select.select(waiting, [], [], 0 if self._wanted else None)
+            if self._wake in ready:
+                self._look_at_children()
+            if self._control in ready:
+                try:
+                    request = self._control.recv()
+                except (EOFError, OSError):
+                    os._exit(0)  # the kernel ends the children
+                work = self._answer(*request)
+                if work is not None:
+                    return work
+            elif self._wanted:
+                self._import(self._wanted.pop(0))
+
+    def _answer(self, kind: str, content: Any) -> Callable[[], None] | None:
+        if kind == "import":
+            self._wanted += [
+                name for name in content if name not in sys.modules and name not in self._wanted
+            ]
+        elif kind == "ready":
+            self._import_all()
+            self._say("ready", self._why_cold)
+        elif kind == "release" and content in self._children:
+            del self._children[content]
+            os.waitpid(content, 0)
+        elif kind == "warm":
+            self._libraries = frozenset(sys.modules)
+            imports, of_ranks = content
+            self._say("warm", Warmth.of(imports, of_ranks, _unsafe))
+        elif kind == "fork":
+            return self._fork(*content)
+        return None
+
+    def _import(self, name: str) -> None:
+        """What cannot be imported here fails in the rank that needs it, with the rank's own
+        traceback.
+        """
+        if self._cold or self._why_cold:
+            return
+        with seats.keeping_variables(), suppress(Exception):
+            importlib.import_module(name)
+        if why := _unsafe():
+            self._why_cold = f"importing {name} has {why}"
+
+    def _import_all(self) -> None:
+        while self._wanted:
+            self._import(self._wanted.pop(0))
+
+    def _fork(
+        self, pickled: bytes, count: int, beside: Sequence[str], cold: bool
+    ) -> Callable[[], None] | None:
+        """A child with the descriptors that come behind the request. What is wanted is imported
+        first.
+        """
+        _, descriptors, _, _ = socket.recv_fds(self._socket, 1, count)
+        server, pid, why = os.getpid(), -1, ""
+        try:
+            if len(descriptors) < count:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._import_all()
+            cold = (
+                cold
+                or self._cold
+                or bool(self._why_cold or _unsafe())
+                or any(name in self._libraries for name in beside)
+            )
+            gc.freeze()
+            pid = os.fork()
+        except OSError as error:
+            why = f"{error.strerror}{_LIMITS.get(error.errno or 0, '')}"
+        if pid == 0:
+            self._leave_to_child()
+            return lambda: begin(pickled, server, descriptors, cold=cold)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid > 0:
+            self._children[pid] = None
+            self._say("forked", pid)
+        else:
+            self._say("failed", why)
+        return None
+
+    def _leave_to_child(self) -> None:
+        """Nothing of the server, but for what it has imported."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        for end in (self._wake, self._waker):
+            os.close(end)
+        self._socket.close()
+        self._control.close()
+
+    def _look_at_children(self) -> None:
+        with suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+        for pid, code in self._children.items():
+            if code is None:
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is not None:
+                    code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                    self._children[pid] = code
+                    self._say("ended", (pid, code))
+
+    def _say(self, kind: str, content: object) -> None:
+        with suppress(OSError):  # the launcher has gone: the next look at it shows that
+            self._control.send((kind, content))
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """The work of a process that is forked to fork others: it has a launcher of its own, at the
+    other end of the descriptor that it inherits.
+    """
+
+    def __call__(self) -> None:
+        gc.disable()
+        ForkServer(seats.inherited[0]).serve()()
+
+
+def begin(pickled: bytes, server: int, descriptors: list[int], *, cold: bool = False) -> None:
+    """In a child of process `server`: be what the pickled seat says."""
+    with suppress(PermissionError):
+        # Ctrl-C goes to the launcher alone, and a signal to the group reaches what the process
+        # starts
+        os.setsid()
+    if cold:
+        _execute(pickled, server, descriptors)
+    seats.refresh()
+    seat: Seat = pickle.loads(pickled)
+    seat.take(server, descriptors)
+    seat.work()
+
+
+def _execute(pickled: bytes, server: int, descriptors: list[int]) -> None:
+    file = seats.anonymous_file()
+    seats.write_whole(file, pickled)
+    for descriptor in (file, *descriptors):
+        os.set_inheritable(descriptor, True)
+    seat: Seat = pickle.loads(pickled)
+    numbers = map(str, (server, file, *descriptors))
+    command = [
+        sys.executable,
+        *interpreter.flags(),
+        "-P",
+        "-m",
+        "lockstep.launcher.fork_server",
+        "--fresh",
+        *numbers,
+    ]
+    os.execve(sys.executable, command, dict(seat.environment))
+
+
+def _let_the_launcher(number: int, frame: object) -> None:
+    """Not `SIG_IGN`, which a program that is executed would inherit."""
+
+
+def _unsafe() -> str:
+    """Why this process must not be forked; "" where it may. A thread that ends at a fork by
+    itself, as those of OpenBLAS do, is no reason.
+    """
+    process = psutil.Process()
+    if process.num_threads() > 1:
+        with suppress(OSError):  # who cannot fork needs no reason
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+        if process.num_threads() > 1:
+            return "started a thread"
+    device = next(
+        (
+            file
+            for file in map(os.path.realpath, Path("/proc/self/fd").glob("*"))
+            if file.startswith(_DEVICES)
+        ),
+        None,
+    )
+    return "" if device is None else f"opened {device}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """The server, or in a cold start what it has executed. Returns in a child whose program is
+    over.
+    """
+    if argv[0] == "--fresh":
+        server, file, *descriptors = map(int, argv[1:])
+        seat: Seat = pickle.loads(seats.read_whole(file))
+        os.close(file)
+        seat.take(server, descriptors)
+        seat.work()
+        return
+    control, parent, cold, *names = argv
+    gc.disable()  # importing makes much, and drops little
+    if int(parent):
+        die_with_parent(int(parent))
+    ForkServer(int(control), names, cold=cold == "cold").serve()()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

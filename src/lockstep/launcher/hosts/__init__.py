@@ -1,1 +1,0 @@
-"""Several hosts: an agent on each, one meeting on the first, generations that all of them take part in."""

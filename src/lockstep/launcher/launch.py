@@ -1,0 +1,221 @@
+"""`lockstep.launch`: run a function on N ranks of this host and hand back what each returned.
+
+The function and its arguments travel in a file without a name, and so do the results: what is in it
+is copied, and a tensor among the arguments is every rank's own, never shared memory. The first rank
+that fails is raised in the caller, and the others are ended.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.errors import LaunchTimeout, UsageError, WorkerFailed
+from lockstep.launcher import failures
+from lockstep.launcher import seat as seats
+from lockstep.launcher.call import UNGUARDED, Call
+from lockstep.launcher.early import open_streams
+from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
+from lockstep.launcher.failures import Failure
+from lockstep.launcher.rank import Rank
+from lockstep.launcher.seat import Seat
+from lockstep.launcher.server import FOR_SCRIPTS, server
+from lockstep.runtime.private import run_directory
+
+R = TypeVar("R")
+
+
+def launch(
+    fn: Callable[..., R],
+    workers: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: timedelta | None = None,
+) -> list[R]:
+    """Run `fn(*args, **kwargs)` on `workers` new processes of this host, each a rank, and return
+    their results by rank.
+
+    Inside `fn`, `lockstep.init()` and torch's `init_process_group("gloo")` both find the other
+    ranks without an address or a port. `fn` and the arguments are pickled to each rank, results
+    back; tensors are copied. A script that calls this needs `if __name__ == "__main__":` around the
+    call, because each rank imports the script. In a notebook `fn` may be defined in a cell. A world
+    that `fn` leaves open is closed. Ranks die with this process. Starts nothing on other hosts.
+
+    The first call takes what importing torch takes; the process that forks the ranks stays, and
+    later calls take a fraction of a second.
+
+    Args:
+        fn: a function that can be imported, as pickle needs it; in a notebook or an interactive
+            session any function.
+        workers: how many processes.
+        args: its positional arguments, the same for all ranks.
+        kwargs: its keyword arguments.
+        timeout: for the whole call; None waits without a limit.
+
+    Raises:
+        UsageError: workers < 1, or a function or argument that new processes cannot be given.
+        WorkerFailed: a rank failed; names the first one and shows its traceback. The others have
+            been killed.
+        LaunchTimeout: ranks were still running at `timeout`; they have been killed.
+        ServerGone: the process that forks ranks was killed, or the system lets it start no more
+            processes.
+    """
+    __tracebackhide__ = True  # in notebooks and pytest: what the rank says is in the message
+    return start_ranks(fn, workers, args, kwargs or {}, timeout=timeout)
+
+
+def start_ranks(
+    fn: Callable[..., R],
+    workers: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    timeout: timedelta | None,
+    imports: Sequence[str] = (),
+    variables: Callable[[int], Mapping[str, str]] | None = None,
+    place: LocalRanks | None = None,
+) -> list[R]:
+    """`launch` with more to say.
+
+    Args:
+        imports: modules that ranks find imported.
+        variables: further environment variables of a rank. With them each rank is a fresh
+            interpreter.
+        place: these are `workers` of the ranks of several nodes. Returns their results alone.
+    """
+    __tracebackhide__ = True
+    _check(workers)
+    open_streams()
+    deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+    with ExitStack() as at_end:
+        call = Call.here()
+        question, *answers = (_file(at_end) for _ in range(1 + workers))
+        handed_over = call.write(question, fn, args, kwargs)
+        records = at_end.enter_context(run_directory())
+        forking = server((*FOR_SCRIPTS, *imports), cold=variables is not None)
+        forking.ready()
+        if place is None:
+            address, port = at_end.enter_context(store(forking))
+            place = LocalRanks(count=workers, size=workers, address=address, port=port)
+        left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
+        late: set[int] = set()
+
+        def seat(rank: int, given: Mapping[str, str]) -> Seat:
+            env = {
+                **os.environ,
+                **given,
+                **(variables(rank) if variables else {}),
+                failures.DIRECTORY: str(records),
+            }
+            # libraries would take this process for one of torchrun's
+            del env["TORCHELASTIC_RUN_ID"]
+            return Seat(work=Rank(rank=rank, work=call, records=str(records)), environment=env)
+
+        def stopping(living: Mapping[int, int]) -> bool:
+            late.update(living if time.monotonic() > deadline else ())
+            return bool(late)
+
+        ranks = at_end.enter_context(Ranks(forking, place))
+        try:
+            ranks.start(
+                seat,
+                call.beside(),
+                descriptors=lambda rank: (question, left.answers[rank], *handed_over),
+            )
+            ended = ranks.run(
+                explained=left.explain,
+                stopping=stopping,
+                spared=lambda now: left.answered,
+                grace=0.0,
+            )
+        except Stopped:
+            assert timeout is not None
+            raise _late(late, workers, timeout) from None
+        if found := left.failures(ended):
+            raise _explained(found, left.answered)
+        return [pickle.loads(seats.read_whole(file)) for file in answers]
+
+
+def _check(workers: object) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(UNGUARDED)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise UsageError(f"workers={workers!r}: give a whole number of ranks, at least 1")
+
+
+def _file(at_end: ExitStack) -> int:
+    file = seats.anonymous_file()
+    at_end.callback(os.close, file)
+    return file
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What ranks have left: results, and the records of failures."""
+
+    records: Path
+    answers: Mapping[int, int]
+    """Files, by rank."""
+
+    @property
+    def answered(self) -> set[int]:
+        """Ranks that have left a result. How their process ends then is no matter."""
+        return {rank for rank, file in self.answers.items() if seats.is_whole(file)}
+
+    def failures(self, now: Ended) -> list[Failure]:
+        """Of ranks that have ended without a result."""
+        answered = self.answered
+        codes = {
+            rank: code
+            for rank, code in now.codes.items()
+            if code is not None and rank not in answered
+        }
+        early = [
+            failures.of_exit(0, rank, now.pids[rank], message="before it returned a result")
+            for rank, code in codes.items()
+            if code == 0
+        ]
+        return [
+            *(
+                failure
+                for failure in failures.of_ranks(self.records, codes, now.pids)
+                if failure.rank in codes
+            ),
+            *early,
+        ]
+
+    def explain(self, now: Ended) -> bool:
+        """Whether they tell the cause."""
+        cause = failures.first(self.failures(now))
+        return cause is not None and cause.standing == "cause"
+
+
+def _explained(found: Sequence[Failure], finished: Iterable[int]) -> Exception:
+    cause = failures.first(found)
+    assert cause is not None
+    if cause.kind == "usage" and cause.message == UNGUARDED:
+        return UsageError(UNGUARDED)
+    text = failures.summary(cause)
+    if note := failures.finished_early(found, finished):
+        text += f"\n{note}"
+    if cause.traceback:
+        text += f"\n\n{cause.traceback.rstrip()}"
+    return WorkerFailed(text, cause.rank, cause.traceback)
+
+
+def _late(ranks: Iterable[int], size: int, timeout: timedelta) -> LaunchTimeout:
+    late = sorted(ranks)
+    who = f"{failures.named(late)} of {size} {'was' if len(late) == 1 else 'were'}"
+    return LaunchTimeout(
+        f"{who} still running after timeout={timeout.total_seconds():g} s and had to be killed",
+        late,
+    )

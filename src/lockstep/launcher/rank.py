@@ -1,0 +1,266 @@
+"""One rank, around the user's script, module or function: what its process does from its first
+moment to its last.
+
+The target runs as `__main__`, with the sys.argv and sys.path that plain Python would give it, and
+ends as Python does, or nearly so (`_end`). When it fails, the reason goes into a record that the
+launcher reads, and the process ends at once: threads of a communication library must not keep it,
+and nothing may be printed that the launcher prints better.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import faulthandler
+import gc
+import importlib.util
+import io
+import os
+import pkgutil
+import runpy
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from lockstep.errors import ExitCode, UsageError
+from lockstep.launcher import asked, ending, failures, interpreter, logs, processes, stalls
+from lockstep.launcher import seat as seats
+from lockstep.launcher.logs import Console
+from lockstep.runtime import status
+from lockstep.runtime.private import sockets_into
+
+
+class Program(Protocol):
+    """What a rank runs."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is Lockstep's own, which calls the user's functions and has no sys.exit."""
+
+    def beside(self) -> Sequence[str]:
+        """Names of the modules that lie beside it, in the folder that comes first on its path."""
+
+    def run(self) -> None:
+        """Run it in this process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What every rank runs as `__main__`: a script or a module, with arguments."""
+
+    script: str | None = None
+    module: str | None = None
+    args: Sequence[str] = ()
+    task: str | None = None
+    """For one of Lockstep's own modules: the user's file that it loads."""
+
+    def __post_init__(self) -> None:
+        if (self.script is None) == (self.module is None):
+            raise UsageError(f"script={self.script!r} and module={self.module!r}: give exactly one")
+        if self.script is not None and not Path(self.script).exists():
+            raise UsageError(f"script {self.script!r} does not exist (looked from {os.getcwd()})")
+
+    @property
+    def ours(self) -> bool:
+        return self.module is not None and self.module.startswith("lockstep.")
+
+    def beside(self) -> Sequence[str]:
+        if self.ours:
+            return (
+                ()
+                if self.task is None or not self.task.endswith(".py")
+                else modules_in(Path(self.task))
+            )
+        return modules_in(Path.cwd() if self.script is None else Path(self.script).resolve())
+
+    def run(self) -> None:
+        if self.script is not None:
+            self._run_script(self.script)
+        else:
+            self._run_module(self.module or "")
+
+    def _run_script(self, script: str) -> None:
+        _set_arguments([script, *self.args])
+        if pkgutil.get_importer(script) is None:
+            _look_first_in(os.path.dirname(os.path.realpath(script)))
+            _run_file(script)
+        else:  # a folder or an archive with __main__.py; runpy puts it on the path as it is named
+            runpy.run_path(os.path.abspath(script), run_name="__main__")
+
+    def _run_module(self, module: str) -> None:
+        _look_first_in(os.getcwd())
+        if not _exists(module):
+            raise UsageError(
+                f"module {module!r} cannot be found from {os.getcwd()}, or is a package without"
+                " __main__.py"
+            )
+        _set_arguments([module, *self.args], "-m")
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _set_arguments(arguments: list[str], *option: str) -> None:
+    sys.argv = arguments
+    sys.orig_argv = [sys.executable, *interpreter.flags(), *option, *arguments]
+
+
+def _run_file(script: str) -> None:
+    """As the program itself, until the process ends: runpy would put it back when its last line
+    is done, before its threads and exit functions are.
+    """
+    file = os.path.abspath(script)
+    main = types.ModuleType("__main__")
+    if file.endswith(".pyc"):
+        main.__loader__ = sourceless = SourcelessFileLoader("__main__", file)
+        code = sourceless.get_code("__main__")
+    else:
+        main.__loader__ = source = SourceFileLoader("__main__", file)
+        code = compile(source.get_data(file), script, "exec", dont_inherit=True)
+    assert code is not None
+    main.__dict__.update(__file__=file, __cached__=None, __builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def modules_in(place: Path) -> Sequence[str]:
+    """The names by which the contents of a folder, or of the folder of a file, can be imported."""
+    with suppress(OSError):
+        entries = os.scandir(place if place.is_dir() else place.parent)
+        return [
+            entry.name.partition(".")[0]
+            for entry in entries
+            if entry.name.endswith((".py", ".so")) or Path(entry, "__init__.py").exists()
+        ]
+    return ()
+
+
+def _look_first_in(folder: str) -> None:
+    """As Python does. This process was started with -P, so that until here nothing in the user's
+    folder can stand in for a library.
+    """
+    if not os.environ.get("PYTHONSAFEPATH") and not sys.flags.isolated:
+        sys.path.insert(0, folder)
+
+
+def _exists(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            return False
+        raise
+    if spec is not None and spec.submodule_search_locations is not None:
+        return importlib.util.find_spec(f"{module}.__main__") is not None
+    return spec is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rank:
+    """The work of a rank's process."""
+
+    rank: int
+    work: Program
+    records: str
+    """The launcher's directory, for what ranks leave it."""
+    console: Console = "all"
+    """Which ranks write to the terminal."""
+    pipes: str | None = None
+    """For "joined": where the launcher listens."""
+    logs: str | None = None
+    """A directory for rank-N.log."""
+    heeds: bool = False
+    """Note SIGTERM and SIGUSR1 from now on: the work asks whether they came."""
+    debug: bool = False
+    """Have libraries and collectives write to rank-N.log what they do."""
+
+    def __call__(self) -> None:
+        """Returns only if the target is the user's and ended well."""
+        processes.name_this(f"rank {self.rank}")
+        records, place = Path(self.records), None if self.logs is None else Path(self.logs)
+        if self.heeds:
+            asked.listen()
+        if self.debug and place is not None:
+            logs.switch_debug_on(self.rank, place)
+        logs.redirect(
+            self.rank,
+            self.console,
+            place,
+            pipes=None if self.pipes is None else Path(self.pipes),
+            c_to_log=self.debug,
+        )
+        sockets_into(records)
+        status.open_page(records, self.rank)
+        processes.stacks_into(stalls.stack_of(records, self.rank))
+        faulthandler.enable(processes.written_to(records / f"rank-{self.rank}.stack"))
+        try:
+            self.work.run()
+        except BaseException as error:
+            failure = failures.of_exception(error, self.rank)
+            if type(error) is SystemExit and self.work.ours:
+                failure = failures.of_exit_inside(error, self.rank)
+            elif failure.kind == "exit" and failure.code == ExitCode.OK:
+                self._over(records)
+                if seats.forked:
+                    error.__traceback__ = None  # it holds what the program has left
+                    _end()
+                raise
+            failures.write(failure, records)
+            _leave(failure.code)
+        self._over(records)
+        if self.work.ours or seats.forked:
+            _end()
+
+    def _over(self, records: Path) -> None:
+        """The target has ended well. Python still waits for what it has left running."""
+        ending.note_groups()
+        status.enter("end")
+        ending.announce(lambda held: ending.leave(records, self.rank, held))
+
+
+def _end() -> NoReturn:
+    """As Python ends, but for taking modules apart.
+
+    Threads of a communication library that are still alive would abort that; and in a forked
+    process it would copy, page by page, what all ranks share of the imports, only to free it.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the target's threads, as multiprocessing does for its processes'
+    _keep_operators()
+    atexit._run_exitfuncs()
+    _flush_files()  # before objects are collected: a file's parts may be so in any order
+    sys.modules.pop("__main__", None)
+    gc.collect()  # what the program has left, with its __del__
+    _flush_files()
+    _leave(ExitCode.OK)
+
+
+def _keep_operators() -> None:
+    """torch's exit function would unregister the operators that its modules have defined: half
+    of a short rank's work, with pages to copy as above.
+    """
+    unregister = getattr(sys.modules.get("torch.library"), "_del_library", None)
+    if unregister is None:
+        return
+    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        if finalizer.func is unregister:
+            finalizer.atexit = False
+
+
+def _flush_files() -> None:
+    """Files that were left open: what was written to them is kept."""
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with suppress(Exception):
+                each.flush()
+
+
+def _leave(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,222 @@
+"""What a run asks of Ray. The only file that imports it, and only once a cluster is asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launcher.interfaces import host_and_port
+from lockstep.runtime import extras
+
+RAY = "--ray"
+_REACH_SECONDS = 5.0
+_HEAD_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node of the cluster, with room for so many ranks of this job."""
+
+    id: str
+    label: str
+    address: str
+    slots: int
+    leaves: bool = False
+    """Ray is draining it: its machine is about to be taken away."""
+
+
+@contextmanager
+def connected(address: str, folder: Path | None = None) -> Iterator[None]:
+    """Be a driver of the cluster at `address` ("auto": RAY_ADDRESS, else the one of this host)
+    until the block's end.
+
+    `folder`: Ray brings it to every node, where it is the actors' working directory.
+
+    Raises UsageError where Ray is not installed, and where there is no cluster.
+    """
+    if find_spec("ray") is None:
+        raise UsageError(f"--ray needs Ray, which is not installed: {extras.install('ray')}")
+    address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if address != "auto" and "://" not in address:
+        _check_reachable(address)
+    import ray
+
+    where = "on this host" if address == "auto" else f"at {address}"
+    brought = None if folder is None else {"working_dir": str(folder)}
+    # Ray prints there what a raylet that has died has logged, twenty lines of it. What a run needs
+    # to know of nodes the driver says.
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+        try:
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env=brought,
+            )
+        except ray.exceptions.AuthenticationError as error:
+            raise UsageError(
+                f"the Ray cluster {where} wants its token: {_last_line(error)}"
+            ) from None
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            why = str(error).strip().partition("\n")[0]
+            raise UsageError(
+                f"there is no Ray cluster {where}, or its token (RAY_AUTH_MODE, RAY_AUTH_TOKEN) is"
+                f" another one ({why}): start one with `ray start --head`, or give --ray HOST:PORT"
+            ) from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class Head:
+    """The cluster's head node. Where it has gone Ray itself ends this process after a minute,
+    with a message of its own.
+    """
+
+    def __init__(self) -> None:
+        import ray
+
+        self.address: str = ray.get_runtime_context().gcs_address
+        self._heard = time.monotonic()
+
+    def check(self) -> None:
+        """Raises LockstepError where it has not been reached for half a minute."""
+        try:
+            socket.create_connection(host_and_port(self.address, RAY), timeout=1.0).close()
+            self._heard = time.monotonic()
+        except OSError:
+            if time.monotonic() - self._heard > _HEAD_SECONDS:
+                raise LockstepError(
+                    f"the head node of the Ray cluster at {self.address} has gone, and with it the"
+                    " run: the same command resumes it on another cluster"
+                ) from None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes. Raises UsageError where nobody listens."""
+    host, port = host_and_port(address, RAY)
+    try:
+        with socket.create_connection((host, port), timeout=_REACH_SECONDS) as way:
+            if ip_address(way.getpeername()[0]).is_loopback:
+                # else Ray takes another address of this host for it
+                os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    except OSError as error:
+        raise UsageError(
+            f"--ray {address}: nothing listens there ({error.strerror or error}): start a cluster"
+            " with `ray start --head`, or give the address of its head node and its port (6379 by"
+            " default)"
+        ) from None
+
+
+def places(*, gpus: bool) -> list[Place]:
+    """The living nodes with room for at least one rank: a GPU each, or a CPU."""
+    import ray
+
+    # there is no public way to ask; Ray Train asks in this one
+    from ray._private.state import state
+
+    kind = "GPU" if gpus else "CPU"
+    found, leaving = [], state.get_draining_nodes()
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
+        slots = int(node["Resources"].get(kind, 0))
+        if node["Alive"] and slots:
+            label = (
+                f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']},"
+                f" {node['NodeID'][:6]})"
+            )
+            found.append(
+                Place(
+                    node["NodeID"],
+                    label,
+                    node["NodeManagerAddress"],
+                    slots,
+                    node["NodeID"] in leaving,
+                )
+            )
+    return found
+
+
+def has_gpus() -> bool:
+    import ray
+
+    return bool(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+
+
+def actor(kind: type, args: Sequence[object], place: Place, count: int, *, gpus: bool) -> Any:
+    """`kind(*args)` as an actor on this node, with the resources of `count` ranks."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return (
+        ray.remote(concurrency_groups={"words": 1})(kind)  # type: ignore[call-overload]  # its stubs lack it
+        .options(
+            num_gpus=count if gpus else 0,
+            num_cpus=0 if gpus else count,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(place.id, soft=False),
+        )
+        .remote(*args)
+    )
+
+
+def kill(actor: Any) -> None:
+    import ray
+
+    with suppress(Exception):  # it has gone already
+        ray.kill(actor)
+
+
+def wait(references: Sequence[Any], seconds: float, *, all_of_them: bool = False) -> list[Any]:
+    """Those that are ready, at most `seconds` later; at the first one, or when all are."""
+    import ray
+
+    if not references:
+        time.sleep(0 if all_of_them else seconds)
+        return []
+    ready, _ = ray.wait(
+        list(references), num_returns=len(references) if all_of_them else 1, timeout=seconds
+    )
+    return list(ready)
+
+
+class Gone(str):
+    """Why an actor gives no answer: it has gone with its process or its node."""
+
+
+class Unable(str):
+    """Why an actor gives no answer: its own code has failed, and would fail again."""
+
+
+def answer(reference: Any) -> Any:
+    """What an actor's method returned, or why it did not."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayActorError as error:
+        return Unable(_last_line(error)) if error.actor_init_failed else Gone("has gone")
+    except ray.exceptions.RayError as error:
+        return Unable(_last_line(error))
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1].strip()
+
+
+def request(count: int, *, gpus: bool) -> None:
+    """Ask the cluster's autoscaler for room for so many ranks, in the place of what was asked
+    before.
+    """
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[{"GPU" if gpus else "CPU": 1}] * count)

@@ -1,0 +1,269 @@
+"""The command that runs a job on a Ray cluster: it asks Ray for nodes, gives them their ranks, and
+says in the end what went wrong.
+
+    gathering   which nodes are there, and how many ranks does each take?    -> an actor a node, until there are enough ranks
+    running     every node is given its ranks; one opens the store that they meet through
+    stopping    a rank has failed, or a node has gone: the other nodes end theirs -> done, or
+                gathering again, from the newest checkpoint
+
+Ray says which nodes live and what they have; it starts the actors and notices when one dies. It
+does not restart anything here: which nodes take part after a restart is decided in one place. A
+node that comes later is made ready while the others train, and used from the next checkpoint on.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from lockstep.errors import ExitCode, WorkerFailed
+from lockstep.launcher import failures
+from lockstep.launcher.engine import LocalRanks
+from lockstep.launcher.ray import cluster
+from lockstep.launcher.ray.job import Job
+from lockstep.launcher.ray.members import Member, Members, NoFolder
+from lockstep.launcher.ray.worker_group import WorkerGroup
+from lockstep.launcher.stopping import Stop, noted, say
+from lockstep.launcher.supervise import Outcome, conclude
+
+_LOOK_SECONDS = 0.2
+_LATE_SECONDS = 10.0  # that enough nodes wait, at the beginning, for more of those that are there
+_REMIND_SECONDS = 60.0
+
+Prepare = Callable[[int], None]
+"""Called before ranks are started, with their number."""
+
+
+class Driver:
+    """Of one job, until its exit code is known."""
+
+    def __init__(self, job: Job, prepare: Prepare, stop: Stop, out: TextIO) -> None:
+        """`out`: where ranks print."""
+        self._job, self._prepare, self._stop = job, prepare, stop
+        self._streams = {"out": out, "err": sys.stderr}
+        self._members = Members(job)
+        self.group = WorkerGroup([])
+        """The latest."""
+        self._left = job.restarts
+        self._signals = 0
+        self.close = self._members.close
+
+    def work(self) -> Outcome:
+        """Run ranks until they are not restarted any more."""
+        while True:
+            shares = self._gather()
+            if shares is None:
+                return Outcome(128 + (self._stop.number or 0))
+            self.group = WorkerGroup(list(shares))
+            outcome = self._run(shares)
+            again = self._again(outcome)
+            if again is None:
+                return outcome
+            say(again)
+
+    def _gather(self) -> Mapping[Member, int] | None:
+        """The nodes that take part and how many ranks each takes, once there are enough; None
+        where the driver was asked to stop.
+        """
+        said, since, enough = "", 0.0, 0.0
+        began = time.monotonic()
+        while self._stop.number is None:
+            self._members.survey(every=0.0)
+            wanted = self._members.wanted()
+            self._members.invite(wanted)
+            ready, now = self._members.ready(wanted), time.monotonic()
+            if sum(ready.values()) >= self._job.least:
+                enough = enough or now
+                # Later, who is not ready yet is used from the next checkpoint on.
+                if (
+                    len(ready) == len(wanted)
+                    or not self._members.first
+                    or now - enough > _LATE_SECONDS
+                ):
+                    self._members.first = False
+                    break
+            elif (line := self._members.missing(wanted, now - began)) and (
+                line != said or now - since > _REMIND_SECONDS
+            ):
+                said, since = line, now
+                say(line)
+                self._members.request(self._job.least)
+            self._turn()
+        if said:
+            self._members.request(0)
+        return ready if self._stop.number is None else None
+
+    def _run(self, shares: Mapping[Member, int]) -> Outcome:
+        """Start ranks on these nodes, and watch them until all have ended."""
+        group, size, first = self.group, sum(shares.values()), 0
+        for file in (self._job.grow, self._job.wanted):
+            if file is not None:
+                file.unlink(missing_ok=True)
+        self._prepare(size)
+        address, port = self._store(group.members[0])
+        for number, (member, count) in enumerate(shares.items()):
+            ranks = LocalRanks(
+                count=count,
+                first_rank=first,
+                size=size,
+                node=number,
+                nodes=len(shares),
+                address=address,
+                port=port,
+            )
+            first += count
+            if member.outcome is None:
+                member.ranks = ranks
+                member.send("start", ranks)
+                if len(shares) > 1:
+                    say(
+                        f"node {number} of {len(shares)}, {member.place.label}:"
+                        f" {failures.named(ranks.numbers)} of {size}"
+                    )
+        while group.running:
+            if group.lost:
+                group.stop()
+            self._turn()
+            self._members.survey()
+            self._look_for_leaving()
+            if self._job.elastic and size < self._job.most:
+                self._look_for_more()
+        return group.outcome()
+
+    def _store(self, member: Member) -> tuple[str, int]:
+        """Where its node has opened the store that ranks meet through."""
+        member.send("store")
+        while member.store is None and member.outcome is None:
+            self._turn()
+        return member.store or ("", 0)
+
+    def _look_for_leaving(self) -> None:
+        """Where Ray has announced that a node will be taken away, have all ranks save after this
+        step, and leave.
+        """
+        running = self.group.running
+        leaving = next(
+            (member.place.label for member in running if member.place.id in self._members.leaving),
+            "",
+        )
+        if leaving and self._job.heeds and not self.group.leaving:
+            self.group.leaving = leaving
+            say(f"node {leaving} is about to be taken away: saving after this step")
+            for member in running:
+                member.send("signal", signal.SIGUSR1)
+
+    def _look_for_more(self) -> None:
+        """Make nodes ready that have come; when they are, have the ranks end at their next
+        checkpoint.
+        """
+        self._members.invite(self._members.wanted(), known=False)
+        others = any(member.ready and member not in self.group.members for member in self._members)
+        if (
+            others
+            and not self.group.asked_to_grow
+            and not self.group.stopping
+            and self._job.wanted is not None
+        ):
+            self.group.asked_to_grow = True
+            self._job.wanted.touch()
+
+    def _again(self, outcome: Outcome) -> str | None:
+        """What is said before a restart; None where there is none."""
+        if self._stop.number is not None:
+            return None
+        if self.group.leaving and outcome.exit_code == ExitCode.PREEMPTED:
+            for member in self._members:
+                if member.place.id in self._members.leaving:
+                    self._members.dismiss(member)
+            return f"resuming without node {self.group.leaving}"
+        failure = outcome.failure
+        if failure is None:
+            grown = (
+                outcome.exit_code == ExitCode.OK
+                and self._job.grow is not None
+                and self._job.grow.exists()
+            )
+            return "continuing with more nodes" if grown else None
+        comes_back = failure.killed or (
+            self._job.stalls.then == "restart" and failure.kind == "stall"
+        )
+        if not comes_back or self._left == 0:
+            return None
+        self._left -= 1
+        restart = f"restart {self._job.restarts - self._left} of {self._job.restarts}"
+        return f"{failures.summary(failure)}; resuming from the newest checkpoint ({restart})"
+
+    def _turn(self) -> None:
+        """Pass signals on, and hear what Ray and the nodes have to say."""
+        if self._stop.number is not None and self._signals < self._stop.times:
+            self._signals = self._stop.times
+            if self._signals == 1 and self._job.heeds:
+                say(f"{self._stop.name}: stopping after this step; once more to stop now")
+            for member in self._members:
+                if member.admitted:
+                    member.send("signal", self._stop.number)
+        for member, kind, content in self._members.heard(_LOOK_SECONDS):
+            if kind in self._streams:
+                self._streams[kind].buffer.write(content)
+                self._streams[kind].flush()
+            elif (
+                kind == "ended"
+                and content.failure is None
+                and content.exit_code > 128
+                and not self._signals
+            ):
+                self._members.bar(member)
+                self.group.hear(
+                    member,
+                    "gone",
+                    f"was stopped by {failures.signal_name(content.exit_code - 128)}",
+                )
+            else:
+                self.group.hear(member, kind, content)
+
+
+def call_on_cluster(job: Job) -> list[Any]:
+    """Have all ranks call the job's function; what each returned, by rank. Raises WorkerFailed
+    for the first that failed.
+    """
+    outcome, group = _run(job, lambda size: None, reports=False)
+    if outcome.failure is not None:
+        raise WorkerFailed(
+            failures.render(outcome.failure), outcome.failure.rank, outcome.failure.traceback
+        )
+    if outcome.exit_code:
+        raise SystemExit(outcome.exit_code)
+    return [pickle.loads(result) for member in group.members for result in member.results]
+
+
+def run_on_cluster(
+    job: Job, prepare: Prepare = lambda size: None, *, reports: bool = True
+) -> Outcome:
+    """Run `job` on the cluster until its end, and print how it ended where it did not end well
+    (`reports`).
+
+    Where a node does not see the folder of the task or script as the driver does, Ray brings it to
+    all nodes.
+    """
+    try:
+        return _run(job, prepare, reports=reports)[0]
+    except NoFolder:
+        return _run(job.without_folder(), prepare, reports=reports, brought=job.brought)[0]
+
+
+def _run(
+    job: Job, prepare: Prepare, *, reports: bool, brought: Path | None = None
+) -> tuple[Outcome, WorkerGroup]:
+    out = sys.stdout
+    with cluster.connected(job.cluster, brought), noted() as stop:
+        driver = Driver(job, prepare, stop, out)
+        try:
+            outcome = driver.work()
+            return conclude(outcome, stop, heeds=job.heeds) if reports else outcome, driver.group
+        finally:
+            driver.close()

@@ -1,0 +1,179 @@
+"""One node: a process that starts and watches the node's ranks as `lockstep run` does on one host,
+at the word of the driver.
+
+    driver --Ray--> actor --pipe--> this process --fork server--> ranks
+
+It is the actor's child, and no thread of it: the main thread of a process has its signals, and what
+Ray sets in its workers is left behind. When the actor dies, for example with its raylet, the pipe
+ends, and this process and its ranks with it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+from lockstep.errors import ExitCode, UsageError
+from lockstep.launcher import failures
+from lockstep.launcher.engine import LocalRanks, store
+from lockstep.launcher.interfaces import gloo_and_nccl
+from lockstep.launcher.launch import start_ranks
+from lockstep.launcher.ray.job import Call, Job
+from lockstep.launcher.ray.stalled import Asked
+from lockstep.launcher.server import FOR_SCRIPTS, FOR_TRAININGS, server
+from lockstep.launcher.supervise import Outcome, Share, supervise
+
+
+class _Orders:
+    """The driver's orders, read by a thread: those about running ranks act at once, the others
+    wait for `next`.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self._waiting: SimpleQueue[tuple[str, object]] = SimpleQueue()
+        self.asked = Asked(self.send)
+        self._called_off = False
+        threading.Thread(target=self._read, name="lockstep-orders", daemon=True).start()
+
+    def send(self, kind: str, content: object) -> None:
+        with self._sending:
+            self._connection.send((kind, content))
+
+    def next(self) -> tuple[str, object]:
+        return self._waiting.get()
+
+    def share(self, ranks: LocalRanks) -> Share:
+        """New ranks, which nobody has called off."""
+        return Share(
+            ranks=ranks,
+            called_off=lambda: self._called_off,
+            elsewhere=self.asked if ranks.nodes > 1 else None,
+        )
+
+    def _read(self) -> None:
+        while True:
+            try:
+                kind, content = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the ranks die with the fork server, and that with this process
+            if kind == "stop":
+                self._called_off = True
+            elif kind == "stall":
+                self.asked.note(content)
+            elif kind == "signal":
+                os.kill(os.getpid(), content)
+            else:
+                if kind == "start":
+                    self._called_off, self.asked = False, Asked(self.send)
+                self._waiting.put((kind, content))
+
+
+def main(descriptor: int, address: str) -> None:
+    """Until the driver says so, or the pipe ends."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        # while there are no ranks a signal of the driver's is about nothing
+        signal.signal(number, lambda *_: None)
+    connection = Connection(descriptor)
+    job: Job = connection.recv()
+    orders, stores = _Orders(connection), ExitStack()
+    environment = {**gloo_and_nccl(address, os.environ), **job.environment}
+    if job.folder:
+        os.chdir(job.folder)
+    if job.call is not None:
+        os.environ.update(environment)
+    cold = job.cold or (job.call is not None and job.call.variables is not None)
+    forking = server(
+        FOR_TRAININGS if job.target.ours else FOR_SCRIPTS, {**os.environ, **environment}, cold=cold
+    )
+    forking.ready()
+    orders.send("ready", None)
+    while True:
+        kind, content = orders.next()
+        if kind == "end":
+            stores.close()
+            return
+        if kind == "store":
+            stores.close()
+            orders.send("store", stores.enter_context(store(forking, address)))
+        else:
+            assert isinstance(content, LocalRanks)
+            orders.send("ended", _outcome(job, content, environment, orders))
+
+
+def _outcome(
+    job: Job, ranks: LocalRanks, environment: Mapping[str, str], orders: _Orders
+) -> Outcome:
+    try:
+        if job.call is not None:
+            orders.send("results", _called(job.call, ranks))
+            return Outcome(ExitCode.OK)
+        if job.mark is not None:
+            _check_shared(Path(job.mark[0]), job.mark[1])
+        return supervise(
+            job.target,
+            ranks.count,
+            logs=job.logs,
+            console=job.console,
+            environment=environment,
+            heeds=job.heeds,
+            stalls=job.stalls,
+            debug=job.debug,
+            share=orders.share(ranks),
+            cold=job.cold,
+            again=job.restarts > 0,
+            reports=False,
+        )
+    except Exception as error:
+        # what a node cannot do is a failure like that of a rank: the driver hears of it
+        failure = failures.of_exception(error, ranks.first_rank)
+        return Outcome(
+            failure.code, replace(failure, where="") if isinstance(error, UsageError) else failure
+        )
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _called(call: Call, ranks: LocalRanks) -> list[bytes]:
+    own = None if call.variables is None else call.variables.__getitem__
+    return start_ranks(
+        _on_rank,
+        ranks.count,
+        (call.pickled,),
+        {},
+        timeout=None,
+        imports=call.imports,
+        variables=own,
+        place=ranks,
+    )
+
+
+def _on_rank(pickled: bytes) -> bytes:
+    fn, args = pickle.loads(pickled)
+    return pickle.dumps(fn(*args))
+
+
+def _check_shared(file: Path, mark: str) -> None:
+    """Raises UsageError where this node has another folder under the name of the run directory,
+    or none.
+    """
+    if not file.exists() or file.read_text(encoding="utf-8") != mark:
+        raise UsageError(
+            f"run directory {file.parent} on {socket.gethostname()} is not the one that the driver"
+            " has claimed: give --run DIR in a folder that all nodes share"
+        )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,456 @@
+"""The launcher's side of fork servers (fork_server.py): start one early, have it import and fork,
+hear how its children end.
+
+A process keeps its servers warm until it ends: a second call forks at once. Variables that act as
+an interpreter or a library starts, such as OMP_NUM_THREADS, cannot be changed in a forked process;
+for other values of them there is another server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import BinaryIO
+
+import psutil
+
+from lockstep.errors import LockstepError, UsageError
+from lockstep.launcher import interpreter, processes
+from lockstep.launcher import seat as seats
+from lockstep.launcher.early import open_streams
+from lockstep.launcher.failures import signal_name
+from lockstep.launcher.fork_server import Serve
+from lockstep.launcher.seat import Seat
+from lockstep.launcher.successor import Imports, Warmth
+
+FOR_SCRIPTS = (
+    "torch",
+    "torch.distributed",
+    "lockstep.launcher.rank",
+    "lockstep.world.world",
+    "torch._dynamo",
+)
+"""What a program on several ranks imports sooner or later; the first optimizer of a process
+imports the last.
+"""
+FOR_TRAININGS = (
+    *FOR_SCRIPTS,
+    "lockstep.training.train",
+    "lockstep.training.resolve",
+    "lockstep.collectives.in_process",
+    "numpy.ma",
+    "numpy.ctypeslib",
+    "tensorboard.compat.proto.event_pb2",
+    "tensorboard.compat.proto.summary_pb2",
+    "tensorboard.summary.writer.record_writer",
+)
+"""All that a rank of `lockstep train` imports until it ends, as far as it is installed.
+
+Not lockstep.training.worker: it runs as the main program, and runpy warns of a second one.
+"""
+
+WARM = "LOCKSTEP_WARM_SERVER"
+"""Environment variable: the socket of a server that commands of this user may have their ranks
+forked from (lockstep.testing.warm_commands).
+"""
+ALIKE = f"{WARM}_ALIKE"
+"""Environment variable: what that server's launchers must have in common with it."""
+MOST_DESCRIPTORS = 253
+"""That the system passes to another process at once."""
+_MOST_SERVERS = 2
+_STREAMS = (0, 1, 2)
+_LOOK_SECONDS = 0.05
+_STOPPED_SECONDS = 1.0  # a server that has not forked by then may be stopped
+
+
+class ServerGone(LockstepError):
+    """The process that forks ranks has ended, or cannot fork."""
+
+
+class Server:
+    """One fork server, until it is closed."""
+
+    def __init__(
+        self, process: psutil.Process, control: socket.socket, environment: Mapping[str, str]
+    ) -> None:
+        self._process = process
+        self._socket = control
+        self._control = Connection(os.dup(control.fileno()))
+        self._lock = threading.RLock()
+        self._codes: dict[int, int] = {}
+        self._environment = dict(environment)
+        self._warmth: Warmth | None = None  # of a successor, once it has said so
+        self._successor: Server | None = None
+        self._why_cold: str | None = None  # once it has said so
+        self.owner = os.getpid()
+        self.stays = False
+        """Never ended to make room for another server."""
+
+    @classmethod
+    def start(cls, imports: Sequence[str], environment: Mapping[str, str], *, cold: bool) -> Server:
+        """A new process, or a fork of the server that `WARM` names."""
+        open_streams()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = (None if cold else _served(environment, theirs)) or _started(
+                theirs, imports, environment, cold=cold
+            )
+        return cls(process, ours, environment)
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._process.is_running()) and processes.state(self.pid) != processes.DEAD
+
+    def prepare(self, imports: Sequence[str]) -> None:
+        """Have it import these too, before it forks again."""
+        self._send("import", list(imports))
+
+    def ready(self, look: Callable[[], object] = lambda: None) -> None:
+        """Wait until all is imported; `look` is called meanwhile, and may raise. Where ranks
+        cannot be forked from it, that is said.
+        """
+        with self._lock, self._whole():
+            self._send("ready", None)
+            while not self._heard(_LOOK_SECONDS):
+                look()
+            while (heard := self._receive())[0] != "ready":
+                look()
+        if heard[1] and not self._why_cold:
+            print(
+                f"lockstep: ranks are started cold, which takes longer: {heard[1]}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._why_cold = str(heard[1])
+
+    def fork(
+        self,
+        seat: Seat,
+        descriptors: Sequence[int] = _STREAMS,
+        *,
+        cold: bool = False,
+        beside: Sequence[str] = (),
+    ) -> int:
+        """Start a process with these descriptors as its streams and `seat.inherited`, and return
+        its pid.
+
+        Args:
+            cold: a fresh interpreter, whatever is imported here.
+            beside: names of modules that must come from the program's own folder; one that the
+                server has imported makes the start a cold one.
+
+        Raises:
+            ServerGone: the server has ended, or the system lets it start no process.
+        """
+        if len(descriptors) > MOST_DESCRIPTORS:
+            raise UsageError(
+                f"{len(descriptors)} open files for one process: the system passes on"
+                f" {MOST_DESCRIPTORS} at most; give fewer queues and locks"
+            )
+        with self._lock, self._whole():
+            self._send("fork", (pickle.dumps(seat), len(descriptors), list(beside), cold))
+            with suppress(ConnectionError):  # where it has ended, the next look says so
+                socket.send_fds(self._socket, [b"."], list(descriptors))
+            while True:
+                while not self._heard(_STOPPED_SECONDS):
+                    self.resume()
+                kind, content = self._receive()
+                if kind == "forked":
+                    assert isinstance(content, int)
+                    self._codes.pop(content, None)  # of an earlier process with this number
+                    return content
+                if kind == "failed":
+                    raise ServerGone(
+                        f"a process cannot be started: {content}; raise that limit, or start fewer"
+                        " ranks"
+                    )
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A question and its answer. Interrupted between them, by Ctrl-C in a notebook, the
+        server is ended: the next question would get this answer.
+        """
+        try:
+            yield
+        except ServerGone:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def code(self, pid: int) -> int | None:
+        """How a process that was forked here has ended: exit code, or minus the signal that
+        killed it; None while it runs.
+        """
+        with self._lock:
+            while self._heard(0):
+                self._receive()
+        return self._codes.get(pid)
+
+    def wait(self, seconds: float) -> None:
+        """Until something is heard of a process, and no longer than that."""
+        with self._lock:
+            if self._heard(seconds):
+                self._receive()
+
+    def resume(self) -> None:
+        """Where somebody has stopped it (SIGSTOP): have it go on. It could not say how ranks
+        end.
+        """
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
+    def release(self, pid: int) -> None:
+        """From now on its number may mean another process."""
+        with suppress(ServerGone):
+            self._send("release", pid)
+
+    def ask(self, work: Callable[[int], None]) -> tuple[int, BinaryIO]:
+        """Start a process that does `work(descriptor)`: its pid, and a stream of what it writes
+        there. The caller closes that, and releases the pid.
+        """
+        reading, writing = os.pipe()
+        try:
+            return self.fork(Seat(work=Answer(work)), [*_STREAMS, writing]), os.fdopen(
+                reading, "rb"
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+
+    def answer(self, work: Callable[[int], None]) -> bytes:
+        """What `work(descriptor)` writes in a process of its own, which is then over. b"" where
+        it wrote nothing.
+        """
+        pid, stream = self.ask(work)
+        with stream:
+            said = stream.read()
+        self.release(pid)
+        return said
+
+    def prepare_successor(self, imports: Imports, of_ranks: Sequence[str]) -> None:
+        """Fork one that imports these too (successor.py), if there is none. `of_ranks`: the
+        variables that differ between ranks.
+        """
+        if self._successor is not None or self._why_cold:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs, open(os.devnull, "r+b") as nothing, suppress(ServerGone):
+            # without one ranks import for themselves
+            pid = self.fork(
+                Seat(work=Serve(), environment=self._environment),
+                (*[nothing.fileno()] * 3, theirs.fileno()),
+            )
+            self._successor = Server(psutil.Process(pid), ours, self._environment)
+            self._successor._send("warm", (imports, list(of_ranks)))
+
+    def newest(self, patience: float = 0.0) -> Server:
+        """Its successor, if that is ready and safe to fork, else this one. `patience`: seconds
+        for what it still imports; then it is ended.
+        """
+        if (successor := self._successor) is None:
+            return self
+        with suppress(ServerGone):
+            while successor._warmth is None and successor._heard(patience):
+                kind, content = successor._receive()
+                if kind == "warm":
+                    assert isinstance(content, Warmth)
+                    successor._warmth = content
+        if successor._warmth is not None and successor._warmth.holds() and successor.alive:
+            return successor
+        self._successor = None
+        successor.close()
+        self.release(successor.pid)
+        return self
+
+    def close(self) -> None:
+        """End it, and with it all that it has forked, and what its imports have started."""
+        if self._successor is not None:
+            self._successor.close()
+        if self.owner == os.getpid() and self.alive:
+            for end in (os.killpg, os.kill):  # it has no group of its own yet
+                with suppress(ProcessLookupError):
+                    end(self.pid, signal.SIGKILL)
+            self._wait()
+        self._control.close()
+        self._socket.close()
+
+    def _send(self, kind: str, content: object) -> None:
+        try:
+            with self._lock:  # never between another thread's request and what comes behind it
+                self._control.send((kind, content))
+        except OSError:
+            raise self._gone() from None
+
+    def _heard(self, seconds: float) -> bool:
+        try:
+            return self._control.poll(seconds)
+        except OSError:  # closed
+            raise self._gone() from None
+
+    def _receive(self) -> tuple[str, object]:
+        try:
+            kind, content = self._control.recv()
+        except (EOFError, OSError):
+            raise self._gone() from None
+        except BaseException:
+            self.close()  # half of a message may have been read
+            raise
+        if kind == "ended":
+            pid, code = content
+            self._codes[pid] = code
+        return kind, content
+
+    def _wait(self) -> int:
+        """How it has ended; 0 where it is not this process's child, and that is not known."""
+        return int(self._process.wait()) if isinstance(self._process, psutil.Popen) else 0
+
+    def _gone(self) -> ServerGone:
+        code = self._wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        hint = "; often the system's answer when memory runs out" if code == -signal.SIGKILL else ""
+        return ServerGone(
+            f"the process that starts ranks (pid {self.pid}) {how}{hint}; all ranks have ended"
+            " with it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The work of a process that writes something and is over."""
+
+    work: Callable[[int], None]
+
+    def __call__(self) -> None:
+        self.work(seats.inherited[0])
+        os._exit(0)
+
+
+def _started(
+    control: socket.socket, imports: Sequence[str], environment: Mapping[str, str], *, cold: bool
+) -> psutil.Process:
+    # else that thread's end would be its parent's
+    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+    command = [sys.executable, *interpreter.flags(), "-P", "-m", "lockstep.launcher.fork_server"]
+    options = [
+        str(control.fileno()),
+        str(parent),
+        "cold" if cold else "warm",
+        *([] if cold else imports),
+    ]
+    return psutil.Popen(
+        [*command, *options],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        pass_fds=[control.fileno()],
+        start_new_session=True,
+    )
+
+
+def alike(environment: Mapping[str, str]) -> str:
+    """What a launcher must have in common with a server that another process has started: flags,
+    variables, and namespaces of the kernel.
+    """
+    namespaces = sorted(os.readlink(entry) for entry in Path("/proc/self/ns").iterdir())
+    return json.dumps([interpreter.flags(), interpreter.acting(environment), namespaces])
+
+
+def _served(environment: Mapping[str, str], control: socket.socket) -> psutil.Process | None:
+    """A fork of the server that `WARM` names; None where there is none, or it cannot stand for a
+    server of this process's own.
+    """
+    path = environment.get(WARM)
+    if path is None or environment.get(ALIKE) != alike(environment):
+        return None
+    with socket.socket(socket.AF_UNIX) as caller, suppress(OSError, psutil.NoSuchProcess):
+        caller.connect(path)
+        file = seats.anonymous_file()
+        seats.write_whole(file, pickle.dumps(Seat(work=Serve(), environment=dict(environment))))
+        socket.send_fds(caller, [b"."], [file, *_STREAMS, control.fileno()])
+        os.close(file)
+        if said := caller.recv(32):
+            return psutil.Process(int(said))
+    return None
+
+
+_servers: dict[tuple[object, ...], Server] = {}
+
+
+def server(
+    imports: Sequence[str] = FOR_SCRIPTS,
+    environment: Mapping[str, str] | None = None,
+    *,
+    cold: bool = False,
+) -> Server:
+    """This process's server for ranks with this environment (default: this process's), started
+    if there is none.
+    """
+    env = os.environ if environment is None else environment
+    cold = cold or not interpreter.forks(env)
+    key = cold, *interpreter.acting(env)
+    found = _servers.pop(key, None)
+    if found is not None and (found.owner != os.getpid() or not found.alive):
+        found.close()
+        found = None
+    if found is None:
+        if not _servers:
+            atexit.register(close_all)
+        _make_room()
+        found = Server.start(imports, env, cold=cold)
+    elif not cold:
+        found.prepare(imports)
+    _servers[key] = found  # the latest last
+    return found
+
+
+def _make_room() -> None:
+    """End the server that was used longest ago, where there would be too many. One that serves
+    other launchers stays.
+    """
+    own = [key for key, each in _servers.items() if not each.stays]
+    for key in own[: len(own) - _MOST_SERVERS + 1]:
+        _servers.pop(key).close()
+
+
+def pids() -> set[int]:
+    """Of this process's servers, which stay until it ends."""
+    return {found.pid for found in _servers.values()}
+
+
+def close_all() -> None:
+    """End all servers of this process."""
+    while _servers:
+        _servers.popitem()[1].close()
+
+
+def gpus() -> int:
+    """GPUs of this host that torch can use. torch is asked in a process of its own, since asking
+    may open them.
+    """
+    return int(server().answer(_count_gpus) or b"0")
+
+
+def _count_gpus(descriptor: int) -> None:
+    import torch
+
+    os.write(
+        descriptor, str(torch.cuda.device_count() if torch.cuda.is_available() else 0).encode()
+    )

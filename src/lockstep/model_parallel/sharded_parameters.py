@@ -1,0 +1,133 @@
+"""Sharded parameters (FSDP; ZeRO-3): each rank of the shard axis keeps a part of every parameter,
+its gradient and its optimizer state.
+
+    forward    all-gather a unit's parameters, compute, let go of them
+    backward   all-gather them again, compute, sum the gradients and keep this rank's part of the
+               sum (reduce-scatter)
+
+torch's `fully_shard` does it (Zhao et al., PyTorch FSDP, 2023; Rajbhandari et al., ZeRO, 2020).
+Here it is told what a unit is, and to sum gradients: who divides by the weight of the step is not
+its business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
+
+from lockstep.errors import TaskError
+
+Unit = list[nn.Module]
+
+
+def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
+    """Cut every parameter of `module` along its first dim. Every rank of the axis holds the same
+    module, with the same values.
+
+    After a backward the gradients are sums over the ranks of the axis. Layers that are cut along
+    the tensor axis may be cut once more. All ranks must run the module equally often, forward and
+    backward: see `take_part`. Raises TaskError for parameters that cannot be cut.
+    """
+    if shard_mesh.size() == 1:
+        return
+    for name, parameter in module.named_parameters():
+        _check(name, parameter)
+    for unit in units_of(module):
+        fully_shard(unit[0] if len(unit) == 1 else unit, mesh=shard_mesh)
+    root: FSDPModule = fully_shard(module, mesh=shard_mesh)
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.set_gradient_divide_factor(1.0)
+            # or torch multiplies by 1 in NCCL, which gloo cannot
+            each.set_force_sum_reduction_for_comms(True)
+    # or ranks that use different parameters would add up different ones
+    root.set_reduce_scatter_unused_params(True)
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    if parameter.dim() == 0:
+        raise TaskError(
+            f"shard: {name} is a single number without a dim to cut: give it the shape [1]"
+        )
+    if not parameter.is_contiguous():
+        raise TaskError(
+            f"shard: {name} {list(parameter.shape)} lies in memory with strides"
+            f" {list(parameter.stride())}, which torch's FSDP does not cut: make it contiguous (no"
+            " memory_format=channels_last)"
+        )
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """What is gathered together: the repeated blocks of a model, the members of its outermost
+    nn.Sequential and nn.ModuleList.
+
+    A block of a traced model is no module that is called; then it is those of its modules that are.
+    What belongs to no unit, or has a parameter in common with something outside its own, is
+    gathered with the root.
+    """
+    found = [
+        unit for unit in _units(module) if any(True for part in unit for _ in part.parameters())
+    ]
+    used = Counter(
+        id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
+    )
+    alone = []
+    for unit in found:
+        inside = Counter(
+            id(parameter)
+            for part in unit
+            for each in part.modules()
+            for parameter in each.parameters(recurse=False)
+        )
+        if all(used[key] == count for key, count in inside.items()):
+            alone.append(unit)
+    return alone
+
+
+def _units(module: nn.Module) -> Iterator[Unit]:
+    for name, child in module.named_children():
+        member = isinstance(module, (nn.Sequential, nn.ModuleList)) or (
+            _is_folder(module) and name.isdecimal()
+        )
+        if member and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield list(_called(child))
+        else:
+            yield from _units(child)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or what is in it where it only holds others under its name."""
+    if not _is_folder(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
+
+
+def _is_folder(module: nn.Module) -> bool:
+    return type(module) is nn.Module
+
+
+def take_part(module: nn.Module, run: Callable[[], Any]) -> None:
+    """Go along with the other ranks of the shard axis in a micro-batch that this rank has not:
+    `run` is a forward on any valid input.
+
+    It adds zeros to the gradients, and `module`'s buffers are put back. The others' forwards and
+    backwards wait for this rank's, unit by unit, so it must have taken part as often as the rank
+    with the most micro-batches.
+    """
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    outputs = [
+        each for each in tree_leaves(run()) if isinstance(each, Tensor) and each.requires_grad
+    ]
+    torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)

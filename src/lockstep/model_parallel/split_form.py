@@ -1,0 +1,128 @@
+"""A split model's state in checkpoints: the names and whole tensors of an unsplit one, so that any
+mesh goes on from any other.
+
+Every rank writes what it alone has, or what it has as the first of several; every rank reads whole
+tensors, one after the other, and takes its part of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.pieces import Piece
+from lockstep.collectives.group import Group
+from lockstep.collectives.texts import everybodys
+from lockstep.errors import UsageError
+from lockstep.model_parallel.local import Locals
+from lockstep.model_parallel.names import ModelNames
+from lockstep.model_parallel.tied_stages import TiedStages
+from lockstep.step.model_shard import compare_forms, forms_of
+from lockstep.step.stepper import Stepper
+
+
+class SplitForm:
+    """Of a Stepper that trains this rank's part of a model (step/model_shard.py:
+    CheckpointForm).
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        names: ModelNames,
+        here: Locals,
+        tied: TiedStages,
+        tensor: Group,
+        *,
+        writes: bool,
+    ) -> None:
+        """`tensor`: the ranks along that axis; `writes`: whether this rank's replica is the one
+        that is saved.
+        """
+        self._stepper = stepper
+        self._names = names
+        self._here = here
+        self._tied = tied
+        self._tensor = tensor
+        self._writes = writes
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        return self._of_model(), self._of_optimizer(name_of)
+
+    def _of_model(self) -> list[Piece]:
+        found: dict[str, list[Piece]] = {}
+        for name, tensor in self._here.module.state_dict(keep_vars=True).items():
+            known = self._names.in_checkpoints(name)
+            if known not in found:
+                found[known] = [
+                    replace(each, name=known) for each in self._pieces("", name, tensor.detach())
+                ]
+        return [each for pieces in found.values() for each in pieces]
+
+    def _of_optimizer(self, name_of: Callable[[Tensor], str]) -> list[Piece]:
+        local = {
+            name_of(parameter): name for name, parameter in self._here.module.named_parameters()
+        }
+        everywhere, mine = self._stepper.update.optimizer.pieces(name_of)
+        found = []
+        for piece in everywhere:
+            state, _, name = piece.name.partition("/")
+            found += [
+                replace(each, name=piece.name)
+                for each in self._pieces(f"{state}/", local.get(name, name), piece.data)
+            ]
+        for piece in mine:  # of the sharded update: what no other rank along the data axis has
+            if self._tied.is_first(piece.name.partition("/")[2]):
+                found.append(piece)
+        return found
+
+    def _pieces(self, prefix: str, name: str, tensor: Tensor) -> list[Piece]:
+        """What this rank writes of a tensor; all ranks along the tensor axis are here together."""
+        pieces = self._here.pieces(prefix, name, tensor, self._tensor)
+        return pieces if self._writes and self._tied.is_first(name) else []
+
+    def groups(self, mine: Sequence[Sequence[str]]) -> list[list[str]]:
+        said = everybodys(
+            [list(names) for names in mine],
+            self._stepper.world.control,
+            "for the optimizer's groups",
+        )
+        counts = [len(groups) for groups in said]
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"the optimizer has {', '.join(map(str, counts))} parameter groups on ranks 0, 1,"
+                " ...: make as many on all, also where one is empty"
+            )
+        order = {name: number for number, name in enumerate(self._names.parameters)}
+        joined = [
+            {name for groups in said for name in groups[number]} for number in range(len(mine))
+        ]
+        return [
+            sorted(names, key=lambda name: (order.get(name, len(order)), name)) for names in joined
+        ]
+
+    def numbers(self, mine: dict[str, Any]) -> dict[str, Any]:
+        said = everybodys(mine, self._stepper.world.control, "for the optimizer's numbers")
+        return {name: value for each in said for name, value in each.items()}
+
+    def compare(self, checkpoint: Checkpoint) -> None:
+        compare_forms(self._names.forms, forms_of(checkpoint.model()))  # one tensor after the other
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        here: dict[str, str] = {}
+        for name in self._here.module.state_dict(keep_vars=True):
+            here.setdefault(self._names.in_checkpoints(name), name)
+        self._here.load((here[name], tensor) for name, tensor in checkpoint.model() if name in here)
+
+    def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        here = {self._names.first(name): name for name, _ in self._here.module.named_parameters()}
+        found = {}
+        for key, tensor in checkpoint.optimizer():
+            name = key.partition("/")[2]
+            if name in here:
+                found[key] = self._here.take(here[name], tensor)
+        return found

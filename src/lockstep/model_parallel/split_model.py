@@ -1,0 +1,295 @@
+"""This rank's part of a task's model, laid over a mesh: built, cut, and run.
+
+    built whole, once, on the host     under the shared random stream, so that its weights are those
+                                       of one process
+    pipeline                           the stages of this rank stay, the rest is let go           (layers.py, split.py, stages.py)
+    tensor                             this rank's part of their matrices                         (tensor.py)
+    shard                              its part of every parameter                                (sharded_parameters.py)
+
+What is left are plain tensors of this rank (local.py), with which Stepper and optimizer work as
+they do with a whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from lockstep.collectives.group import Group
+from lockstep.config.mesh import Mesh
+from lockstep.config.pipeline_schedules import Schedule
+from lockstep.config.task import Task
+from lockstep.data.device import to_device
+from lockstep.data.loader import is_iterable
+from lockstep.data.rows import DatasetRows, Piece
+from lockstep.errors import TaskError, UsageError
+from lockstep.gradients.reducer import Reducer
+from lockstep.model_parallel.layers import layers_of
+from lockstep.model_parallel.local import Locals
+from lockstep.model_parallel.mesh_devices import open_devices
+from lockstep.model_parallel.names import ModelNames
+from lockstep.model_parallel.pipeline import Pipeline
+from lockstep.model_parallel.sharded_parameters import shard_parameters
+from lockstep.model_parallel.split import by_time, cut, shared
+from lockstep.model_parallel.split_digest import sha256
+from lockstep.model_parallel.split_form import SplitForm
+from lockstep.model_parallel.stages import joined_stages, stage_module
+from lockstep.model_parallel.tensor import check_ties, split_tensors
+from lockstep.model_parallel.tied_stages import TiedStages
+from lockstep.model_parallel.walks import InTurn, ThroughPipeline
+from lockstep.runtime import randomness
+from lockstep.step.forward import Forward
+from lockstep.step.stepper import Stepper
+from lockstep.updates.norm import SplitNorm
+from lockstep.world.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """What a rank has of a model that is cut into stages, or not."""
+
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    """By number; empty where it is not cut."""
+    count: int = 1
+    """On all ranks."""
+    layers: dict[str, list[str]] = field(default_factory=dict)
+    """Their names, by number."""
+    tied: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameters of several stages, and the ranks of the pipeline that have them."""
+
+
+class SplitModel:
+    """Made by every rank from the same whole model, which it takes apart. It answers what a
+    WholeModel does (training/placed_model.py).
+    """
+
+    holder = "replica"
+    walks_alone = False
+    activations = None
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        mesh: Mesh,
+        world: World,
+        *,
+        schedule: str,
+        split: str,
+        forward: Forward,
+    ) -> None:
+        self.mesh, self._world = mesh, world
+        self._at = mesh.at(world.rank)
+        self._names = ModelNames(model)
+        modules = [name for name, _ in model.named_modules()]
+        _check_buffers(model, mesh)
+        if mesh.tensor > 1:
+            # of stages each alone would not be seen
+            check_ties(model, task.parts.tensor, mesh.tensor)
+        devices, self._axes = open_devices(mesh, world)
+        self._stages = _Stages()
+        if mesh.pipeline > 1:
+            self._stages = _cut(task, model, mesh, world, Schedule.read(schedule), split, forward)
+        runs = list(self._stages.modules.values()) or [model]
+        for each in runs:
+            each.to(world.device)
+            if mesh.tensor > 1:
+                split_tensors(
+                    each,
+                    task.parts.tensor,
+                    devices["tensor"],
+                    names=modules,
+                    heads=task.parts.heads,
+                )
+            if mesh.shard > 1:
+                shard_parameters(each, devices["shard"])
+        self.runs = runs[0] if len(runs) == 1 else joined_stages(runs)
+        """What is trained, in torch's own form, under the whole model's names: for the task's
+        optimizer.
+        """
+        self.modes = runs[0] if len(runs) == 1 else nn.ModuleList(runs)
+        """All that is run: for train() and eval()."""
+        self._locals = Locals(self.runs, self._at)
+        self.module = self._locals.module
+        self._tied = TiedStages(
+            self._stages.tied, self._names, self.module, self._axes.pipeline, world.device
+        )
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise UsageError(
+                f"mesh={str(mesh)!r}: rank {world.rank} ({self._at}) has no parameter to train:"
+                " have fewer parts, or freeze less"
+            )
+        self._walk = self._walk_with(task, schedule, forward)
+
+    def _walk_with(self, task: Task, schedule: str, forward: Forward) -> InTurn | ThroughPipeline:
+        stages, device = self._stages, self._world.device
+        if not stages.modules:
+            return InTurn(
+                self.modes,
+                self.mesh,
+                self.share[0],
+                self._axes.shard,
+                lambda: _example(task, self._world),
+                device,
+            )
+        pipeline = Pipeline(
+            stages.modules,
+            stages.count,
+            self._axes.pipeline,
+            device,
+            schedule,
+            autocast=forward.autocast,
+        )
+        return ThroughPipeline(pipeline, self.modes, self.mesh, self._world.rank)
+
+    # -- what the Stepper asks --------------------------------------------------------------------
+
+    def replicas(self, everyone: Group) -> Group:
+        return self._axes.data
+
+    @property
+    def norm(self) -> SplitNorm:
+        return SplitNorm(self._axes.model, self._counted)
+
+    def _counted(self, name: str) -> bool:
+        return self._locals.counted(name) and self._tied.is_first(name)
+
+    @property
+    def reports(self) -> bool:
+        """On the last stage, and there on one of its tensor ranks."""
+        last = not self._stages.modules or self._stages.count - 1 in self._stages.modules
+        return last and self._at.tensor == 0
+
+    def collect(self, reducer: Reducer) -> None:
+        self._locals.collect()
+        self._tied.sum_gradients()
+        reducer.take_in()
+
+    def optimizer_name(self, name: str) -> str:
+        return self._names.first(name)
+
+    def form(self, stepper: Stepper) -> SplitForm:
+        writes = self._at.data == 0  # of replicas the first does
+        return SplitForm(
+            stepper, self._names, self._locals, self._tied, self._axes.tensor, writes=writes
+        )
+
+    def sent(self) -> int:
+        axes = {
+            self._axes.data,
+            self._axes.shard,
+            self._axes.pipeline,
+            self._axes.tensor,
+            self._axes.model,
+        }
+        return sum(group.bytes_sent for group in axes - {self._world.group})
+
+    # -- what the training loop asks --------------------------------------------------------------
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of the data this rank works on, together with those that hold
+        the rest of the model.
+        """
+        return self.mesh.share(self._world.rank), self.mesh.replicas
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        self._locals.adopt(optimizer)
+
+    def walk(self, stepper: Stepper, window: Any, forward: Forward) -> None:
+        self._walk.train(stepper, window, forward)
+
+    def outputs(
+        self, forward: Forward, rows: DatasetRows, seed: int
+    ) -> Iterator[tuple[Piece, Any]]:
+        """The output for each of this rank's batches, on the rank that reports it. Every rank
+        walks it to its end.
+        """
+        for piece, output in self._walk.outputs(forward, rows, seed):
+            if self.reports:
+                yield piece, output
+        self._locals.let_go()
+
+    def idle(self) -> str | None:
+        return self._walk.idle()
+
+    def digest(self) -> str:
+        """No rank ever has more than one tensor whole. Every rank calls it."""
+        return sha256(self._locals, self._axes, self._names.forms)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rank": self._world.rank,
+            "node": self._world.node,
+            "data": self._at.data,
+            "shard": self._at.shard,
+            "pipeline": self._at.pipeline,
+            "tensor": self._at.tensor,
+            **({"stages": self._stages.layers} if self._stages.modules else {"layers": "all"}),
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "of": self._names.size,
+        }
+
+
+def _cut(
+    task: Task,
+    model: nn.Module,
+    mesh: Mesh,
+    world: World,
+    schedule: Schedule,
+    split: str,
+    forward: Forward,
+) -> _Stages:
+    """This rank's stages."""
+    example = forward.inputs(_example(task, world))
+    layers = layers_of(model, task.parts, len(example))
+    count = schedule.count(mesh.pipeline)
+    measured = split == "time" and task.parts.stages is None and count <= len(layers)
+    ranges = cut(
+        layers, count, task.parts, by_time(layers, example, world.group) if measured else None
+    )
+    mine = schedule.stages_of(mesh.at(world.rank).pipeline, mesh.pipeline)
+    users = {
+        name: {stage % mesh.pipeline for stage in stages}
+        for name, stages in sorted(shared(layers, ranges).items())
+    }
+    return _Stages(
+        {number: stage_module(layers, ranges[number]) for number in mine},
+        count,
+        {str(number): [layers.names[place] for place in ranges[number]] for number in mine},
+        {name: tuple(sorted(ranks)) for name, ranks in users.items() if len(ranks) > 1},
+    )
+
+
+def _example(task: Task, world: World) -> Any:
+    """A micro-batch, to see its shape and to measure with; what is drawn for it is put back."""
+    data: Any = task.train_data
+    with randomness.preserved():
+        if not is_iterable(data):
+            samples = [data[number % len(data)] for number in range(task.micro_batch)]
+        else:
+            samples = [
+                sample for sample, _ in zip(iter(data), range(task.micro_batch), strict=False)
+            ]
+        return to_device((task.collate or default_collate)(samples), world.device)
+
+
+def _check_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Statistics that a forward moves are averaged over micro-batches by their weights, which
+    only the last stage knows.
+    """
+    if mesh.pipeline == 1 and mesh.shard == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.track_running_stats:
+            raise TaskError(
+                f"mesh={str(mesh)!r}: {name} ({type(module).__name__}) keeps running statistics,"
+                " whose mean over a step's micro-batches needs a whole model on every rank: use"
+                " LayerNorm or GroupNorm, or split tensors or data only"
+            )

@@ -1,1 +1,0 @@
-"""What connects ranks, and what a collective costs there."""

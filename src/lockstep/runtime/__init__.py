@@ -1,0 +1,3 @@
+"""Which process this is: its environment, its lifetime, its status page, its clock, its random
+streams.
+"""

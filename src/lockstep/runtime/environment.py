@@ -1,0 +1,202 @@
+"""Where this process stands among the ranks, read from what a launcher left in the environment.
+
+Launchers have their own spellings of the same numbers; this is the only file that knows them (what
+SLURM means by its own stands in slurm.py). Pure: an environment goes in, a `Placement` or nothing
+comes out, and a contradiction is refused here, before anyone waits for a rank that cannot exist.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+from lockstep.runtime import slurm
+from lockstep.runtime.process_lifetime import PARENT
+from lockstep.runtime.slurm import number_of
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One rank's place in a job."""
+
+    rank: int
+    """This process's number in the whole job, 0 <= rank < size."""
+    size: int
+    """The world size: ranks over all hosts."""
+    local_rank: int
+    """This process's number on its host, 0 <= local_rank < local_size."""
+    local_size: int
+    """Ranks on this host."""
+    node: int
+    """This host's number in the job."""
+    source: str
+    """The variables that were read, for messages: "RANK and WORLD_SIZE"."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """How one launcher names the numbers. Only the first two must be set."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str | None = None
+
+    def read(self, env: Mapping[str, str]) -> Placement | None:
+        rank, size = number_of(env, self.rank), number_of(env, self.size)
+        if rank is None and size is None:
+            return None
+        if rank is None or size is None:
+            have, lack = (self.size, self.rank) if rank is None else (self.rank, self.size)
+            raise UsageError(
+                f"{have}={env[have]} is set but {lack} is not: set both, or neither for a single"
+                " process"
+            )
+        _check_below(self.rank, rank, self.size, size)
+        local_rank, local_size = self._local(env, rank, size)
+        node = number_of(env, self.node) if self.node else None
+        source = f"{self.rank} and {self.size}"
+        return Placement(
+            rank, size, local_rank, local_size, rank // local_size if node is None else node, source
+        )
+
+    def _local(self, env: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+        """One host is assumed where the launcher names no local numbers, and in a PyTorchJob one
+        rank a pod.
+        """
+        local_rank, local_size = number_of(env, self.local_rank), number_of(env, self.local_size)
+        if local_rank is None and local_size is None and env.get("PET_NNODES"):
+            local_rank, local_size = _of_pod(env, size)
+        if local_size is None:
+            local_size = (
+                size
+                if local_rank is None
+                else max(size if local_rank == rank else 1, local_rank + 1)
+            )
+        elif not 1 <= local_size <= size:
+            raise UsageError(
+                f"{self.local_size}={local_size} does not lie in 1..{self.size}={size}: a host"
+                " cannot run more ranks than the job"
+            )
+        if local_rank is None:
+            local_rank = rank % local_size
+        _check_below(self.local_rank, local_rank, self.local_size, local_size)
+        return local_rank, local_size
+
+
+_FIRST = _Spelling("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_MPI = (
+    _Spelling(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Spelling("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def placement(env: Mapping[str, str]) -> Placement | None:
+    """Read this rank's place from a launcher's variables; None where no launcher left any.
+
+    Known are RANK/WORLD_SIZE (`lockstep run`, torchrun, PyTorchJob), OMPI_COMM_WORLD_* (Open MPI),
+    PMI_* (MPICH, Intel MPI) and SLURM_PROCID/SLURM_NTASKS (srun); the first pair that is set
+    counts. Where a launcher names no local numbers one host is assumed. Reads nothing but `env`.
+
+    Raises:
+        UsageError: one of a pair is missing, a value is not an integer, a rank is not below its
+        size, or SLURM's numbers contradict each other.
+    """
+    place = _FIRST.read(env)
+    if place is not None:
+        return place
+    mpi = next(
+        (place for place in (spelling.read(env) for spelling in _MPI) if place is not None), None
+    )
+    if mpi is None:
+        return _of_slurm(env)
+    # srun --mpi=pmi2 sets PMI_* too, without local numbers. An mpirun inside of a job has numbers
+    # of its own, and SLURM's mean its daemons.
+    with suppress(UsageError):
+        place = _of_slurm(env)
+        if place is not None and (place.rank, place.size) == (mpi.rank, mpi.size):
+            return place
+    return mpi
+
+
+def started_by_others(env: Mapping[str, str]) -> Placement | None:
+    """The place of a process that torchrun, srun, mpirun or a cluster started as one of several
+    ranks; None for any other.
+
+    Such a process is a rank, and not a command that starts ranks.
+    """
+    if PARENT in env:
+        return None
+    place = placement(env)
+    return place if place is not None and place.size > 1 else None
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's (rank, world size): of torch's default process group if one is open, else (0,
+    1).
+
+    Raises:
+        UsageError: the environment says that this is one of several ranks, but no process group is
+        open yet.
+    """
+    if "torch" in sys.modules:
+        import torch.distributed
+
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = placement(os.environ)
+    if place is None or place.size == 1:
+        return 0, 1
+    names = place.source.split(" and ")
+    raise UsageError(
+        f"{names[0]}={place.rank} and {names[1]}={place.size} are set but no process group is open;"
+        " call lockstep.init() first"
+    )
+
+
+def _of_slurm(env: Mapping[str, str]) -> Placement | None:
+    step = slurm.step(env)
+    if step is None:
+        return None
+    _check_below(slurm.RANK, step.rank, slurm.SIZE, step.size)
+    _check_below(slurm.LOCAL_RANK, step.local_rank, "tasks on this node", step.local_size)
+    return Placement(
+        step.rank,
+        step.size,
+        step.local_rank,
+        step.local_size,
+        step.node,
+        f"{slurm.RANK} and {slurm.SIZE}",
+    )
+
+
+def _of_pod(env: Mapping[str, str], size: int) -> tuple[int, int]:
+    """A PyTorchJob's pod: PET_* are for torchrun, which would have set local numbers."""
+    each = env.get("PET_NPROC_PER_NODE", "1").strip() or "1"
+    if each != "1" or env["PET_NNODES"].strip() != str(size):
+        raise UsageError(
+            f"PET_NNODES={env['PET_NNODES']}, PET_NPROC_PER_NODE={each} and WORLD_SIZE={size} but"
+            " no LOCAL_RANK: 1 process started in this pod, torchrun expected; begin the pod's"
+            " command with torchrun, which reads PET_*"
+        )
+    return 0, 1
+
+
+def _check_below(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if size < 1:
+        raise UsageError(f"{size_name}={size} is below 1: there is at least one rank")
+    if not 0 <= rank < size:
+        raise UsageError(
+            f"{rank_name}={rank} does not lie in 0..{size - 1}, but {size_name}={size}: ranks count"
+            " from 0"
+        )

@@ -1,0 +1,35 @@
+"""What Lockstep can do with packages that it does not require, and how to install them."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+_NAME = "lockstep-train"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml, in the form that works for this
+    installation.
+    """
+    return f"pip install {_wanted(extra, Path(__file__).parents[3], _origin())}"
+
+
+def _wanted(extra: str, above: Path, origin: str | None) -> str:
+    """`above`: the folder over src/ in a checkout. `origin`: the URL that this installation came
+    from, where it was no package index.
+    """
+    if above.joinpath("pyproject.toml").is_file() and above.joinpath("src", "lockstep").is_dir():
+        place = "." if above.resolve() == Path.cwd() else str(above)
+        return f"-e '{place}[{extra}]'"
+    return f"'{_NAME}[{extra}]'" if origin is None else f"'{_NAME}[{extra}] @ {origin}'"
+
+
+def _origin() -> str | None:
+    """As pip has noted it (PEP 610)."""
+    try:
+        text = distribution(_NAME).read_text("direct_url.json")
+        return None if text is None else str(json.loads(text)["url"])
+    except (PackageNotFoundError, ValueError, KeyError):
+        return None

@@ -1,0 +1,223 @@
+"""Keyed randomness: a random stream belongs to what it is for, never to the rank or process that
+happens to draw from it.
+
+    shared stream       (seed)                  initialisation: equal on all ranks
+    step stream         (seed, step, slot)      dropout: belongs to the micro-batch
+    update stream       (seed, step)            an optimizer that draws: equal on all ranks
+    sample stream       (seed, epoch, index)    augmentation: belongs to the sample
+    collate stream      (seed, epoch, index)    masking, mixing: belongs to the micro-batch that begins with this sample
+
+A stream is entered by seeding torch, numpy and `random` with a number derived from the key, so
+ordinary code draws from it. Adding the rank to a seed instead makes collisions (seed 0 rank 1 =
+seed 1 rank 0) and ties the training to the number of ranks. What cannot be keyed: generators that
+seed themselves from the operating system, such as `numpy.random.default_rng()` without a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from lockstep.runtime.host_generators import Generator
+
+_MASK = 2**64 - 1
+# part of every recorded run: add to them, never renumber
+_SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
+_RANK = 16
+_UPDATE = 2**62  # in the place of a slot
+
+
+def derive(seed: int, *key: int) -> int:
+    """64 bits from a seed and a key: equal for equal keys on every machine, unrelated for different
+    ones.
+
+    Each number is mixed in by splitmix64's finaliser (Steele, Lea and Flood, OOPSLA 2014). Numbers
+    count modulo 2^64. Not for secrets.
+    """
+    state = _mix(seed & _MASK)
+    for number in key:
+        state = _extend(state, number)
+    return state
+
+
+# every sample of an epoch begins with the same three numbers
+_prefix = lru_cache(maxsize=64)(derive)
+
+
+def _extend(state: int, number: int) -> int:
+    return _mix(state ^ _mix((number + 0x9E3779B97F4A7C15) & _MASK))
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def seed_all(value: int) -> None:
+    """Seed torch (its accelerators too), numpy's global generator (with 32 of the bits) and
+    `random`.
+    """
+    import torch
+
+    _seed_host(value)
+    if torch.accelerator.is_available():
+        # else torch.manual_seed only costs: it formats a stack trace for a GPU that never comes
+        torch.manual_seed(value & _MASK)
+
+
+def _seed_host(value: int) -> None:
+    import numpy as np
+    import torch
+
+    torch.random.default_generator.manual_seed(value & _MASK)
+    np.random.seed(value & 0xFFFFFFFF)
+    random.seed(value & _MASK)
+
+
+def shared(seed: int) -> None:
+    """Enter the shared stream: what is drawn next is equal on all ranks."""
+    seed_all(derive(seed, _SHARED))
+
+
+def step(seed: int, step: int, slot: int) -> None:
+    """Enter the stream of one micro-batch's forward."""
+    seed_all(derive(seed, _STEP, step, slot))
+
+
+@contextmanager
+def micro_batch(seed: int, number: int, slot: int) -> Iterator[None]:
+    """The block draws from the stream of one micro-batch's forward; what the process draws after
+    it does not depend on it.
+    """
+    with preserved(devices=True):
+        step(seed, number, slot)
+        yield
+
+
+@contextmanager
+def update(seed: int, number: int) -> Iterator[None]:
+    """The block, a step's update, draws from a stream of its own: equal on all ranks, of any
+    number of them.
+    """
+    with micro_batch(seed, number, _UPDATE):
+        yield
+
+
+def sample(seed: int, epoch: int, index: int) -> None:
+    """Enter the stream of one sample in one epoch. On the CPU only: a fetch must not disturb
+    what the GPU draws for the model.
+    """
+    _seed_host(sample_key(seed, epoch, index))
+
+
+def collate(seed: int, epoch: int, index: int) -> None:
+    """Enter the stream in which samples are made a batch, of the micro-batch whose first sample
+    is `index`. On the CPU only.
+    """
+    _seed_host(collate_key(seed, epoch, index))
+
+
+def sample_key(seed: int, epoch: int, index: int) -> int:
+    """The number that `sample` seeds with. Nothing is seeded."""
+    return _extend(_prefix(seed, _SAMPLE, epoch), index)
+
+
+def collate_key(seed: int, epoch: int, index: int) -> int:
+    """The number that `collate` seeds with. Nothing is seeded."""
+    return derive(seed, _COLLATE, epoch, index)
+
+
+def rank(seed: int, rank: int, *key: int) -> None:
+    """Enter a stream that belongs to a rank: for what shall differ between them and need not be
+    the same at another world size.
+    """
+    seed_all(derive(seed, _RANK, rank, *key))
+
+
+def order(seed: int, epoch: int) -> int:
+    """The key of an epoch's order. A number, not a stream: nothing is seeded."""
+    return derive(seed, _ORDER, epoch)
+
+
+@contextmanager
+def preserved(*, devices: bool = False) -> Iterator[None]:
+    """Put the CPU states of torch, numpy's global generator and `random` back after the block,
+    also when it raises; with `devices` the GPUs' too.
+    """
+    back = kept(devices=devices)
+    try:
+        yield
+    finally:
+        back()
+
+
+def kept(*, devices: bool = False) -> Callable[[], None]:
+    """What puts them back as they are now."""
+    looks = [(generator, generator.look()) for generator in _host_generators()]
+    gpus = (
+        [(generator, generator.get_state()) for generator in _gpu_generators()] if devices else []
+    )
+
+    def back() -> None:
+        for generator, look in looks:
+            generator.put_back(look)
+        for gpu, state in gpus:
+            gpu.set_state(state)
+
+    return back
+
+
+@cache
+def _host_generators() -> Sequence[Generator]:
+    from lockstep.runtime.host_generators import Numpy, Random, Torch
+
+    return Torch(), Numpy(), Random()
+
+
+def _gpu_generators() -> Sequence[torch.Generator]:
+    """Of all GPUs of the process; none before it has used one."""
+    import torch
+
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+
+
+def sampler(seed: int, epoch: int) -> int:
+    """Enter the stream in which a user's sampler draws an epoch, on the CPU, and return the
+    number that it was seeded with.
+    """
+    key = derive(seed, _SAMPLER, epoch)
+    _seed_host(key)
+    return key
+
+
+def component_key(seed: int, component: int, cycle: int) -> int:
+    """The key of one component's order, in a mixture, while it is gone through for the
+    `cycle`-th time. Nothing is seeded.
+    """
+    return derive(seed, _COMPONENT, component, cycle)
+
+
+def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A uniform number in the open interval (0, 1) for each of `numbers`, of 52 bits; float64,
+    same shape. `derive(key, number)`, scaled.
+    """
+    import numpy as np
+
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    mixed = numbers.astype(np.uint64) + golden
+    for start in (np.uint64(0), np.uint64(_mix(key & _MASK))):
+        mixed = (mixed ^ start) + golden
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        mixed ^= mixed >> np.uint64(31)
+    return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

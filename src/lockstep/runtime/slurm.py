@@ -1,0 +1,171 @@
+"""What SLURM says about the process that reads it: which task of which job step this is. Pure: an
+environment goes in.
+
+SLURM sets the same names in three places, and they mean different things there. In a task of `srun`
+they are the task's own. In a batch script's shell they describe the job, of which no task runs yet:
+SLURM_PROCID is 0 there, and SLURM_NTASKS what was asked for. In the shell of `salloc` there is no
+SLURM_PROCID, or the step is the one that carries the shell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import UsageError
+
+RANK, SIZE, LOCAL_RANK = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
+_ASKED_PER_NODE = "SLURM_NTASKS_PER_NODE"
+_STEP = "SLURM_STEP_ID"
+_SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+# numbers of steps that are a batch script, an interactive shell and the like
+_SHELLS = range(2**32 - 16, 2**32)
+_PORTS = range(10_000, 32_749)  # neither privileged nor ephemeral, and a prime number of them
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One task of a job step, as `srun` started it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    job: str
+    """The job's id."""
+    number: int
+    """Of the step in its job."""
+    nodelist: str
+    """The step's hosts, rank 0's first, as SLURM writes them."""
+
+    @property
+    def name(self) -> str:
+        """Equal on all ranks of the step, and on no other step's: "7.0"."""
+        return f"{self.job}.{self.number}"
+
+    @property
+    def port(self) -> int:
+        """Where ranks on several hosts meet."""
+        return port(self.job, self.number)
+
+
+def port(job: str, step: int) -> int:
+    """The port of a job step: above the privileged ones, below those that systems hand out. Other
+    for steps of one job, and for jobs that follow each other.
+    """
+    number = int(job) if job.isdigit() else sum(job.encode())
+    return _PORTS[(number * 101 + step) % len(_PORTS)]
+
+
+def step(env: Mapping[str, str]) -> Step | None:
+    """The task that this process is; None outside of SLURM, and in a shell of a job that has one
+    task.
+
+    Raises:
+        UsageError: this is a batch script's own shell in a job of several tasks, or fewer tasks
+        were started than were asked for.
+    """
+    rank = number_of(env, RANK)
+    number = number_of(env, _STEP)
+    if rank is None or number in _SHELLS:
+        return None
+    size = number_of(env, "SLURM_STEP_NUM_TASKS") or number_of(env, SIZE)
+    spread = next((_counts(name, env[name]) for name in _SPREAD if env.get(name)), None)
+    if size is not None:
+        _refuse_fewer(env, size, spread)
+    if number is None and env.get("ENVIRONMENT") == "BATCH":
+        _refuse_batch_script(env, size)
+        return None
+    if size is None:
+        raise UsageError(
+            f"{RANK}={rank} is set but {SIZE} is not: start the script with srun, which sets both"
+        )
+    node = number_of(env, "SLURM_NODEID") or 0
+    local_rank = number_of(env, LOCAL_RANK)
+    if local_rank is None:
+        local_rank = rank if spread is None or len(spread) == 1 else 0
+    hosts = next(
+        (
+            env[name]
+            for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+            if env.get(name)
+        ),
+        "",
+    )
+    return Step(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=_on_node(env, node, size, spread),
+        node=node,
+        job=env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or "0",
+        number=number or 0,
+        nodelist=hosts,
+    )
+
+
+def _refuse_batch_script(env: Mapping[str, str], size: int | None) -> None:
+    expected = size or (number_of(env, _ASKED_PER_NODE) or 1) * _nodes(env)
+    if expected > 1:
+        raise UsageError(
+            f"the job has {expected} tasks but this is the batch script's own shell: 1 process"
+            f" started, {expected} expected; use srun (or lockstep run --workers {expected}, on one"
+            " host)"
+        )
+
+
+def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -> None:
+    """--ntasks-per-node is what the fullest host shall run; `srun -n 1` and `--ntasks=1` beside
+    it start fewer.
+    """
+    asked = number_of(env, _ASKED_PER_NODE)
+    nodes = _nodes(env)
+    fullest = max(spread) if spread else -(-size // nodes)
+    if asked is not None and fullest < asked:
+        raise UsageError(
+            f"{SIZE}={size} but tasks-per-node={asked}: {_processes(size)} started, {asked * nodes}"
+            f" expected; use srun, without --ntasks (or --ntasks-per-node={fullest}, if {size} is"
+            " meant)"
+        )
+
+
+def _nodes(env: Mapping[str, str]) -> int:
+    return number_of(env, "SLURM_STEP_NUM_NODES") or number_of(env, "SLURM_NNODES") or 1
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def _on_node(env: Mapping[str, str], node: int, size: int, spread: list[int] | None) -> int:
+    if spread is not None and node < len(spread):
+        return spread[node]
+    if tasks := env.get("SLURM_GTIDS"):
+        return len(tasks.split(","))
+    return number_of(env, _ASKED_PER_NODE) or size
+
+
+def _counts(name: str, text: str) -> list[int]:
+    """`2(x3),1` as 2, 2, 2, 1."""
+    counts: list[int] = []
+    for each in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(\(x(\d+)\))?\s*", each)
+        if found is None:
+            raise UsageError(f"{name}={text!r} cannot be read: SLURM writes it as in 2(x3),1")
+        counts += [int(found[1])] * int(found[3] or 1)
+    return counts
+
+
+def number_of(env: Mapping[str, str], name: str) -> int | None:
+    """A launcher's variable; None where it is unset or empty. Raises UsageError where it is no
+    whole number.
+    """
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not an integer") from None

@@ -1,0 +1,262 @@
+"""Where the time of a step goes on this rank: a running clock of phases, and what it comes to when
+a step has ended.
+
+    phase   data, forward, backward, reduce, optimizer, checks; "loop" is the user's code between
+            steps; evaluate and checkpoint are pauses
+    waits   time within a phase in which this rank could only wait for other ranks or the network
+
+Always on: a phase that begins costs a fraction of a microsecond, on the main thread, without a
+lock. On a GPU the host runs ahead of the work, so a phase ends where its work does in the device's
+stream: events are left there, and read when a later step finds them passed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+PHASES = (
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "optimizer",
+    "checkpoint",
+    "evaluate",
+    "loop",
+    "checks",
+    "end",
+)
+INDEX = {name: number for number, name in enumerate(PHASES)}
+PAUSES = ("checkpoint", "evaluate")
+_NONE = 0  # no wait is under way
+_SECOND = 1e9  # ns
+_MOST = 64  # steps whose events have not passed; more means that nobody reads them
+_MOST_MARKS = 10_000  # of a step
+
+
+class Span(NamedTuple):
+    """A piece of a step, in seconds of this process's monotonic clock."""
+
+    phase: str
+    waits: bool
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """One optimizer step of this rank, in seconds. All but `hidden` and the pauses add up to
+    `seconds`.
+    """
+
+    step: int
+    """Number of the step, from 1; at a parameter server, where ranks go on by themselves, of
+    this rank's own.
+    """
+    data: float
+    forward: float
+    backward: float
+    moving: float
+    """Its own work in communication that nothing was computed behind: adding, copying, sending."""
+    waits: float
+    """Spent waiting for other ranks or the network."""
+    optimizer: float
+    checks: float
+    other: float
+    """The user's own code between steps, and records."""
+    hidden: float | None = 0.0
+    """Communication that went on while this rank computed; None where it is not known."""
+    evaluate: float = 0.0
+    checkpoint: float = 0.0
+    spans: Sequence[Span] = ()
+    """Where they were asked for, and known."""
+
+    @property
+    def exposed(self) -> float:
+        """Communication that this rank could not compute behind."""
+        return self.moving + self.waits
+
+    @property
+    def busy(self) -> float:
+        """What it computed of the model."""
+        return self.forward + self.backward
+
+    @property
+    def seconds(self) -> float:
+        return self.data + self.busy + self.exposed + self.optimizer + self.checks + self.other
+
+
+class Event(Protocol):
+    """A mark in a device's stream: torch.cuda.Event, recorded."""
+
+    def query(self) -> bool: ...
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+class _Mark(NamedTuple):
+    """From here on it is in this phase, and waits or not."""
+
+    phase: int
+    waits: bool
+    ns: int
+    event: Event | None
+
+
+class StepClock:
+    """This process's. `enter` and `waits` are told by its main thread (status.py); `end` ends a
+    step, `finished` hands out what steps came to.
+
+    `event` leaves a mark in a device's stream; then phases are those of the device, and so are
+    spans, counted from where the host began the step.
+    """
+
+    def __init__(self, event: Callable[[], Event] | None = None) -> None:
+        self._owner = threading.get_ident()
+        self._event = event
+        self.phase, self._since, self._began_to_wait = INDEX["loop"], time.monotonic_ns(), _NONE
+        self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
+        self._marks: list[_Mark] | None = None
+        self._keeps = False  # the spans of this step
+        # ended here, and not yet on the device
+        self._open: deque[tuple[int, list[_Mark], float | None, bool]] = deque(maxlen=_MOST)
+        self._finished: list[StepTimes] = []
+        self.begin()
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is the one that tells."""
+        return threading.get_ident() == self._owner
+
+    def enter(self, phase: int, now: int) -> None:
+        self._spent[self.phase] += now - self._since
+        self.phase, self._since = phase, now
+        if self._marks is not None:
+            self._mark(now)
+
+    def waits(self, begun: bool, now: int) -> None:
+        if begun:
+            self._began_to_wait = now
+        elif self._began_to_wait != _NONE:
+            self._waited[self.phase] += now - self._began_to_wait
+            self._began_to_wait = _NONE
+        if self._marks is not None:
+            self._mark(now)
+
+    def begin(self, *, spans: bool = False) -> None:
+        """What passed until now belongs to no step. `spans`: of the next one, keep where each
+        piece lies.
+        """
+        now = time.monotonic_ns()
+        self._since, self._began_to_wait = now, _NONE
+        self._spent, self._waited = [0] * len(PHASES), [0] * len(PHASES)
+        self._keeps = spans
+        self._marks = [] if spans or self._event is not None else None
+        if self._marks is not None:
+            self._mark(now)
+
+    def end(self, step: int, hidden: float | None = 0.0, *, spans: bool = False) -> None:
+        """A step has ended here, and the next one begins. `hidden`: seconds of communication
+        behind computation; `spans`: of the next step, keep them.
+        """
+        self.enter(self.phase, time.monotonic_ns())
+        marks = self._marks
+        if self._event is None:
+            kept = () if marks is None else _spans(marks)
+            self._finished.append(_times(step, self._spent, self._waited, hidden, kept))
+        elif marks is not None:
+            self._open.append((step, marks, hidden, self._keeps))
+        self.begin(spans=spans)
+
+    def paused(self) -> dict[str, float]:
+        """Seconds of each kind of pause since the last step ended, on the host."""
+        self.enter(self.phase, time.monotonic_ns())
+        return {name: self._spent[INDEX[name]] / _SECOND for name in PAUSES}
+
+    def finished(self) -> list[StepTimes]:
+        """Steps that have come to an end since this was asked last, in order. On a GPU only
+        those whose work is done.
+        """
+        while self._open and (event := self._open[0][1][-1].event) is not None and event.query():
+            step, marks, hidden, keeps = self._open.popleft()
+            self._finished.append(
+                _times(step, *_of_device(marks), hidden, _spans(_on_device(marks)) if keeps else ())
+            )
+        found, self._finished = self._finished, []
+        return found
+
+    def _mark(self, now: int) -> None:
+        assert self._marks is not None
+        if len(self._marks) == _MOST_MARKS:  # no step ends: this is no training any more
+            self._marks = None
+            return
+        event = None
+        if self._event is not None:
+            event = self._event()
+        self._marks.append(_Mark(self.phase, self._began_to_wait != _NONE, now, event))
+
+
+def _of_device(marks: Sequence[_Mark]) -> tuple[list[int], list[int]]:
+    """ns spent in each phase, and waited in it, between the marks in a device's stream."""
+    spent, waited = [0] * len(PHASES), [0] * len(PHASES)
+    for mark, following in itertools.pairwise(marks):
+        assert mark.event is not None
+        ns = round(mark.event.elapsed_time(following.event) * 1e6)
+        spent[mark.phase] += ns
+        waited[mark.phase] += ns if mark.waits else 0
+    return spent, waited
+
+
+def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
+    """The same marks at the times at which the device came to them, if it came to the first one
+    as the host left it.
+    """
+    first = marks[0]
+    assert first.event is not None
+    return [
+        mark._replace(ns=first.ns + round(first.event.elapsed_time(mark.event) * 1e6))
+        for mark in marks
+    ]
+
+
+def _spans(marks: Sequence[_Mark]) -> list[Span]:
+    """The pieces between the marks; neighbours that are alike are one."""
+    found: list[Span] = []
+    for mark, following in itertools.pairwise(marks):
+        span = Span(PHASES[mark.phase], mark.waits, mark.ns / _SECOND, following.ns / _SECOND)
+        if found and found[-1].phase == span.phase and found[-1].waits == span.waits:
+            span = span._replace(begin=found.pop().begin)
+        found.append(span)
+    return found
+
+
+def _times(
+    step: int,
+    spent: Sequence[int],
+    waited: Sequence[int],
+    hidden: float | None,
+    spans: Sequence[Span],
+) -> StepTimes:
+    own = {name: (spent[number] - waited[number]) / _SECOND for number, name in enumerate(PHASES)}
+    return StepTimes(
+        step=step,
+        data=own["data"],
+        forward=own["forward"],
+        backward=own["backward"],
+        moving=own["reduce"],
+        waits=sum(waited[number] for number, name in enumerate(PHASES) if name not in PAUSES)
+        / _SECOND,
+        optimizer=own["optimizer"],
+        checks=own["checks"],
+        other=own["loop"] + own["start"],
+        hidden=hidden,
+        evaluate=spent[INDEX["evaluate"]] / _SECOND,
+        checkpoint=spent[INDEX["checkpoint"]] / _SECOND,
+        spans=spans,
+    )

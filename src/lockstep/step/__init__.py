@@ -1,0 +1,1 @@
+"""One optimizer step: Stepper, DistributedDataParallel and what they keep."""

@@ -1,0 +1,243 @@
+"""What a Stepper is put together from: its options checked, and the reducer and the update that
+its method means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.checks.start import model_fields
+from lockstep.checks.trained import check_trained
+from lockstep.checks.unused import UnusedCheck, shortly
+from lockstep.collectives.group import Group
+from lockstep.config.parallelism import Parallelism
+from lockstep.config.task import UNUSED, Unused
+from lockstep.data.loader import Loader
+from lockstep.errors import UsageError
+from lockstep.gradients.buffers import MovingBuffers, replicate
+from lockstep.gradients.compression import compressed, owes
+from lockstep.gradients.compression.power_sgd import check_matrices
+from lockstep.gradients.exact import exact_reducer
+from lockstep.gradients.layout import BUCKET
+from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.reductions import Alone, reduction
+from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.step.model_shard import ModelShard
+from lockstep.step.wrapper_arguments import Checks, check_checks
+from lockstep.updates.local_steps import LocalSteps
+from lockstep.updates.replicated import Replicated
+from lockstep.updates.server.server_update import ServerUpdate
+from lockstep.updates.sharded import Sharded
+from lockstep.updates.update import Update, Updated
+from lockstep.world.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepperOptions:
+    """The arguments of a Stepper that stay as they are; its docstring says what they mean."""
+
+    clip: float | None
+    scaler: GradScaler | None
+    scheduler: LRScheduler | None
+    seed: int
+    bucket_mb: float | None
+    unused: Unused
+    checks: Checks
+    trace_nonfinite: bool
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise UsageError(
+                f"clip={self.clip}: the largest norm that a gradient may have is above 0; leave it"
+                " out for no clipping"
+            )
+        if self.unused not in UNUSED:
+            raise UsageError(f"unused={self.unused!r}: choose one of {', '.join(UNUSED)}")
+        check_checks(self.checks)
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def check(self, method: Parallelism) -> None:
+        """Raise a UsageError for what does not go with a method."""
+        if method.server is not None and self.unused == "skip":
+            raise UsageError(
+                "unused='skip' with update='server': a rank knows only of its own draw what got a"
+                " gradient; use error or zeros"
+            )
+        if method.alone and self.scales:
+            raise UsageError(
+                "a loss scaler needs one scale for all ranks, and ranks that step alone would each"
+                " find their own: use bf16"
+            )
+        if method.compression is not None and owes(method.compression) and self.scales:
+            raise UsageError(
+                f"compress={method.compress!r} remembers what it has left out of gradients, and a"
+                " loss scaler changes their unit: use bf16 for either"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """What of a Stepper belongs to one reducer."""
+
+    model: nn.Module
+    reducer: Reducer
+    told: Group
+    """The ranks whose facts of a step this rank knows: all, or itself where it steps alone."""
+    update: Update
+    unused: UnusedCheck
+    forgotten: str
+    """Parameters that are trained by name but not by the optimizer, usually forgotten, always
+    paid for; "" for none.
+    """
+
+    def moving_buffers(self, world: World) -> MovingBuffers:
+        return MovingBuffers(self.model, self.reducer.group, world.device, self.reducer.generation)
+
+
+def assemble(
+    model: nn.Module,
+    optimizer: Optimizer,
+    method: Parallelism,
+    options: StepperOptions,
+    *,
+    alone: bool,
+    shard: ModelShard,
+    everyone: Group,
+    world: World,
+    wants_stop: Callable[[], bool],
+) -> Assembly:
+    """Take charge of the model's gradients. `alone`: this rank steps without the others now,
+    which it need not from the beginning.
+    """
+    reducer, bare = reducer_of(
+        model, method, options.bucket_mb, shard.replicas(everyone), alone=alone
+    )
+    reducer.door.guard()
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [
+        name
+        for name, parameter in zip(reducer.names, reducer.parameters, strict=True)
+        if id(parameter) not in held
+    ]
+    updated = Updated(
+        world=world,
+        everyone=everyone,
+        model=bare,
+        reducer=reducer,
+        optimizer=optimizer,
+        scheduler=options.scheduler,
+        scaler=options.scaler,
+        clip=options.clip,
+        norm=shard.norm,
+        wants_stop=wants_stop,
+    )
+    return Assembly(
+        model=bare,
+        reducer=reducer,
+        told=reducer.group if alone else everyone,
+        update=update_of(method, updated, alone=alone),
+        unused=UnusedCheck(reducer, options.unused),
+        forgotten=shortly(left_out) if left_out else "",
+    )
+
+
+def update_of(method: Parallelism, updated: Updated, *, alone: bool) -> Update:
+    """A new update of the kind that the method means."""
+    if alone and method.local is not None:
+        assert method.sync_every is not None
+        return LocalSteps(updated, method.sync_every, method.local)
+    if method.server is not None:
+        return ServerUpdate(updated, method)
+    return Sharded(updated) if method.update == "sharded" else Replicated(updated)
+
+
+def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:
+    """Raise a UsageError for data whose slots cannot be drawn."""
+    if not isinstance(loader, Loader):
+        raise UsageError(
+            f"slots of a {type(loader).__name__} cannot be drawn: with update='server' the samples"
+            " of a data set need numbers"
+        )
+    if loader.balance is not None:
+        loader.balance.check(method, everyone.size)
+
+
+def set_up_of(
+    model: nn.Module, group: Group, fields: dict[str, Any]
+) -> tuple[Group, dict[str, Any]]:
+    """The ranks that must be set up alike (a wrapped model's own, else `group`), and what of
+    this model they compare.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model.group, {**model_fields(model.module, model.ignored), **fields}
+    return group, {**model_fields(model), **fields}
+
+
+def reducer_of(
+    model: nn.Module, method: Parallelism, bucket_mb: float | None, group: Group, *, alone: bool
+) -> tuple[Reducer, nn.Module]:
+    """Gradients are summed over `group`. `alone`: this rank steps with its own gradients; what
+    would sum them is for meetings.
+    """
+    if bucket_mb is not None and not bucket_mb > 0:
+        raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
+    if isinstance(model, DistributedDataParallel):
+        _check_wrapped(method, bucket_mb)
+        return model.give_up_reducer(), model.module
+    check_trained(model)
+    replicate(model, group)
+    bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
+    if method.exact:
+        return exact_reducer(model, method.reduce, group, bucket_bytes), model
+    if method.compression is None:
+        chosen = reduction("native" if method.server else method.reduce, group)
+    else:
+        check_matrices(method.compression, model, group.ranks[group.rank])
+        chosen = compressed(method.compression, group)
+    if not alone:
+        return Reducer(model, group, chosen, bucket_bytes=bucket_bytes), model
+    if method.local is not None and method.local.fragments > 1:
+        # fragments consist of whole buckets
+        octets = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        bucket_bytes = max(1, min(bucket_bytes, octets // method.local.fragments))
+    meeting = Alone(chosen)
+    if method.server is not None:
+        meeting.name = "messages"
+    return Reducer(model, group.alone(), meeting, bucket_bytes=bucket_bytes), model
+
+
+def _check_wrapped(method: Parallelism, bucket_mb: float | None) -> None:
+    """Raise a UsageError for what a wrapped model's own reducer does not do."""
+    if method.alone or method.compress is not None:
+        what = f"sync_every={method.sync_every}" if method.local else f"update={method.update!r}"
+        what = f"compress={method.compress!r}" if method.compress else what
+        raise UsageError(
+            f"{what} needs the bare module: the wrapped model's reducer sums every gradient as it"
+            " is, in every backward"
+        )
+    if method.exact:
+        raise UsageError(
+            "exact=True needs the bare module: the wrapped model's reducer adds micro-batches in"
+            " another order"
+        )
+    if bucket_mb is not None:
+        raise UsageError(
+            f"bucket_mb={bucket_mb}: the wrapped model has its own buckets; give bucket_cap_mb= to"
+            " DistributedDataParallel"
+        )
+    if method.reduce != "auto":
+        raise UsageError(
+            f"reduce={method.reduce!r}: the wrapped model has its own reducer; give reduce= to"
+            " DistributedDataParallel, or the bare module here"
+        )

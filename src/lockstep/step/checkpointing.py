@@ -1,0 +1,409 @@
+"""`lockstep.Checkpoints`: what a training needs to go on where it stopped, at any number of ranks.
+
+checkpoints = lockstep.Checkpoints("checkpoints", stepper, loader, every=100, keep=3)
+checkpoints.resume()                       # the newest that is whole, if there is one
+for epoch in loader.epochs(10):
+    for window in epoch:
+        ...
+        stepper.step()
+        checkpoints.step()                 # saves where one is due, and trains on meanwhile
+checkpoints.close()                        # saves what is newer, and waits for it
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakMethod
+
+import torch
+
+from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.due import FIRST, steps_until_next
+from lockstep.checkpoints.files import COMPARED, Checkpoint
+from lockstep.checkpoints.identity import check_storable
+from lockstep.checkpoints.manifest import STATE, believed
+from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.checkpoints.saver import Saver
+from lockstep.collectives.texts import said_by
+from lockstep.errors import (
+    DamagedCheckpoint,
+    LockstepError,
+    LockstepWarning,
+    PeerFailed,
+    UsageError,
+)
+from lockstep.runtime import status
+from lockstep.step.stepper import Stepper
+from lockstep.step.stepper_state import restore, take
+
+if TYPE_CHECKING:
+    from lockstep.checkpoints.remote import Remote
+
+Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+"""What a checkpoint keeps beside the training: JSON, or what makes it."""
+
+
+class Position(Protocol):
+    """A Loader, or anything else whose place in the data is its `state_dict`, equal on all
+    ranks.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Checkpoints:
+    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, step) and its Loader in
+    `directory`, a folder that all ranks see.
+
+    They are written in the background by all ranks, hold no pickled objects and no number of ranks,
+    and are there whole or not at all.
+
+    Replicas are compared before every save (`Stepper.check_replicas`), and the state says after
+    which step they were equal last. Where they differ, nothing is saved, and what was saved after
+    that step is set aside: `resume` does not see it.
+
+    Every rank makes it and calls its methods alike. What goes wrong with a save is raised by the
+    next call, on all ranks, as LockstepError.
+
+    Args:
+        directory: a folder that all ranks see.
+        stepper: what is saved: model, optimizer, scheduler, scaler, step.
+        loader: a Loader, or anything else whose place in the data is its `state_dict`.
+        every: steps from one to the next; None: as often as costs less than 2 % of the time.
+        keep: how many stay, beside the best.
+        remote: a URL that fsspec knows (s3://bucket/run, a folder), where a copy of each goes when
+            it is whole here; `resume` also looks there. An upload that fails is warned of and made
+            up for with the next; where the last one fails, `close` raises.
+        guard: called before anything is written, on every rank; raises LockstepError where
+            `directory` must not be written to any more.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        stepper: Stepper,
+        loader: Position | None = None,
+        *,
+        every: int | None = None,
+        keep: int = 2,
+        remote: str | None = None,
+        guard: Callable[[], None] = lambda: None,
+    ) -> None:
+        for name, value in (("every", every), ("keep", keep)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int) or value < 1
+            ):
+                raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+        check_storable(stepper.model)
+        self.directory = Path(directory)
+        self.keep = keep
+        self._stepper, self._loader, self._every = stepper, loader, every
+        self._remote = None if remote is None else _remote(remote)
+        self._guard = guard
+        world = stepper.world
+        self._world = world
+        self._saver = self._new_saver()
+        self._next = FIRST if every is None else 0
+        stepper.meet_before(self._due())
+        self._began: tuple[float, int] = (perf_counter(), stepper.steps)
+        self._saved = stepper.steps
+        self._extra: Extra = None
+        if stepper.replicas is not None:
+            # else a cycle keeps the loader's processes until it is collected
+            set_aside = WeakMethod(self._set_aside)
+            stepper.replicas.on_divergence.append(
+                lambda compared: "" if (found := set_aside()) is None else found(compared)
+            )
+
+    # -- going on ---------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        step: int | None = None,
+        *,
+        check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+    ) -> Checkpoint | None:
+        """Go on from the newest checkpoint that is whole, or from that of `step`; the one that was
+        taken, None if there is none.
+
+        A damaged one is warned of, with its file and the steps lost; where `step` names it that is
+        a DamagedCheckpoint. Raises UsageError where it belongs to another model, optimizer or data.
+        `check` may raise for another reason, before anything is changed.
+        """
+        folder = self._agreed(lambda: self._chosen(step))
+        if folder is None:
+            return None
+        checkpoint = files.read(self.directory / folder)
+        if checkpoint.state.get("training") is None:
+            raise UsageError(
+                f"{checkpoint.folder} holds a model and nothing else: a training cannot go on"
+                " from it"
+            )
+        with believed(checkpoint.folder / STATE):
+            check(checkpoint)
+            restore(self._stepper, checkpoint, checkpoint.state["training"])
+            if self._stepper.replicas is not None:
+                self._stepper.replicas.compared = checkpoint.compared
+            if self._loader is not None:
+                self._loader.load_state_dict(decoded(checkpoint.state["data"]))
+        self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
+        if self._every is None:
+            self._next = self._stepper.steps + FIRST
+        self._stepper.meet_before(self._due())
+        return checkpoint
+
+    def _due(self) -> int:
+        """The step after which the next save is due."""
+        return (
+            self._next
+            if self._every is None
+            else (self._stepper.steps // self._every + 1) * self._every
+        )
+
+    def _chosen(self, step: int | None) -> str | None:
+        """On rank 0, which looks at every byte: the name of the folder."""
+        folders.sweep(self.directory)
+        if step is not None:
+            folder = folders.folder_of(self.directory, step)
+            if not folder.exists():
+                raise UsageError(f"there is no checkpoint of step {step} in {self.directory}")
+            return files.read(folder).folder.name
+        newest = folders.newest(self.directory)
+        latest = 0 if newest is None else folders.step_of(newest)
+        found, damaged = files.newest_whole(self.directory)
+        if self._remote is not None:
+            for copy in reversed(self._remote.steps()):
+                if found is not None and copy <= found.step:
+                    break
+                latest = max(latest, copy)
+                try:
+                    found = self._remote.fetch(copy, self.directory)
+                except DamagedCheckpoint as error:
+                    damaged.append(error)
+            self._fetch_best(self._remote)
+        if damaged:
+            lost = latest - (0 if found is None else found.step)
+            then = (
+                "there is no other"
+                if found is None
+                else f"falling back to {found.folder.name} ({lost} steps lost)"
+            )
+            warnings.warn(
+                f"rejected {'; '.join(map(str, damaged))}; {then}", LockstepWarning, stacklevel=4
+            )
+        return None if found is None else found.folder.name
+
+    def _fetch_best(self, remote: Remote) -> None:
+        """Where it is only there."""
+        marked = remote.best() if files.best(self.directory) is None else None
+        if marked is not None:
+            step, metric, value = marked
+            folder = folders.folder_of(self.directory, step)
+            with suppress(DamagedCheckpoint):
+                files.mark_best(
+                    (
+                        files.read(folder)
+                        if folder.exists()
+                        else remote.fetch(step, self.directory)
+                    ).folder,
+                    metric,
+                    value,
+                )
+
+    def _agreed(self, choose: Callable[[], str | None]) -> str | None:
+        """What rank 0 has chosen, on all ranks; they all fail where it does."""
+        chosen: str | None = None
+        problem: Exception | None = None
+        if self._world.rank == 0:
+            try:
+                chosen = choose()
+            except (LockstepError, OSError) as error:
+                problem = error
+        said = said_by(
+            0,
+            {"folder": chosen, "failed": problem is not None},
+            self._world.control,
+            "for the choice of a checkpoint",
+        )
+        if said["failed"]:
+            raise problem or PeerFailed(
+                f"rank 0 found no checkpoint in {self.directory} that can be used: its own error"
+                " says why"
+            )
+        found: str | None = said["folder"]
+        return found
+
+    # -- saving -----------------------------------------------------------------------------------
+
+    def step(self, extra: Extra = None) -> bool:
+        """After every `stepper.step()`: save where one is due. Whether it was. `extra` (or what
+        it returns) is kept with it: JSON.
+        """
+        steps, self._extra = self._stepper.steps, extra
+        if self._stepper.between_meetings:
+            return False
+        due = steps >= self._next if self._every is None else steps % self._every == 0
+        if due:
+            self.save(_now(extra))
+        return due
+
+    def save(
+        self, extra: Mapping[str, Any] | None = None, *, best: tuple[str, float] | None = None
+    ) -> None:
+        """Save now. `best=(metric, value)` marks it as the best so far. Returns when the
+        snapshot is taken.
+        """
+        if self._stepper.between_meetings:
+            raise UsageError(
+                "between its meetings no worker of a server has the whole training: save where"
+                " StepResult.together is true"
+            )
+        with status.inside("checkpoint"):
+            self._save(extra, best)
+
+    def _save(self, extra: Mapping[str, Any] | None, best: tuple[str, float] | None) -> None:
+        begin = perf_counter()
+        self.wait()  # also raises what went wrong before
+        self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
+        steps, taken = self._stepper.steps, take(self._stepper)
+        replicas = self._stepper.replicas
+        compared = None if replicas is None else replicas.compared
+        state = {
+            **(extra or {}),
+            COMPARED: compared,
+            "training": taken.state,
+            "data": (
+                None
+                if self._loader is None
+                else encoded(self._loader.state_dict(), "the loader's state")
+            ),
+        }
+        self._saver.save(
+            steps,
+            taken.model,
+            taken.pieces,
+            state,
+            lambda folder: self._tidy(folder, best, compared),
+        )
+        self._saved = steps
+        if self._every is None:
+            self._next = steps + self._agreed_interval(perf_counter() - begin, steps)
+        self._stepper.meet_before(self._due())
+
+    def _tidy(
+        self, folder: Path, best: tuple[str, float] | None, compared: int | None
+    ) -> str | None:
+        """On rank 0, in the background. The newest up to the last comparison stays, too. What a
+        copy elsewhere complains of.
+        """
+        if best is not None:
+            files.mark_best(folder, *best)
+        marked = files.best(self.directory)
+        written = folders.written(self.directory)
+        good = [
+            each for each in written if compared is not None and folders.step_of(each) <= compared
+        ]
+        kept = {folder, *written[-self.keep :], *good[-1:], *([marked] if marked else [])}
+        folders.keep_only(self.directory, kept)
+        if self._remote is not None:
+            try:
+                self._remote.mirror(folder, [each for each in kept if each.exists()], marked)
+            except LockstepError as error:
+                return str(error)
+        return None
+
+    def _set_aside(self, compared: int | None) -> str:
+        """The replicas differ, and were equal last after step `compared`: what was saved since
+        may hold the difference. For the error's message.
+        """
+        with suppress(LockstepError):
+            self._saver.wait()
+        since = self._began[1] if compared is None else compared
+        if self._stepper.alike.rank == 0:
+            folders.set_aside(self.directory, since)
+            if self._remote is not None:
+                with suppress(LockstepError):
+                    self._remote.forget(since)
+        return (
+            f"Checkpoints after step {since}, the last good comparison, are set aside: the same"
+            " command resumes from an earlier one."
+        )
+
+    def _agreed_interval(self, blocked: float, steps: int) -> int:
+        """From what this save and the last one's background cost, and what a step takes: the
+        slowest rank's.
+        """
+        since, first = self._began
+        step = (perf_counter() - since) / max(1, steps - first)
+        slowest = torch.tensor([blocked + self._saver.seconds, step], dtype=torch.float64)
+        self._world.control.all_reduce(slowest, "max", place="for the time of a checkpoint").wait()
+        return steps_until_next(*slowest.tolist())
+
+    def regroup(self) -> None:
+        """Go on with the ranks that live, where some have died that can be done without
+        (`World.go_on_among`). Every rank that lives calls it.
+        """
+        self._saver.close()
+        self._saver = self._new_saver()
+
+    def _new_saver(self) -> Saver:
+        world = self._world
+        return world.own(
+            Saver(
+                self.directory,
+                world.subgroup(range(world.size)) if world.size > 1 else None,
+                self._guard,
+            )
+        )
+
+    @property
+    def saving(self) -> bool:
+        """Whether one is being written now, on this rank."""
+        return self._saver.busy
+
+    def wait(self) -> None:
+        """Return when the last save is on disk."""
+        if self._saver.wait() and self._saver.complaint is not None and self._world.rank == 0:
+            warnings.warn(
+                f"a checkpoint is in {self.directory} only: {self._saver.complaint}",
+                LockstepWarning,
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Save what is newer than the last save, wait for it, and end. Every rank calls it; after
+        an exception it saves nothing.
+
+        Raises LockstepError where the last checkpoint was to be copied elsewhere and was not.
+        """
+        if (
+            self._stepper.steps > self._saved
+            and not self._stepper.between_meetings
+            and sys.exception() is None
+        ):
+            self.save(_now(self._extra))
+        self._extra = None  # it may hold the whole training
+        with status.inside("checkpoint"):
+            self._saver.wait()
+        self._saver.close()
+        if self._saver.complaint is not None:
+            raise LockstepError(
+                f"the last checkpoint is in {self.directory} only: {self._saver.complaint}"
+            )
+
+
+def _now(extra: Extra) -> Mapping[str, Any] | None:
+    return extra() if callable(extra) else extra
+
+
+def _remote(url: str) -> Remote:
+    from lockstep.checkpoints.remote import Remote  # imports fsspec, which few trainings need
+
+    return Remote(url)

@@ -1,0 +1,509 @@
+"""torch's contract, and nothing more: wrap a module, call backward, and `.grad` is the mean over
+all ranks.
+
+    model = lockstep.DistributedDataParallel(net)
+    loss.backward()                  # gradients leave bucket by bucket while it runs; when it
+                                     returns they are averaged
+    optimizer.step()
+
+It divides by the world size, as torch's does: right where every rank holds as many samples, a mean
+of means where not. The Stepper divides by the true weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.utils._pytree import tree_leaves
+
+from lockstep.checks.replicas import ReplicaCheck
+from lockstep.checks.start import compare_start, model_fields
+from lockstep.checks.unused import UnusedCheck
+from lockstep.errors import UsageError
+from lockstep.gradients.bucket import cut_by_buckets
+from lockstep.gradients.buffers import BufferHook, SharedBuffers, average_buffers, replicate
+from lockstep.gradients.fold import KeepsSparse
+from lockstep.gradients.reducer import Reducer
+from lockstep.gradients.reductions import reduction as choose_reduction
+from lockstep.gradients.torch_hook import TorchHook, check_hook
+from lockstep.runtime import status
+from lockstep.step.uneven import Uneven
+from lockstep.step.wrapper_arguments import (
+    Checks,
+    bucket_caps,
+    buffer_policy,
+    check_checks,
+    check_module,
+    check_use,
+    device_of,
+    group_of,
+    inputs_on,
+    refuse,
+)
+from lockstep.world.world import World
+
+_TIED = (
+    "_world",
+    "group",
+    "process_group",
+    "device_mesh",
+    "_reducer",
+    "_unused",
+    "_replicas",
+    "_uneven",
+    "_buffers_of_all",
+)
+_TORCHS = nn.parallel.DistributedDataParallel
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Averages the gradients of `module` over all ranks at the end of each backward.
+
+    The keywords are torch's where they mean the same:
+    `device_ids`, `output_device`  the module's one GPU (leave them out: the module says where it
+                                   is); refused for a module on a CPU.
+    `forward_sync_buffers`         every forward begins with rank 0's buffers on all ranks
+                                   (default). With False each rank keeps its own,
+                                   and `sync_buffers()` averages BatchNorm's statistics.
+                                   `broadcast_buffers` is torch's older name.
+    `init_sync`                    False leaves out the comparison of the ranks and the broadcast
+                                   from rank 0.
+    `process_group`, `device_mesh` the ranks to average over: a group, or a mesh of one axis.
+    `bucket_cap_mb`                MiB of a bucket (25); `bucket_cap_mb_list` of each, in the order
+                                   in which they leave.
+    `find_unused_parameters`       a parameter that gets no gradient on any rank is meant so: its
+                                   `.grad` stays None. Without it, that is an
+                                   error at the end of its backward, by name.
+    `static_graph`                 likewise, and every backward is like the first one: a block may
+                                   be used several times under
+                                   reentrant checkpointing.
+    `gradient_as_bucket_view`      always so; gradient memory is one times the parameters.
+                                   `batched_grad_copy` and
+                                   `skip_all_reduce_unused_params` save torch's wrapper work that is
+                                   not done here; `check_reduction` has no effect in either.
+    Ours: `checks` ("full" compares the replicas at the forwards after steps 1, 2 and every 100th,
+    "start" only the set-up, "off" nothing) and `reduce` (auto, native, central, ring, tree,
+    halving_doubling, shared_memory, hierarchical).
+
+    The hooks are on the parameters, so a forward through `.module` is reduced as well, any output
+    will do, and several forwards may precede one backward. Parameters may be frozen, unfrozen and
+    added between steps. What needs to know of a whole step (clipping, weights, sharded updates)
+    needs a Stepper. What differs from torch's class is listed in the guide (torch-ddp). Raises
+    UsageError for what cannot be meant, ReplicaDivergence and UnusedParameters on all ranks alike.
+    """
+
+    broadcast_bucket_size = 250 * 2**20  # torch's, for code that passes it on
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        _TORCHS._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params = staticmethod(_TORCHS._get_data_parallel_params)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: None = None,
+        param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        checks: Checks = "full",
+        reduce: str = "auto",
+        world: World | None = None,
+        **more: object,
+    ) -> None:
+        super().__init__()
+        more |= {
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            "mixed_precision": mixed_precision,
+        }
+        refuse(more, dim)
+        check_checks(checks)
+        # where torch keeps them
+        self.parameters_to_ignore = frozenset(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        )
+        check_module(module, self.parameters_to_ignore, wrappers=(_TORCHS, DistributedDataParallel))
+        self.device = device_of(module, device_ids, output_device)
+        self.module = module
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.gradient_as_bucket_view = True
+        self.bucket_bytes_cap_list = [int(each * 2**20) for each in bucket_cap_mb_list or ()]
+        self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._caps[-1]
+        policy = buffer_policy(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers, self.require_forward_param_sync = policy.forward, True
+        self._checks, self._reduce = checks, reduce
+        self._tie(
+            world or World.current(),
+            process_group,
+            device_mesh,
+            init_sync=init_sync,
+            buffers=policy.at_start,
+        )
+
+    def _tie(
+        self,
+        world: World,
+        process_group: dist.ProcessGroup | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        init_sync: bool,
+        buffers: bool,
+    ) -> None:
+        """Tie the module to the ranks of a group: compare, make equal, reduce from now on. All
+        ranks call it.
+        """
+        Joinable.__init__(self)
+        self.is_copy = False
+        self._default_group = process_group is None and device_mesh is None
+        self._world, self.device_mesh = world, device_mesh
+        self.group = group_of(world, process_group, device_mesh)
+        self.process_group = self.group.process_group
+        if init_sync:
+            if self._checks != "off":
+                compare_start(self.group, model_fields(self.module, self.ignored))
+            replicate(self.module, self.group, self.ignored, buffers=buffers)
+        reducer = Reducer(
+            self.module,
+            self.group,
+            choose_reduction(self._reduce, self.group),
+            fold=KeepsSparse(self.module, self.group),
+            bucket_bytes=self.bucket_bytes_cap,
+            bucket_caps=self._caps,
+            ignored=self.ignored,
+        )
+        reducer.door.closing = True
+        reducer.door.static_graph.on = self.static_graph
+        reducer.door.scale = 1 / self.group.size
+        reducer.door.end_of_backward = self._finish
+        self._reducer: Reducer | None = reducer
+        self._unused = UnusedCheck(
+            reducer, "skip" if self.find_unused_parameters or self.static_graph else "error"
+        )
+        self._replicas = ReplicaCheck() if self._checks == "full" else None
+        self._forwards = 0  # that were compared, or might have been
+        self._unchecked = 0  # backwards since the last forward
+        self._buffers_of_all = SharedBuffers(self.module, self.group, self.ignored)
+        self._uneven: Uneven | None = None  # inside `join`
+
+    # -- names that code for torch's wrapper reads ------------------------------------------------
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Full names of the parameters and buffers that are left alone."""
+        return self.parameters_to_ignore
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward is reduced: False inside `no_sync`."""
+        return self._reducer is not None and self._reducer.door.closing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if self._reducer is not None:
+            self._reducer.door.closing = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward begins with the same buffers on all ranks. After a forward
+        without a backward they are the same still.
+        """
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and self._reducer is not None
+        )
+
+    def _set_static_graph(self) -> None:
+        if self._reducer is not None and self._reducer.has_finished:
+            raise UsageError(
+                "_set_static_graph() should be called before training loop starts: this wrapper has"
+                " reduced a backward already"
+            )
+        self.static_graph = True
+        if self._reducer is not None:
+            self._reducer.door.static_graph.on = True
+            self._unused = UnusedCheck(self._reducer, "skip")
+
+    def _remove_autograd_hooks(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor], bucket_size: int = 0, authoritative_rank: int = 0
+    ) -> None:
+        self._buffers_of_all.broadcast(bufs, authoritative_rank)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: BufferHook,
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        self._buffers_of_all.register(
+            state, hook, after_forward=comm_hook_location == _BufferCommHookLocation.POST_FORWARD
+        )
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and files (an average of the weights, torch.save): the module, without what
+        ties this wrapper to its ranks.
+        """
+        return {**self.__dict__, **dict.fromkeys(_TIED, None), "is_copy": True}
+
+    def _tie_copy(self) -> None:
+        """A copy that is trained is tied to the default group, as torch's is when it is read."""
+        if not self._default_group:
+            raise UsageError(
+                "this wrapper is a copy of one with a process group of its own: wrap its .module"
+                " again to train it"
+            )
+        self._tie(World.current(), init_sync=False, buffers=False)
+
+    # -- forward and backward ---------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # compiling the wrapper compiles the module
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._ready(args, kwargs)
+        with cut_by_buckets(
+            self.bucket_bytes_cap, wanted=self.group is not None and self.group.size > 1
+        ):
+            output = self.module(*args, **kwargs)
+        return self._after_forward(output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ready(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs on the module's device, and the reducer ready where this forward's backward
+        will be reduced.
+        """
+        status.enter("forward")
+        if (
+            self.is_copy
+            and self.training
+            and torch.is_grad_enabled()
+            and any(parameter.requires_grad for parameter in self.parameters())
+        ):
+            self._tie_copy()
+        moved = inputs_on(self.device, self._world, args, kwargs)
+        if self._reducer is None:
+            return moved
+        joining = self._joining
+        reduced = (
+            torch.is_grad_enabled()
+            and self._reducer.door.closing
+            and (self.training or joining is not None)
+        )
+        if joining is not None:
+            Join.notify_join_context(self)
+            joining.count(1, reduced)
+        if reduced:
+            check_use(self.module if self._unchecked == 0 else None)
+            self._before_forward()
+        if self.will_sync_module_buffers() and not self._buffers_of_all.after_forward:
+            self._share_buffers(True)
+        return moved
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, output: Any) -> Any:
+        if self._reducer is None:
+            return output
+        if self.will_sync_module_buffers() and self._buffers_of_all.after_forward:
+            self._share_buffers(True)
+        self.require_forward_param_sync = torch.is_grad_enabled() and self._reducer.door.closing
+        if self.require_forward_param_sync and (self.static_graph or self.find_unused_parameters):
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._reducer.door.backward_begins)
+        return output
+
+    def _share_buffers(self, mine: bool) -> None:
+        """Make the buffers equal: those of rank 0, or of one that still has inputs. `mine`: this
+        rank has.
+        """
+        joining = self._joining
+        self._buffers_of_all.share(lambda: 0 if joining is None else joining.root(mine))
+
+    @property
+    def _joining(self) -> Uneven | None:
+        return self._uneven if self._uneven is not None and self._join_config.enable else None
+
+    def _before_forward(self) -> None:
+        """What all ranks do together before a forward that will be reduced."""
+        assert self._reducer is not None
+        active = self.group.size if self._joining is None else self._joining.active
+        if self._unchecked and self._replicas is not None and active == self.group.size:
+            self._forwards += 1
+            if self._replicas.due(self._forwards):
+                self._replicas.compare(
+                    self.group, self._trained(), self._forwards, f"after step {self._forwards}"
+                )
+        self._unchecked = 0
+        self._reducer.renew()
+
+    def _shadow(self, reduced: bool) -> None:
+        """What this rank does in a step for which it has no inputs and others have."""
+        if reduced:
+            self._before_forward()
+        if self.will_sync_module_buffers() and not self._buffers_of_all.after_forward:
+            self._share_buffers(False)
+        self.require_forward_param_sync = reduced
+        if reduced:
+            self._finish()
+
+    def _settle(self, root: int) -> None:
+        """Take the model of rank `root` at the end of `join`."""
+        self._authoritative_rank = root
+        replicate(
+            self.module, self.group, self.ignored, root=root, buffers=self.forward_sync_buffers
+        )
+        self._uneven = None
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        assert self._reducer is not None
+        return [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if name not in self._reducer.ignored
+        ]
+
+    def _finish(self) -> None:
+        assert self._reducer is not None
+        self._reducer.finish()
+        self._unchecked += 1
+        self._buffers_of_all.wait()
+        self._unused()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this block only add to `.grad`; the first one after it sends the sum of all.
+
+        The old state comes back at the end, also after an exception. Only the backward needs to be
+        inside.
+        """
+        if self._reducer is None:
+            raise UsageError(
+                "no_sync() has no meaning inside a Stepper: its windows decide when gradients leave"
+            )
+        with self._reducer.door.window(last=False):
+            yield
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Train on unequal numbers of inputs: a rank that has run out takes part with zeros until
+        all have.
+
+        The mean is over all ranks, or, with `divide_by_initial_world_size=False`, over those that
+        still have inputs. At the end every rank has the model of one that came last. With
+        `throw_on_early_termination=True` all ranks stop with a RuntimeError when the first runs
+        out. A Stepper needs none of this: there a rank without micro-batches takes part by itself.
+        It is torch's `Join` of this wrapper alone.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: object) -> Uneven:
+        """For torch's `Join`: what this rank does while others still have inputs."""
+        if self._reducer is None:
+            raise UsageError(
+                "join() has no meaning inside a Stepper: a rank without micro-batches takes part by"
+                " itself"
+            )
+        if self._uneven is not None:
+            self._uneven.end()
+        self._uneven = Uneven(
+            self.group,
+            self._reducer,
+            shadow=self._shadow,
+            settle=self._settle,
+            divide_by_all=divide_by_initial_world_size,
+        )
+        return self._uneven
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's `Join` counts."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that torch's `Join` counts."""
+        return self.process_group
+
+    def register_comm_hook(
+        self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]
+    ) -> None:
+        """Reduce by a communication hook, as torch's wrapper does: `hook(state, bucket)` returns
+        a future of the mean over the ranks.
+        """
+        if self._reducer is None:
+            raise UsageError(
+                "this wrapper belongs to a Stepper, which divides by the true weight; a"
+                " communication hook divides by the ranks"
+            )
+        if isinstance(self._reducer.reduction, TorchHook):
+            raise UsageError("a communication hook is registered already; a wrapper has one")
+        check_hook(hook)
+        self._reducer.reduction = TorchHook(state, hook)
+        self._reducer.door.scale = 1.0  # hooks divide
+
+    def sync_buffers(self) -> None:
+        """Average BatchNorm's statistics over the ranks (other buffers come from rank 0). All ranks
+        call it. With `forward_sync_buffers` no forward needs it: each begins with rank 0's.
+        """
+        average_buffers(self.module, self.group)
+
+    def give_up_reducer(self) -> Reducer:
+        """Hand the reducer to a Stepper: backward no longer averages by itself."""
+        if self._reducer is None:
+            raise UsageError("this DistributedDataParallel already belongs to a Stepper")
+        if isinstance(self._reducer.reduction, TorchHook):
+            raise UsageError(
+                "a communication hook divides by the number of ranks and a Stepper by the true"
+                " weight: use one of them"
+            )
+        reducer, self._reducer = self._reducer, None
+        reducer.door.end_of_backward = None
+        reducer.door.closing = False
+        reducer.door.scale = 1.0
+        reducer.dense()
+        return reducer

@@ -1,0 +1,249 @@
+"""From a batch to what the task's functions see, in the task's precision, each answer of the task
+checked once where it arrives.
+
+Autocast covers the model alone. Its output is float32 again before a loss is summed: sums over a
+batch need more than 8 or 11 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.task import Precision, Task
+from lockstep.data.rows import Piece, Rows
+from lockstep.errors import TaskError, UsageError
+from lockstep.runtime import randomness, status
+from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.world.world import World
+
+_NO_STEP = -1  # the step whose random streams evaluation uses: no training step has it
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Forward:
+    """`forward(batch)` is the model's output; `forward.loss(output, batch)` the task's (sum of
+    losses, weight).
+    """
+
+    def __init__(
+        self, model: nn.Module, task: Task, precision: Precision, device: torch.device
+    ) -> None:
+        self.model = model
+        self._task = task
+        self._device = device
+        self._dtype = _AUTOCAST.get(precision)
+
+    def inputs(self, batch: Any) -> tuple[Any, ...]:
+        """The model's arguments, where it is cut into layers: the first of them takes positional
+        ones.
+        """
+        positional, keywords = self._arguments(batch)
+        if keywords:
+            raise TaskError(
+                "Task: inputs returned a dict, and a model that is cut into stages takes positional"
+                " arguments: return a tuple"
+            )
+        return positional
+
+    def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return arguments(self._task.inputs(batch), "Task: inputs", TaskError)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around the model, or a part of it."""
+        return (
+            nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+        )
+
+    def __call__(self, batch: Any) -> Any:
+        positional, keywords = self._arguments(batch)
+        if self._dtype is None:
+            return self.model(*positional, **keywords)
+        with self.autocast():
+            output = self.model(*positional, **keywords)
+        return as_float32(output)
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
+        found: Any = self._task.loss(output, batch)
+        if (
+            not isinstance(found, (tuple, list))
+            or len(found) != 2
+            or not isinstance(found[0], Tensor)
+        ):
+            raise TaskError(
+                f"Task: loss returned {_shape(found)}; it must return (sum of the losses, weight),"
+                " such as (F.cross_entropy(..., reduction='sum'), len(y))"
+            )
+        return found[0], found[1]
+
+    def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        """The task's metrics and "loss", each (sum, weight)."""
+        found: Any = self._task.metrics(output, batch) if self._task.metrics else {}
+        good = isinstance(found, Mapping) and all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
+        )
+        if not good:
+            raise TaskError(
+                f"Task: metrics returned {_shape(found)}; it must return a dict of name -> (sum,"
+                " weight)"
+            )
+        if "loss" in found:
+            raise TaskError(
+                "Task: metrics returned a 'loss': that name is the evaluated loss, which is there"
+                " without asking; rename yours"
+            )
+        return {**found, "loss": self.loss(output, batch)}
+
+
+def as_float32(output: Any) -> Any:
+    """Half-precision tensors in a tensor, tuple, list or dict made float32; anything else as it
+    is.
+    """
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in _AUTOCAST.values() else output
+    if type(output) in (tuple, list):
+        return type(output)(map(as_float32, output))
+    if type(output) is dict:
+        return {name: as_float32(value) for name, value in output.items()}
+    return output
+
+
+def grad_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
+    """fp16 needs its small gradients scaled up; the others have float32's range."""
+    return torch.amp.GradScaler(device.type) if precision == "fp16" else None
+
+
+@contextmanager
+def matmul_precision(precision: Precision) -> Iterator[None]:
+    """tf32: float32 matrix products may round their factors to 10 bits within the block. The old
+    setting comes back.
+    """
+    before = torch.get_float32_matmul_precision()
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _shape(found: Any) -> str:
+    if isinstance(found, (tuple, list)):
+        return (
+            f"a {type(found).__name__} of"
+            f" {', '.join(type(part).__name__ for part in found) or 'nothing'}"
+        )
+    if isinstance(found, Mapping):
+        return (
+            "a dict of"
+            f" {', '.join(f'{name!r}: {type(value).__name__}' for name, value in found.items())}"
+        )
+    return f"a {type(found).__name__}"
+
+
+def bare(model: Any) -> nn.Module:
+    """The module itself. Given a wrapper, its `.module`; ours averages BatchNorm's statistics
+    first, which is a collective.
+    """
+    if isinstance(model, DistributedDataParallel):
+        if not model.is_copy:
+            model.sync_buffers()
+        model = model.module
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model is a {type(model).__name__}: give a torch.nn.Module, or one that is wrapped"
+        )
+    return model
+
+
+def device_of(model: nn.Module, world: World) -> torch.device:
+    """Where the model's inputs belong: with its parameters, or on this rank's device if it has
+    none.
+    """
+    return next((parameter.device for parameter in model.parameters()), world.device)
+
+
+class Call:
+    """`call(batch)` is the model's output for a batch of a data set.
+
+    `inputs(batch)` gives the positional arguments as a tuple or the keyword arguments as a dict. By
+    default a tensor is the one argument, and of a tuple or list the first part is.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Callable[[Any], Any] | None = None) -> None:
+        self.model = model
+        self._inputs = inputs
+
+    def __call__(self, batch: Any) -> Any:
+        positional, keywords = arguments(
+            self._default(batch) if self._inputs is None else self._inputs(batch)
+        )
+        return self.model(*positional, **keywords)
+
+    def _default(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return (batch,)
+        if isinstance(batch, (tuple, list)) and batch:
+            return (batch[0],)
+        raise UsageError(
+            f"the data set's batches are of type {type(batch).__name__}: say with inputs= what of"
+            " them the model gets, such as inputs=lambda batch: (batch['x'],)"
+        )
+
+
+def arguments(
+    found: Any, of: str = "inputs", error: type[UsageError] = UsageError
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A model's positional and keyword arguments, from what a function `inputs` has returned.
+    Raises `error` for anything else.
+    """
+    if isinstance(found, Mapping):
+        return (), dict(found)
+    if isinstance(found, (tuple, list)):
+        return tuple(found), {}
+    raise error(
+        f"{of} returned a {type(found).__name__}: return the model's arguments as a tuple, such as"
+        " (x,), or as a dict of keywords"
+    )
+
+
+def as_arguments(batch: Any) -> Any:
+    """A whole batch as the model's arguments: a tensor is the one, a tuple all positional ones,
+    a dict the keywords.
+    """
+    return (batch,) if isinstance(batch, Tensor) else batch
+
+
+def enter_stream(seed: int, piece: Piece) -> None:
+    """The random stream of a batch's forward."""
+    randomness.step(seed, _NO_STEP, piece.number)
+
+
+def outputs(forward: Callable[[Any], Any], rows: Rows, seed: int) -> Iterator[tuple[Piece, Any]]:
+    """Each of this rank's batches and the model's output for it, every one under a random stream
+    of its own. No collective.
+    """
+    for piece in rows:
+        enter_stream(seed, piece)
+        yield piece, forward(piece.batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, no gradients; afterwards each mode and the random states are as
+    they were.
+    """
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with randomness.preserved(), torch.no_grad(), status.inside("evaluate"):
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,66 @@
+"""Learning rates for another global batch, for those who want it: nothing here is applied behind
+anybody's back.
+
+The learning rate belongs to the global batch, not to the number of workers: with a fixed global
+batch it stays as it is, whatever the number of ranks. When the batch does change, two rules are in
+use, both within limits: beyond the critical batch neither helps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
+
+Rule = Literal["linear", "sqrt"]
+
+
+def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear") -> float:
+    """The learning rate for `global_batch` samples a step, given one that is good for `base_batch`.
+
+    Args:
+        lr: the learning rate that is good for `base_batch`.
+        base_batch: samples a step that it was chosen for.
+        global_batch: samples a step now, over all ranks.
+        rule: "linear": times the ratio of the batches, for SGD, with a warm-up (Goyal et al. 2017,
+            section 2.1). "sqrt": times its square root, usual for Adam and its kin.
+
+    Raises:
+        UsageError: batches below 1, a rate that is not above 0, an unknown rule.
+    """
+    if base_batch < 1 or global_batch < 1:
+        raise UsageError(
+            f"base_batch={base_batch} and global_batch={global_batch}: a batch holds at least 1"
+            " sample"
+        )
+    if not 0 < lr < math.inf:
+        raise UsageError(f"lr={lr}: a learning rate is above 0")
+    if rule not in ("linear", "sqrt"):
+        raise UsageError(f"rule={rule!r}: choose 'linear' or 'sqrt'")
+    ratio = global_batch / base_batch
+    return lr * (ratio if rule == "linear" else math.sqrt(ratio))
+
+
+def warmup(optimizer: Optimizer, steps: int, start: float = 0.1) -> LambdaLR:
+    """A scheduler that raises the learning rate in a straight line from `start` times its value to
+    its value over `steps` steps.
+
+    Gradual warm-up (Goyal et al. 2017, section 2.2). Give it to `Stepper(scheduler=...)`, or chain
+    it with `torch.optim.lr_scheduler.SequentialLR`. Raises UsageError for steps below 1 and a start
+    outside (0, 1].
+    """
+    if steps < 1:
+        raise UsageError(f"steps={steps}: a warm-up takes at least 1 step")
+    if not 0 < start <= 1:
+        raise UsageError(
+            f"start={start}: the share of the learning rate to begin with lies above 0 and is at"
+            " most 1"
+        )
+    from torch.optim.lr_scheduler import LambdaLR
+
+    return LambdaLR(optimizer, lambda step: min(1.0, start + (1 - start) * step / steps))

@@ -1,0 +1,383 @@
+"""Data parallelism with nothing left out, in one process: a master copy, replicas, chunks of a
+batch, an average, equal updates.
+
+                    batch ── cut into chunks ──┬──────────────┬──────────────┐
+    master (CPU) ── copied to ──>          replica 0      replica 1      replica 2      each on its device
+                                           forward        forward        forward        gather: outputs in order
+                                           backward       backward       backward
+                                               └── gradients averaged: ring, central ... ──┘
+                                           update         update         update         the same sum, the same step
+    master <── weights of replica 0 ──
+
+`torch.nn.DataParallel` copies the module to the devices in every forward and brings all gradients
+to the first. Here the replicas stay, as they do in DistributedDataParallel, so that each stage of a
+step is a method of its own and can be looked at. To teach, to test, and for a notebook; to train
+fast take one process a device (`lockstep run`), which no interpreter lock holds back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from lockstep.collectives import in_process
+from lockstep.collectives.algorithms import schedule
+from lockstep.errors import ReplicaDivergence, UsageError
+
+Device = torch.device | str | int
+
+
+class Replicas:
+    """Copies of a module that work on chunks of a batch and are kept equal.
+
+        replicas = lockstep.Replicas(model, 4)
+        replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        for x, y in loader:
+            loss = replicas.gradients((x, y), lambda model, x, y: F.cross_entropy(model(x), y,
+            reduction="sum")) replicas.average_gradients() replicas.update()
+
+    Buffers (BatchNorm's statistics) are each replica's own until `sync_buffers()`. Replicas on
+    several devices run in threads, which do not inherit autocast: enter it in the function.
+
+    Args:
+        module: what is copied; the first replica is the module itself.
+        replicas: how many; by default one for each of `devices`.
+        devices: where they are, repeated if there are fewer; by default every GPU, or the CPU,
+            which the replicas then share: no faster than one, and the same arithmetic.
+        algorithm: how gradients are added: "ring" (every replica sends and receives 2(N-1)/N of the
+            gradient), "central" (all to replica 0 and back), "tree", "recursive_doubling",
+            "halving_doubling" or "direct".
+
+    Raises:
+        UsageError: a number of replicas below 1, no devices, an unknown algorithm.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        replicas: int | None = None,
+        devices: Sequence[Device] | None = None,
+        *,
+        algorithm: str = "ring",
+    ) -> None:
+        self.devices = _placed(replicas, devices)
+        if algorithm == "hierarchical":
+            raise UsageError(
+                "algorithm='hierarchical' is for several nodes, replicas are in one process: choose"
+                " ring, central or tree"
+            )
+        # refuses an unknown name now, not after the first backward
+        schedule("all_reduce", algorithm, len(self.devices))
+        self.algorithm = algorithm
+        self.master = copy.deepcopy(module).cpu()
+        self.replicas = [copy.deepcopy(self.master).to(device) for device in self.devices]
+        self._optimizers: list[Optimizer] = []
+        self._weights: list[float] | None = None
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of all chunks, joined along dim 0 on the first device: `nn.DataParallel`'s
+        call.
+
+        A backward from them leaves in each replica the part of its own samples: `zero_grad()`,
+        call, `loss.backward()`, `sum_gradients()`, `update()` is DataParallel's step.
+
+        Tensors in the arguments (also in tuples, lists and dicts) are cut along dim 0 as
+        `torch.tensor_split` cuts, and must be equally long; 0-d tensors and everything else go to
+        every replica. A replica without samples does not run. Outputs are tensors of samples, or
+        tuples, lists and dicts of them. Raises UsageError for tensors of different lengths and
+        outputs that cannot be joined.
+        """
+        chunks = self.scatter((args, kwargs))
+
+        def forward(rank: int) -> Any:
+            arguments, named = chunks[rank]
+            return self.replicas[rank](*arguments, **named)
+
+        # Of an empty batch replica 0 takes all there is: the output then has the right shape and
+        # dtype.
+        working = [rank for rank, size in enumerate(self._sizes((args, kwargs))) if size] or [0]
+        return gather(self._each(forward, working), self.devices[0])
+
+    def scatter(self, batch: Any) -> list[Any]:
+        """A chunk of the batch for every replica, on its device; the first ones are one sample
+        longer where it does not divide.
+        """
+        _length(batch)
+        return [_chunk(batch, rank, len(self), device) for rank, device in enumerate(self.devices)]
+
+    def gradients(
+        self,
+        batch: Sequence[Any],
+        loss_sum: Callable[..., Tensor],
+        weights: Sequence[float] | None = None,
+    ) -> float:
+        """Every replica's own gradients of its chunk, into `.grad`; returns the mean loss of the
+        batch (by weight).
+
+        `loss_sum(replica, *chunk)` returns the *sum* of the losses of a chunk: [] on the replica's
+        device. `weights[r]` is what chunk r counts (samples by default; tokens where a loss is a
+        mean of tokens), so that chunks of different sizes count by what is in them. A replica
+        without samples gets zeros. Raises UsageError for a loss that is not one number and for
+        weights that cannot be.
+        """
+        sizes = self._sizes(batch)
+        counted = self._checked(weights, sizes)
+        chunks = self.scatter(batch)
+
+        def forward_and_backward(rank: int) -> Tensor:
+            replica = self.replicas[rank]
+            replica.zero_grad()
+            total = torch.zeros((), device=self.devices[rank])
+            if sizes[rank]:
+                total = loss_sum(replica, *chunks[rank])
+                if total.numel() != 1:
+                    raise UsageError(
+                        f"loss_sum returned a tensor of shape {list(total.shape)}: it must be one"
+                        " number, the sum over the chunk"
+                    )
+                total.backward()
+            return total.detach()
+
+        losses = self._each(forward_and_backward, range(len(self)))
+        self._weights = counted
+        return float(sum(loss.item() for loss in losses) / sum(counted))
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Replace every replica's gradients by their mean over the batch: the sum of all, divided
+        once by the sum of the weights.
+
+        Raises UsageError before `gradients()`, and the second time after it.
+        """
+        if self._weights is None:
+            raise UsageError(
+                "average_gradients() without new gradients: call gradients(batch, loss_sum) first,"
+                " once for each average"
+            )
+        total, self._weights = sum(self._weights), None
+        self.sum_gradients()
+        for replica in self.replicas:
+            for parameter in replica.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(total)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Replace every replica's gradients by the sum of all: what a loss of the *gathered*
+        outputs needs, whose mean is already taken.
+
+        A parameter that got no gradient on any replica keeps none; on some, the others count as
+        zeros.
+        """
+        for parameters in zip(*(replica.parameters() for replica in self.replicas), strict=True):
+            if all(parameter.grad is None for parameter in parameters):
+                continue
+            grads = [
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                for parameter in parameters
+            ]
+            in_process.all_reduce(grads, "sum", self.algorithm)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+
+    def zero_grad(self) -> None:
+        """Forget every replica's gradients; `gradients()` does so itself."""
+        for replica in self.replicas:
+            replica.zero_grad()
+
+    def optimize(self, make_optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        """Give every replica an optimizer of its own: equal gradients and equal optimizers make
+        equal steps.
+        """
+        self._optimizers = [make_optimizer(list(replica.parameters())) for replica in self.replicas]
+
+    def update(self) -> None:
+        """One step on every replica; then the master has their weights. Raises UsageError
+        without `optimize()`, and before the average.
+        """
+        if not self._optimizers:
+            raise UsageError(
+                "update() without optimizers: call optimize(lambda parameters:"
+                " torch.optim.SGD(parameters, lr=...)) once before"
+            )
+        if self._weights is not None:
+            raise UsageError(
+                "update() with gradients that are each replica's own: call average_gradients()"
+                " first, or the replicas differ"
+            )
+        for optimizer in self._optimizers:
+            optimizer.step()
+        _copy_all(self.replicas[0].parameters(), self.master.parameters())
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Make buffers equal, also the master's: BatchNorm's statistics by their mean, all
+        others by replica 0's value.
+        """
+        for owner, *owners in zip(
+            self.master.modules(), *(replica.modules() for replica in self.replicas), strict=True
+        ):
+            for name, buffer in owner.named_buffers(recurse=False):
+                theirs = [each.get_buffer(name) for each in owners]
+                if isinstance(owner, _NormBase) and buffer.is_floating_point():
+                    in_process.all_reduce(theirs, "mean", self.algorithm)
+                else:
+                    in_process.broadcast(theirs)
+                buffer.copy_(theirs[0])
+
+    def check(self) -> None:
+        """Raise ReplicaDivergence, naming the first parameter and the replicas, unless all have
+        exactly the parameters of replica 0.
+        """
+        for (name, first), *others in zip(
+            *(replica.named_parameters() for replica in self.replicas), strict=True
+        ):
+            differ = [
+                rank for rank, (_, other) in enumerate(others, start=1) if not _equal(first, other)
+            ]
+            if differ:
+                raise ReplicaDivergence(
+                    f"parameter {name!r} of replicas {','.join(map(str, differ))} differs from"
+                    " replica 0's: weights were changed on one replica, or updated without"
+                    " average_gradients()",
+                    name,
+                    differ,
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The master's: as the plain module's, loadable into it."""
+        return self.master.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load into the master and copy to every replica. Optimizers keep their state."""
+        self.master.load_state_dict(state)
+        for replica in self.replicas:
+            replica.load_state_dict(self.master.state_dict())
+
+    def train(self, mode: bool = True) -> Replicas:
+        """Switch every copy, as `nn.Module.train` does."""
+        for module in (self.master, *self.replicas):
+            module.train(mode)
+        return self
+
+    def eval(self) -> Replicas:
+        """Switch every copy, as `nn.Module.eval` does."""
+        return self.train(False)
+
+    def _sizes(self, batch: Any) -> list[int]:
+        each, more = divmod(_length(batch), len(self))
+        return [each + (rank < more) for rank in range(len(self))]
+
+    def _checked(self, weights: Sequence[float] | None, sizes: Sequence[int]) -> list[float]:
+        if not any(sizes):
+            raise UsageError("the batch has no samples, so there is no mean: leave it out")
+        found = [float(weight) for weight in (sizes if weights is None else weights)]
+        if len(found) != len(self):
+            raise UsageError(f"weights={found} for {len(self)} replicas: give one for each")
+        if not all(0 <= weight < float("inf") for weight in found) or sum(found) == 0:
+            raise UsageError(f"weights={found}: they must be 0 or more, and not all 0")
+        return found
+
+    def _each(self, work: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
+        """Run it for every rank: in threads if they have several devices, to keep these busy; in
+        turn on one, where threads only take turns.
+        """
+        if len({self.devices[rank] for rank in ranks}) <= 1:
+            return [work(rank) for rank in ranks]
+        grad = torch.is_grad_enabled()  # a thread begins with its own setting
+
+        def in_thread(rank: int) -> Any:
+            with torch.set_grad_enabled(grad):
+                return work(rank)
+
+        with ThreadPoolExecutor(len(ranks), "replica") as pool:
+            return list(pool.map(in_thread, ranks))
+
+
+def gather(outputs: Sequence[Any], device: torch.device) -> Any:
+    """Join the outputs of chunks along dim 0, in order, on a device."""
+    first = outputs[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat([output.to(device) for output in outputs])
+    if isinstance(first, dict):
+        return {key: gather([output[key] for output in outputs], device) for key in first}
+    if isinstance(first, (tuple, list)):
+        joined = [gather(list(column), device) for column in zip(*outputs, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    what = "a 0-d tensor" if isinstance(first, Tensor) else f"a {type(first).__name__}"
+    raise UsageError(
+        f"the module returned {what}: only tensors of samples can be joined; compute losses with"
+        " gradients(batch, loss_sum)"
+    )
+
+
+def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torch.device]:
+    if replicas is not None and replicas < 1:
+        raise UsageError(f"replicas={replicas}: there must be at least one")
+    if devices is None:
+        devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [
+            "cpu"
+        ]
+    if not devices:
+        raise UsageError("devices=[]: name at least one, or leave it out for every GPU or the CPU")
+    return [torch.device(devices[rank % len(devices)]) for rank in range(replicas or len(devices))]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.dim() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    return (
+        [tensor for each in value for tensor in _tensors(each)]
+        if isinstance(value, (tuple, list))
+        else []
+    )
+
+
+def _length(batch: Any) -> int:
+    lengths = [len(tensor) for tensor in _tensors(batch)]
+    if not lengths:
+        raise UsageError(
+            "there is no tensor to cut: give the batch as tensors whose dim 0 are the samples"
+        )
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"tensors of {', '.join(map(str, lengths))} samples in one batch: dim 0 must be equally"
+            " long in all of them"
+        )
+    return lengths[0]
+
+
+def _chunk(value: Any, rank: int, size: int, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return (value.tensor_split(size)[rank] if value.dim() else value).to(device)
+    if isinstance(value, dict):
+        return {key: _chunk(each, rank, size, device) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        parts = [_chunk(each, rank, size, device) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value
+
+
+@torch.no_grad()
+def _copy_all(sources: Any, targets: Any) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    a, b = a.detach(), b.detach().to(a.device)
+    # NaN is equal to NaN here: replicas that have both lost their way in the same place are still
+    # replicas.
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,249 @@
+"""An optimizer whose work and state are divided among the ranks: torch's
+ZeroRedundancyOptimizer, for loops of one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+
+from lockstep.checks.given import needs_closure
+from lockstep.collectives.group import Group
+from lockstep.collectives.slices import BLOCK
+from lockstep.errors import UsageError
+from lockstep.gradients.layout import BUCKET, Entry, plan
+from lockstep.updates.optimizer_state import pack, unpack
+from lockstep.updates.shards import Dealt, Shards, State, elementwise
+from lockstep.world.world import World
+
+
+class ShardedOptimizer(Optimizer, Joinable):
+    """Takes the place of `torch.distributed.optim.ZeroRedundancyOptimizer`: same arguments, same
+    contract.
+
+        optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        optimizer.step()                                  # after gradients were averaged, by any
+                                                          DistributedDataParallel
+        optimizer.consolidate_state_dict(to=0)            # on every rank; then rank 0 has
+                                                          optimizer.state_dict()
+
+    Each rank holds 1/W of the state of `optimizer_class` and updates 1/W of the parameters; then
+    all exchange what they have updated, on one host through shared memory. The weights have the
+    bits that the whole optimizer gives on every rank.
+
+    - An elementwise optimizer of torch.optim's is given slices of flat tensors. The parameters keep
+      their identity; their memory moves, so make views of them afterwards.
+    - Any other class (also a subclass of those), and one over very few elements, is given whole
+      parameters, each on one rank. What it computes over several parameters (a norm of all
+      gradients) it then computes over this rank's only, as with torch's.
+
+    `optim` is this rank's optimizer. With `torch.distributed.algorithms.join.Join` a rank that has
+    no more inputs goes on updating its share. `step`, `consolidate_state_dict`, `load_state_dict`
+    and `add_param_group` are collective: every rank of the group calls them.
+
+    Args:
+        params: parameters, or groups of them, equal on all ranks.
+        optimizer_class: the optimizer that updates a share.
+        process_group: the ranks that share the state; default: all.
+        parameters_as_bucket_view: no effect: slices are views of one memory in any case.
+        overlap_with_ddp: refused: only torch's own hooks can do that.
+        defaults: the arguments of `optimizer_class`.
+
+    Raises:
+        UsageError: an optimizer whose step needs a closure, sparse parameters, `overlap_with_ddp`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,  # of slices they always are
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if overlap_with_ddp:
+            raise UsageError(
+                "overlap_with_ddp=True hands the step to torch's own hook: leave it out, or use a"
+                " Stepper with update='sharded'"
+            )
+        self._group = World.current().group if process_group is None else Group.of(process_group)
+        self._inner: Optimizer | None = None
+        # has an opinion on every group; then it gets this rank's part
+        whole = optimizer_class(params, **defaults)
+        if needs_closure(whole):
+            raise UsageError(
+                f"{optimizer_class.__name__}.step() needs a closure, because it computes the loss"
+                " of the whole model several times in a step: it cannot be sharded; use it"
+                " unsharded on every rank"
+            )
+        super().__init__(whole.param_groups, whole.defaults)
+        Joinable.__init__(self)
+        self._inner = whole
+        self._consolidated: dict[str, Any] | None = None
+        self._cut({id(parameter): state for parameter, state in whole.state.items()})
+
+    @property
+    def optim(self) -> Optimizer:
+        """This rank's optimizer, over slices or over its own parameters."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that share the work."""
+        return self._group.process_group
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        return list(dict.fromkeys(each for group in self.param_groups for each in group["params"]))
+
+    def _cut(self, states: Mapping[int, State]) -> None:
+        parameters = self._all_params
+        for each in parameters:
+            if each.layout is not torch.strided:
+                raise UsageError(
+                    f"a parameter of shape {list(each.shape)} is {each.layout}: only dense"
+                    " parameters can be sharded"
+                )
+        # what was frozen since keeps its state
+        trained = [each for each in parameters if each.requires_grad or id(each) in states]
+        self._shards: Shards | Dealt
+        if (
+            elementwise(type(self.optim))
+            and sum(each.numel() for each in trained) >= self._group.size * BLOCK
+        ):
+            entries = [
+                Entry(f"parameter {number}", each.numel(), each.dtype, each.device)
+                for number, each in enumerate(trained)
+            ]
+            layout = plan(entries, range(len(entries)), bucket=BUCKET, first_bucket=BUCKET)
+            self._shards = Shards(trained, layout, self._group)  # type: ignore[arg-type]  # an optimizer takes tensors for parameters
+        else:
+            self._shards = Dealt(parameters, self._group)
+        numbers = {id(each): number for number, each in enumerate(self._shards.parameters)}
+        self.optim.state.clear()
+        self.optim.param_groups = [
+            {
+                **group,
+                "params": [
+                    piece
+                    for each in group["params"]
+                    if id(each) in numbers
+                    for piece in self._shards.mine_of(each)
+                ],
+            }
+            for group in self.param_groups
+        ]
+        for key, state in states.items():
+            if key in numbers:
+                self._shards.cut_state(self.optim, numbers[key], state)
+
+    def _states(self) -> dict[int, State]:
+        return {
+            id(self._shards.parameters[number]): state
+            for number, state in self._shards.whole_states(self.optim)
+        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters. Every rank calls it."""
+        if getattr(self, "_inner", None) is None:
+            super().add_param_group(param_group)
+            return
+        states = self._states()
+        super().add_param_group(param_group)
+        self._consolidated = None
+        self._cut(states)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update this rank's share with its part of every `.grad`, and exchange the parameters.
+        Returns what `closure` returns.
+
+        `options` go to the step of `optimizer_class`.
+        """
+        known = {id(each) for each in self._shards.parameters}
+        if any(each.requires_grad and id(each) not in known for each in self._all_params):
+            # thawed since
+            self._cut(self._states())
+        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
+            # a scheduler writes to the outer ones
+            inner.update({name: value for name, value in outer.items() if name != "params"})
+        self._consolidated = None
+        if isinstance(self._shards, Dealt):
+            loss = self.optim.step(**({} if closure is None else {"closure": closure}), **options)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._shards.take_gradients()
+            self.optim.step(**options)
+        self._shards.gather()
+        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
+            # what the optimizer has noted there
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+        return loss
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`: while other ranks still have inputs, this one goes on updating its
+        share with the gradients that it finds.
+        """
+        return _StepsOn(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` counts."""
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Whose ranks `Join` counts."""
+        return self.process_group
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the whole state together, for `state_dict()` on rank `to`. Every rank calls it."""
+        states = self._states()
+        self._consolidated = (
+            pack(self.param_groups, self._wholes, states) if self._group.rank == to else None
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state in torch's form: it loads into `optimizer_class` itself, and
+        at any number of ranks.
+
+        Raises UsageError where `consolidate_state_dict` has not brought it here since the last
+        step.
+        """
+        if self._consolidated is None:
+            raise UsageError(
+                f"rank {self._group.rank} holds its own shard only: call"
+                f" consolidate_state_dict(to={self._group.rank}) on every rank first, after the"
+                " step"
+            )
+        return self._consolidated
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a whole optimizer's state. Every rank calls it, with the same."""
+        options, states = unpack(state_dict, self._wholes)
+        for group, option in zip(self.param_groups, options, strict=True):
+            group.update(option)
+        self._consolidated = None
+        self._cut(states)
+
+    @property
+    def _wholes(self) -> list[list[torch.Tensor]]:
+        return [list(group["params"]) for group in self.param_groups]
+
+
+class _StepsOn(JoinHook):
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        self._optimizer.step()

@@ -1,0 +1,604 @@
+"""One optimizer step over one window of micro-batches, however they are spread over the ranks.
+
+    for window in epoch:                                     # one optimizer step
+        for x, y in stepper.micro_batches(window):           # this rank's share, possibly none
+            stepper.backward(loss_sum(model(x), y), weight=len(y))
+        stepper.step()
+
+The step's gradient is the sum of all gradients divided by the sum of all weights, over every
+micro-batch of every rank: what one process would compute. A rank without micro-batches takes part
+with zeros, so no split can hang.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.checkpoints.pieces import Keeps
+from lockstep.checks.given import check_kinds, summed
+from lockstep.checks.nonfinite import NonFiniteTrace
+from lockstep.checks.overwritten import OverwrittenCheck
+from lockstep.checks.replicas import ReplicaCheck
+from lockstep.checks.start import compare_start, optimizer_fields
+from lockstep.collectives.group import Group
+from lockstep.config import knob
+from lockstep.config.balance import Balance
+from lockstep.config.documented import takes_fields
+from lockstep.config.parallelism import Parallelism
+from lockstep.config.task import Unused
+from lockstep.data.windows import Window
+from lockstep.errors import LockstepWarning, UsageError
+from lockstep.gradients.bucket import cut_by_buckets
+from lockstep.gradients.exact import check_window
+from lockstep.gradients.facts import Facts, FactsMessage
+from lockstep.gradients.reducer import Reducer
+from lockstep.runtime import randomness, status
+from lockstep.step.assembly import StepperOptions, assemble, check_drawn, set_up_of
+from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.step.model_shard import ModelShard, Whole
+from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
+from lockstep.step.stepper_window import LossScale, MicroBatch, OpenWindow, check_ended, with_last
+from lockstep.step.wrapper_arguments import Checks
+from lockstep.updates.applied import Applied
+from lockstep.updates.update import Update
+from lockstep.world.world import World
+
+Batch = TypeVar("Batch")
+
+Begin = Callable[[int, int], None]
+Count = Callable[[int, Tensor, float | Tensor], Tensor]
+_STAGES = 2**48  # apart from each other: a slot's numbers for the stages of a pipeline
+
+
+@takes_fields(Parallelism, leaves_out=("mesh",))
+class Stepper:
+    """Trains `model` with `optimizer`, one window at a time.
+
+    On a GPU no step waits for the device, but for what was true before its last backward (the
+    weights, the losses); with `clip`, an optimizer that is not fused, or a scheduler, has the host
+    wait for the gradient's norm.
+
+    Args:
+        model: a bare module (it is made equal on all ranks here), or a
+            `lockstep.DistributedDataParallel`, whose reducer is then used.
+        optimizer: over the model's parameters.
+        clip: the largest norm of the gradient, applied once, after the sum is divided.
+        scaler: a `torch.amp.GradScaler`, for fp16.
+        scheduler: stepped after every applied update.
+        seed: keys the randomness of each micro-batch's forward (dropout) by (seed, step, slot), so
+            that no rank decides it.
+        bucket_mb: MiB of gradients that travel together (25), for a bare module.
+        unused: what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip"
+            (its `.grad` stays None).
+        checks: "full" compares the replicas (`check_replicas`) after steps 1 and 2 and at least
+            every 100 steps, and the set-up at the start; "start" only that; "off" nothing.
+        trace_nonfinite: look at every gradient before it is summed, so that a skipped step names
+            the rank and the parameter in which a nan or inf came up first; without it that is
+            looked for in the window after a skipped one.
+        model_shard: of a model that is split over a mesh, this rank's part (`lockstep train
+            --mesh`); `model` is then its `module`.
+        world: default: the world of torch's process group.
+        method: the rest of the list, fields of config/parallelism.py.
+        <fields>
+
+    With `update="sharded"` the weights are the same, bit for bit, and the optimizer's groups hold
+    pieces of parameters: use `optimizer_state_dict`. With `update="server"` ranks draw
+    micro-batches and do not wait for each other. `exact=True` needs a Loader's windows: every sum
+    follows one tree over the window's slots, and the process computes deterministically, on one
+    intra-op thread, until the world closes (`world.compute_deterministically` says otherwise).
+    With `compress` what is left out of a gradient comes in later steps.
+
+    Raises:
+        UsageError: an optimizer over other parameters, or `backward` and `step` called out of their
+            place.
+        ReplicaDivergence, UnusedParameters: on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        clip: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        scheduler: LRScheduler | None = None,
+        seed: int = 0,
+        bucket_mb: float | None = None,
+        unused: Unused = "error",
+        checks: Checks = "full",
+        trace_nonfinite: bool = False,
+        model_shard: ModelShard | None = None,
+        world: World | None = None,
+        **method: Any,
+    ) -> None:
+        check_kinds(model, optimizer)
+        self._options = options = StepperOptions(
+            clip=clip,
+            scaler=scaler,
+            scheduler=scheduler,
+            seed=seed,
+            bucket_mb=bucket_mb,
+            unused=unused,
+            checks=checks,
+            trace_nonfinite=trace_nonfinite,
+        )
+        self.model_shard = model_shard or Whole()
+        knob.known(knob.knobs(Parallelism).keys() - {"mesh"}, method, "Stepper")
+        self.method = Parallelism(**method, mesh=self.model_shard.mesh)
+        if self.method.alone and scheduler is not None:
+            allow_scheduler(optimizer)
+        options.check(self.method)
+        self.world = world or World.current()
+        if checks != "off":
+            alike = self.model_shard.replicas(self.world.group)
+            compare_start(
+                *set_up_of(
+                    model, alike, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}
+                )
+            )
+        self.optimizer = optimizer
+        self.replicas = ReplicaCheck() if checks == "full" else None
+        # the facts of a step on a mesh come from ranks that hold different parts: nothing in them
+        # can be compared
+        self._overwritten = (
+            OverwrittenCheck() if checks == "full" and self.model_shard.mesh is None else None
+        )
+        self.steps, self._stop = 0, False
+        self._outcomes = Outcomes(self.world, scheduler, scaler)
+        self.everyone = (
+            model.group if isinstance(model, DistributedDataParallel) else self.world.group
+        )
+        """All ranks of this training; `group` are those whose gradients are summed in a step,
+        this rank alone where it steps alone.
+        """
+        self._work_with(model)
+        if self.method.exact:
+            self.world.compute_deterministically()
+        self._loss_scale = LossScale(scaler, self.world.device)
+        self.clock = StepperClock(self.world.device)
+        self._compares_data = checks != "off"
+        self._window: OpenWindow | None = None
+
+    def _work_with(self, model: nn.Module) -> None:
+        """Take charge of the model's gradients, as the method has it now."""
+        self._assembly = assembly = assemble(
+            model,
+            self.optimizer,
+            self.method,
+            self._options,
+            alone=self._is_alone(),
+            shard=self.model_shard,
+            everyone=self.everyone,
+            world=self.world,
+            wants_stop=self._wants_stop,
+        )
+        if assembly.forgotten and self.world.rank == 0 and self.steps == 0:
+            warnings.warn(
+                f"the optimizer does not hold {assembly.forgotten}: their gradients are summed, and"
+                " never applied. Give them to the optimizer, or freeze them",
+                LockstepWarning,
+                stacklevel=3,
+            )
+        self._buffers = assembly.moving_buffers(self.world)
+        self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._options.trace_nonfinite)
+
+    def _is_alone(self) -> bool:
+        """Whether the next step is this rank's own."""
+        return self.method.alone and (
+            self.method.local is None or self.steps >= self.method.local.after
+        )
+
+    def part_if_due(self) -> None:
+        """Begin to step alone, where the method has that begin after some steps. Every rank
+        calls it alike; `micro_batches` does.
+        """
+        if self._is_alone() and self._assembly.told is self.everyone:
+            self.reducer.reset()
+            order = self.reducer.order
+            self._work_with(self.model)
+            # where a sum lies decides, at some backends, in which order it is added up
+            self.reducer.lay(order)
+            self.update.follow()
+
+    @property
+    def model(self) -> nn.Module:
+        """The bare module."""
+        return self._assembly.model
+
+    @property
+    def reducer(self) -> Reducer:
+        return self._assembly.reducer
+
+    @property
+    def update(self) -> Update:
+        return self._assembly.update
+
+    @property
+    def group(self) -> Group:
+        return self.reducer.group
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        return self._options.scheduler
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return self._options.scaler
+
+    @property
+    def place(self) -> int:
+        """This rank's among those of `StepResult.waited_by_rank`."""
+        return self._assembly.told.rank
+
+    # -- the window -------------------------------------------------------------------------------
+
+    def micro_batches(self, window: Iterable[Batch]) -> Iterator[Batch]:
+        """Walk this rank's micro-batches of one window: a `lockstep` Window or any iterable of
+        batches (equal on no two ranks).
+
+        This is the place that knows the last one: in its backward the gradients leave for the other
+        ranks.
+        """
+        opened = self._open(window)
+        for place, (batch, last) in enumerate(with_last(window)):
+            slot = opened.slot(place)
+            opened.count(place)
+            opened.micro = MicroBatch(last, slot if self.method.exact else 0)
+            self._buffers.open()
+            self._outcomes.trace.open(place)
+            keyed = randomness.micro_batch(self._options.seed, opened.step, slot)
+            try:
+                with (
+                    keyed,
+                    self.reducer.door.window(last=last),
+                    cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1),
+                ):
+                    status.enter("forward")
+                    yield batch
+            finally:  # also when the user's loop breaks off: step() then sums what was there
+                self._buffers.shut(opened.micro.weight, opened.micro.row)
+                opened.micro = None
+            status.enter("data")
+
+    def at_once(
+        self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]
+    ) -> None:
+        """Walk a window whose micro-batches a pipeline runs, in an order of its own, forward and
+        backward.
+
+        `run(batches, begin, count)` calls `begin(place, stage)` before a stage's forward of a
+        micro-batch, and `count(place, loss, weight)`, where the loss is known, for what is to be
+        differentiated. Gradients have come when it returns.
+        """
+        opened = self._open(window)
+        batches = list(window)
+
+        def begin(place: int, stage: int) -> None:
+            status.enter("forward")
+            randomness.step(self._options.seed, opened.step, opened.slot(place) + stage * _STAGES)
+
+        def count(place: int, loss: Tensor, weight: float | Tensor) -> Tensor:
+            loss = summed(loss, weight, "sum")
+            opened.count(place)
+            opened.note(weight, loss)
+            return loss
+
+        opened.backwards, door = len(batches), self.reducer.door
+        with door.backward(), randomness.preserved(devices=True), door.window(last=False):
+            run(batches, begin, count)
+        status.enter("data")
+
+    @property
+    def bytes_sent(self) -> int:
+        """That this rank has sent since the world was opened, as far as Lockstep's own groups
+        count it.
+        """
+        return self.everyone.bytes_sent + self.model_shard.sent()
+
+    def _open(self, window: Iterable[Batch]) -> OpenWindow:
+        """Begin a window."""
+        if not isinstance(window, Iterable):
+            raise UsageError(
+                "micro_batches() walks a window or a list of batches, not a"
+                f" {type(window).__name__}"
+            )
+        if self._window is not None:
+            raise UsageError(
+                "a second window was opened before step() ended the first: call stepper.step() once"
+                " after each window"
+            )
+        self.clock.open()
+        status.step(self.steps + 1)
+        self._outcomes.settle()
+        self.part_if_due()
+        self._compare_data(window)
+        self.update.begin(window, self.steps)
+        ours = (
+            check_window(window)
+            if self.method.exact
+            else window
+            if isinstance(window, Window)
+            else None
+        )
+        if ours is not None and ours.balancer is not None:
+            Balance().check(self.method, self.everyone.size)
+        self.reducer.reset(None if ours is None else ours.cut)
+        self._outcomes.trace.begin()
+        self.update.follow()
+        if self.reducer.generation != self._buffers.generation:
+            # layers were added, replaced or frozen: perhaps with buffers
+            self._buffers = self._assembly.moving_buffers(self.world)
+        slots = ours.cut.slots if self.method.exact and ours is not None else 0
+        self._buffers.begin(slots)
+        facts = FactsMessage(self._assembly.told, self.world.device, slots)
+        self.clock.tell(facts)
+        self._window = OpenWindow(
+            ours,
+            self.steps,
+            facts,
+            rank=self.world.rank,
+            reports=self.model_shard.reports,
+            samples=self._samples_told_by(ours),
+            loss_scale=self._loss_scale.begin(window),
+        )
+        status.enter("data")
+        return self._window
+
+    def _samples_told_by(self, ours: Window | None) -> tuple[int, ...]:
+        """Of each rank, where ranks tell each other nothing: in a window of ours by what is
+        dealt out; () where the facts tell.
+        """
+        if self._assembly.told is self.everyone:
+            return ()
+        size = self.everyone.size
+        return (0,) * size if ours is None else ours.samples_by_rank(self.everyone.rank, size)
+
+    def _compare_data(self, window: object) -> None:
+        """Once, with the first window: the same data set, cut alike, from the same seed on all
+        ranks.
+        """
+        if self._compares_data:
+            self._compares_data = False
+            with status.inside("checks"):
+                compare_start(self.group, window.recipe if isinstance(window, Window) else {})
+
+    def backward(
+        self, loss: Tensor, weight: float | Tensor, *, reduction: Literal["sum", "mean"] = "sum"
+    ) -> None:
+        """Compute the gradients of this micro-batch, once. `weight` is what the loss counts:
+        samples, tokens.
+
+        `loss` is a scalar: the sum of the losses, or, with reduction="mean", their mean over
+        `weight`, which is multiplied back. A weight of 0 is fine. Raises UsageError outside the
+        `micro_batches` loop and when called twice for one micro-batch.
+        """
+        opened = self._window
+        if opened is None or opened.micro is None:
+            raise UsageError(
+                "backward() belongs inside the loop over stepper.micro_batches(window)"
+            )
+        micro = opened.micro
+        if micro.done:
+            raise UsageError(
+                "backward() was called twice for one micro-batch: add the losses and call it once"
+            )
+        loss = summed(loss, weight, reduction)
+        micro.done, micro.weight = True, weight
+        opened.backwards += 1
+        opened.note(weight, loss, micro.row)
+        scale = self._scale_of(opened, weight)
+        if micro.last:
+            self._send(opened.facts)
+        if not loss.requires_grad and isinstance(weight, (int, float)) and weight == 0:
+            return
+        scaled = loss * scale if scale != 1 else loss
+        status.enter("backward")
+        with self.reducer.door.backward():
+            (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
+        status.enter("forward")
+
+    def _scale_of(self, opened: OpenWindow, weight: float | Tensor = 0.0) -> float:
+        """What the losses of this step are multiplied by. `weight`: of the micro-batch that asks
+        first.
+        """
+        if opened.loss_scale is None:
+            opened.loss_scale = self._loss_scale.agree(self._assembly.told, weight)
+        return opened.loss_scale
+
+    def _send(self, facts: FactsMessage) -> None:
+        if self._overwritten is not None and self.group.size > 1:
+            self._overwritten.tell(
+                facts, self.steps, [*self.update.overwritten(), *self._buffers.starts]
+            )
+        facts.send(stop=self._wants_stop(), newly_moving=self._buffers.newly_moving)
+
+    def _wants_stop(self) -> bool:
+        return self._stop or self.world.asked_to_stop
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """`optimizer.state_dict()` of the whole optimizer, whoever holds which part of it. Every
+        rank calls it, and gets it.
+        """
+        return self.update.optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a whole optimizer's state, made with any number of ranks and either update.
+        Every rank calls it.
+        """
+        self.update.load_state_dict(state)
+
+    def keepers(self) -> list[Keeps]:
+        """What has a state of its own beside the optimizer's."""
+        return [self.reducer.reduction, self.update]
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop: after the next step, `StepResult.stop` is true on every one of
+        them. (`World.heed_signals`: a signal asks too.)
+        """
+        self._stop = True
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """End the window: finish the sum, divide by the weight, clip, step the optimizer and the
+        scheduler. Every rank calls it.
+
+        Where all weights are 0, the loss is not finite, or (with `clip` or a scaler) the gradient
+        is not, nothing is updated and `reason` says so.
+        """
+        opened = check_ended(self._window, stray=self.reducer.door.stray)
+        status.enter("reduce")
+        scale = self._scale_of(opened)
+        if not opened.facts.sent:
+            self._send(opened.facts)
+        self._window = None
+        facts, divisor = self._finish(opened, scale)
+        if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
+            self._buffers.open()  # as they were when the step began
+            self.check_replicas(f"in step {self.steps + 1}")
+        self._loss_scale.note(facts.weight)
+        if opened.ours is not None and opened.ours.balancer is not None:
+            opened.ours.balancer.note(facts.each_by_rank)
+        self._buffers.finish(facts.weight, facts.newly_moving > 0)
+        if facts.weight:
+            self._assembly.unused()
+        with randomness.update(self._options.seed, opened.step):
+            ended = self.update.end(self.steps, facts, divisor)
+        self.steps, self.everyone = ended.steps, ended.everyone or self.everyone
+        if ended.outcome is not None:
+            self._outcomes.note(
+                self.steps, ended.outcome, facts, alone=self._assembly.told is not self.everyone
+            )
+            if self._outcomes.known_at_once:
+                self._outcomes.settle()
+        self._outcomes.skipped(ended.windows)
+        stop = self.update.meet_if_due(ended)
+        if self.replicas is not None and self.replicas.due(self.steps):
+            self.check_replicas()
+        status.enter("loop")
+        hidden = None if self.world.device.type == "cuda" else self.reducer.departures.hidden()
+        return StepResult(
+            loss=ended.loss / ended.weight if ended.weight else math.nan,
+            weight=ended.weight,
+            stop=stop,
+            samples_by_rank=opened.samples or facts.samples_by_rank,
+            bytes_sent=self.bytes_sent,
+            outcome=ended.outcome or Applied(),
+            together=self.together,
+            gradient_age=ended.gradient_age,
+            windows=ended.windows,
+            times=self.clock.end(ended.number, opened.backwards, hidden),
+            busy_by_rank=facts.busy_by_rank,
+            waited_by_rank=facts.waited_by_rank,
+        )
+
+    def draws(self, loader: Any) -> None:
+        """With update="server": have `loader`, a Loader over a data set whose samples have numbers,
+        deal out slots in place of fixed shares.
+
+        Every rank calls it, once, before the first epoch. Each then walks as many windows as it
+        gets, and an empty one wherever all meet: at an epoch's end, where `meet_before` says, and
+        where one is asked to stop; `StepResult.together` is true there. With another update it does
+        nothing.
+        """
+        if self.update.dealer is not None:
+            check_drawn(loader, self.method, self.everyone)
+            if self._options.checks != "off":
+                compare_start(self.everyone, loader.recipe)
+            loader.draws = self.update.dealer
+
+    def meet_before(self, step: int) -> None:
+        """With update="server": have all ranks meet when `step` steps were taken, for a
+        checkpoint, say. Every rank calls it alike.
+        """
+        self.update.meet_before(step)
+
+    @property
+    def between_meetings(self) -> bool:
+        """Whether this rank's model is no state of the training that could be kept: at a server,
+        but where all ranks meet.
+        """
+        return self.update.between_meetings
+
+    @property
+    def applied(self) -> int:
+        """Steps of this process whose update was applied, not skipped. At a server, rank 0 hears
+        of all, the others of none.
+        """
+        return self._outcomes.applied
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks hold the same model: always, but between the meetings of local
+        steps, and of a server's workers.
+        """
+        return self.update.together
+
+    def meet(self) -> bool:
+        """Have replicas that step alone meet now, for an evaluation or an end. Every rank calls it;
+        whether one of them asks to stop.
+
+        Where they have not parted since the last meeting, or never do, it only sees how the last
+        step ended.
+        """
+        if self.between_meetings:
+            raise UsageError(
+                "between its meetings the workers of a server walk different windows: evaluate"
+                " where StepResult.together is true"
+            )
+        self._outcomes.settle()
+        return self.update.meet(stop=self._wants_stop())
+
+    def _finish(self, opened: OpenWindow, scale: float) -> tuple[Facts, float]:
+        """The sum complete, and what it is still to be divided by."""
+        self.model_shard.collect(self.reducer)
+        self.reducer.look_for_cleared()  # before the others are waited for
+        reduction = self.reducer.reduction
+        if reduction.divisor is None:
+            self.reducer.finish()
+            facts = opened.facts.wait()
+            return facts, facts.weight * scale
+        facts = opened.facts.wait()
+        reduction.divisor = facts.weight * scale or 1.0
+        try:
+            self.reducer.finish()
+        finally:
+            reduction.divisor = 1.0
+        return facts, 1.0
+
+    @property
+    def alike(self) -> Group:
+        """The ranks that hold the same part of the model."""
+        return self.model_shard.replicas(self.everyone)
+
+    def check_replicas(self, when: str | None = None) -> None:
+        """Compare the replicas now, every bit of weights, buffers and optimizer state. Every rank
+        calls it, between steps.
+
+        It does nothing without checks="full", and where each rank has a model of its own
+        (`together`). State that is divided among the ranks is compared with nothing. Raises
+        ReplicaDivergence on all ranks, naming the tensor and the ranks.
+
+        Args:
+            when: What the error begins with; default: after which step.
+        """
+        if self.replicas is not None and self.together:
+            with status.inside("checks"):
+                self.replicas.compare(
+                    self.alike, self._replicated(), self.steps, when or f"after step {self.steps}"
+                )
+
+    def _replicated(self) -> list[tuple[str, Tensor]]:
+        tensors = [*self.model.named_parameters(), *self._buffers.named()]
+        return [
+            *((name, each) for name, each in tensors if name not in self.reducer.ignored),
+            *self.update.replicated(),
+        ]

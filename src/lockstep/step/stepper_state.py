@@ -1,0 +1,210 @@
+"""A Stepper's state as a checkpoint keeps it: tensors by name, everything else as JSON, and no
+number of ranks in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.pieces import METHOD, Piece, method_kept
+from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.errors import DamagedCheckpoint, UsageError
+from lockstep.step.step_result import allow_scheduler
+from lockstep.step.stepper import Stepper
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What this rank has to write."""
+
+    model: Mapping[str, Tensor] | Sequence[Piece] | None
+    """On rank 0; of a split model, what each rank writes."""
+    pieces: list[Piece]
+    state: dict[str, Any]
+
+
+def take(stepper: Stepper) -> Taken:
+    """The state as it is now. Tensors that all ranks have are shared out among them. Raises
+    UsageError for what only pickle could keep.
+    """
+    name_of, form = _names(stepper), stepper.model_shard.form(stepper)
+    model, pieces = form.pieces(name_of)
+    names = form.groups(
+        [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
+    )
+    state = {
+        "steps": stepper.steps,
+        "method": stepper.method.recipe(),
+        "order of gradients": stepper.reducer.order,
+        "split": stepper.model_shard.mesh is not None,
+        "optimizer": {
+            "kind": _kind(stepper.optimizer),
+            "groups": [
+                {
+                    "parameters": list(members),
+                    "options": encoded(
+                        {key: value for key, value in options.items() if key != "params"},
+                        "the optimizer's group",
+                    ),
+                }
+                for options, members in zip(stepper.optimizer.param_groups, names, strict=True)
+            ],
+            "numbers": form.numbers(_numbers(stepper, name_of)),
+        },
+        "scheduler": (
+            None
+            if stepper.scheduler is None
+            else encoded(stepper.scheduler.state_dict(), "the scheduler's state")
+        ),
+        "scaler": (
+            None
+            if stepper.scaler is None
+            else encoded(stepper.scaler.state_dict(), "the scaler's state")
+        ),
+    }
+    return Taken(model, pieces, state)
+
+
+def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+    """Have `stepper` go on from `checkpoint`, whose `state` `take` has made. Every rank calls it
+    alike.
+
+    Raises UsageError, naming what differs, for another model's or optimizer's, before anything is
+    changed.
+    """
+    optimizer = state["optimizer"]
+    name_of = _names(stepper)
+    form = stepper.model_shard.form(stepper)
+    form.compare(checkpoint)
+    if optimizer["kind"] != _kind(stepper.optimizer):
+        raise UsageError(
+            f"the checkpoint was made with {optimizer['kind']}, and the optimizer is"
+            f" {_kind(stepper.optimizer)}: use the same"
+        )
+    method, before = stepper.method.recipe(), state.get("method", {})
+    if method != before:
+        raise UsageError(
+            f"the checkpoint was made with {_said(before)}, and this training is with"
+            f" {_said(method)}: use the same"
+        )
+    names = [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
+    everyones = [list(members) for members in form.groups(names)]
+    saved = [each["parameters"] for each in optimizer["groups"]]
+    if [sorted(members) for members in everyones] != [sorted(members) for members in saved]:
+        raise UsageError(
+            f"the checkpoint's optimizer has other parameter groups ({_shape(saved)} parameters)"
+            f" than this one ({_shape(everyones)})"
+        )
+    stepper.steps = int(state["steps"])
+    stepper.part_if_due()
+    split = stepper.model_shard.mesh is not None or state.get("split", False)
+    if not split or set(state["order of gradients"]) == set(stepper.reducer.order):
+        # else it was split in another way
+        stepper.reducer.lay(state["order of gradients"])
+    stepper.update.follow()
+    form.load(checkpoint)  # only now: the layout may have moved the weights
+    tensors = form.optimizer(checkpoint)
+    stepper.load_optimizer_state_dict(_optimizer_state(checkpoint, tensors, optimizer, names))
+    kept = method_kept(
+        {
+            name.removeprefix(METHOD): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(METHOD)
+        }
+    )
+    for part in stepper.keepers():
+        part.take_back(*kept)
+    for what, target in (("scheduler", stepper.scheduler), ("scaler", stepper.scaler)):
+        if (target is None) != (state[what] is None):
+            raise UsageError(
+                f"the checkpoint was made {'without' if state[what] is None else 'with'} a {what}:"
+                " use the same"
+            )
+        if target is not None:
+            target.load_state_dict(decoded(state[what]))
+    allow_scheduler(stepper.optimizer)
+
+
+def _optimizer_state(
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    saved: Mapping[str, Any],
+    names: Sequence[Sequence[str]],
+) -> dict[str, Any]:
+    """In the form of torch's `Optimizer.state_dict`, for an optimizer whose groups hold `names`."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group, mine in zip(saved["groups"], names, strict=True):
+        members = range(len(numbers), len(numbers) + len(mine))
+        numbers |= zip(mine, members, strict=True)
+        groups.append({**decoded(group["options"]), "params": list(members)})
+    known = {name for group in saved["groups"] for name in group["parameters"]}
+    states: dict[int, dict[str, Any]] = {}
+    for name, values in saved["numbers"].items():
+        if name in numbers:
+            states.setdefault(numbers[name], {}).update(decoded(values))
+    for key, tensor in tensors.items():
+        if key.startswith(METHOD):
+            continue
+        state, _, name = key.partition("/")
+        if name not in known:
+            raise DamagedCheckpoint(
+                f"{checkpoint.folder.name}: it holds {key}, of a parameter that its optimizer does"
+                " not have",
+                key,
+            )
+        states.setdefault(numbers[name], {})[state] = tensor
+    return {"state": states, "param_groups": groups}
+
+
+def _numbers(stepper: Stepper, name_of: Callable[[Tensor], str]) -> dict[str, Any]:
+    """What the optimizer keeps for whole parameters beside tensors."""
+    found = {}
+    for members in stepper.update.optimizer.wholes():
+        for each in members:
+            plain = {
+                key: value
+                for key, value in stepper.optimizer.state.get(each, {}).items()
+                if not isinstance(value, Tensor)
+            }
+            if plain:
+                found[name_of(each)] = encoded(plain, "the optimizer's state")
+    return found
+
+
+def _names(stepper: Stepper) -> Callable[[Tensor], str]:
+    """Names of the optimizer's parameters: the whole model's, or, where it has none, their place
+    in the optimizer.
+    """
+    known = {
+        id(parameter): stepper.model_shard.optimizer_name(name)
+        for name, parameter in stepper.model.named_parameters()
+    }
+    places = {
+        id(each): f"#{number}"
+        for number, each in enumerate(
+            each for members in stepper.update.optimizer.wholes() for each in members
+        )
+    }
+    return lambda parameter: known.get(id(parameter)) or places[id(parameter)]
+
+
+def _said(recipe: Mapping[str, Any]) -> str:
+    return (
+        ", ".join(f"{name}={value}" for name, value in recipe.items())
+        or "every gradient summed as it is"
+    )
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def _shape(groups: list[list[str]]) -> str:
+    return ", ".join(str(len(members)) for members in groups)

@@ -1,0 +1,242 @@
+"""The wrapper's arguments: what torch's takes and this one cannot mean, where the module and its
+inputs are, and which ranks average.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
+
+from lockstep.checks.trained import check_trained
+from lockstep.collectives.group import Group
+from lockstep.errors import UsageError
+from lockstep.gradients.layout import BUCKET, FIRST_BUCKET
+from lockstep.world.world import World
+
+_STEPPER_ONLY = (
+    "exact",
+    "update",
+    "sync_every",
+    "staleness",
+    "outer",
+    "compress",
+    "clip",
+    "scaler",
+    "scheduler",
+)
+_WITHOUT_MEANING = {
+    "delay_all_reduce_named_params": "gradients leave when their bucket is full",
+    "param_to_hook_all_reduce": "gradients leave when their bucket is full",
+    "mixed_precision": "use torch.autocast, or parameters in bfloat16",
+}
+_MIB = 2**20
+Checks = Literal["full", "start", "off"]
+
+
+def refuse(more: dict[str, object], dim: int) -> None:
+    """Refuse what torch's wrapper takes and this one cannot mean, each with what to do instead."""
+    for name, value in more.items():
+        if name in _STEPPER_ONLY:
+            raise UsageError(
+                f"{name}={value!r} needs a Stepper: it concerns whole steps, and the wrapper sees"
+                " only gradients"
+            )
+        if name not in _WITHOUT_MEANING:
+            raise TypeError(f"DistributedDataParallel got an unexpected keyword {name!r}")
+        if value is not None:
+            raise UsageError(f"{name} has no meaning here: {_WITHOUT_MEANING[name]}")
+    if dim != 0:
+        raise UsageError(f"dim={dim}: batches are split by the loader, along dimension 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferPolicy:
+    """What happens to the module's buffers."""
+
+    at_start: bool
+    """All ranks begin with rank 0's."""
+    forward: bool
+    """Every forward begins with rank 0's."""
+
+
+def buffer_policy(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> BufferPolicy:
+    """torch's two keywords as one: the old one, which torch deprecates and warns of, also
+    concerns the start.
+    """
+    if broadcast_buffers is not None:
+        what = (
+            "its value is ignored, because forward_sync_buffers is given too"
+            if forward_sync_buffers is not None
+            else (
+                "forward_sync_buffers takes its place; with broadcast_buffers=False buffers are not"
+                " made equal at the start either"
+            )
+        )
+        warnings.warn(
+            f"broadcast_buffers={broadcast_buffers} is deprecated in torch's wrapper: {what}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return BufferPolicy(at_start=True, forward=forward_sync_buffers)
+    broadcast = broadcast_buffers is None or broadcast_buffers
+    return BufferPolicy(at_start=broadcast, forward=broadcast)
+
+
+def bucket_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> tuple[int, ...]:
+    """Bytes of bucket 0, 1 and so on; the last holds for all others."""
+    for name, given in (
+        ("bucket_cap_mb", [] if bucket_cap_mb is None else [bucket_cap_mb]),
+        ("bucket_cap_mb_list", bucket_cap_mb_list or []),
+    ):
+        if any(not each > 0 for each in given):
+            raise UsageError(
+                f"{name}={given if name.endswith('list') else bucket_cap_mb}: a bucket holds more"
+                " than 0 MiB"
+            )
+    if bucket_cap_mb_list:
+        return tuple(int(each * _MIB) for each in bucket_cap_mb_list)
+    largest = BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
+    return min(FIRST_BUCKET, largest), largest
+
+
+def check_module(module: nn.Module, ignored: Collection[str], wrappers: tuple[type, ...]) -> None:
+    """Raise UsageError for what is wrapped already, and for parameters and layers that cannot be
+    trained by replicas, by name.
+    """
+    if isinstance(module, wrappers):
+        raise UsageError("the module is wrapped already: give its .module")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter) and name not in ignored:
+            raise UsageError(
+                f"{name!r} has no shape yet (a lazy module): run one forward before you wrap the"
+                " module"
+            )
+    check_trained(module, ignored)
+
+
+def device_of(
+    module: nn.Module,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> torch.device:
+    """The module's one device. Raises UsageError where it has several, or another one than the
+    arguments say.
+    """
+    devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise UsageError(
+            f"the module's parameters are on {', '.join(sorted(map(str, devices)))}: a replica"
+            " lives on one device"
+        )
+    (device,) = devices
+    for name, given in (("device_ids", device_ids), ("output_device", output_device)):
+        ids = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+        if ids and device.type == "cpu":
+            raise UsageError(
+                f"{name}={given} is for a module on a GPU, and this one is on the CPU: leave it out"
+            )
+        if len(ids) > 1 or any(
+            torch.device("cuda", each) != device if isinstance(each, int) else each != device
+            for each in ids
+        ):
+            raise UsageError(
+                f"{name}={given}, but the module is on {device}: one process has one device; leave"
+                " it out"
+            )
+    return device
+
+
+def group_of(
+    world: World, process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> Group:
+    """The ranks to average over. Raises UsageError for two answers, or a mesh of several axes."""
+    if device_mesh is not None:
+        if process_group is not None:
+            raise UsageError(
+                "Cannot specify both process_group and device_mesh arguments. Both say which ranks"
+                " to average over: give one"
+            )
+        if device_mesh.ndim != 1:
+            raise UsageError(
+                "Only 1D device mesh is supported, and device_mesh has axes"
+                f" {device_mesh.mesh_dim_names}: give the data-parallel one, such as mesh['data']"
+            )
+        process_group = device_mesh.get_group()
+    return world.group if process_group is None else world.group_of(process_group)
+
+
+def check_checks(checks: str) -> None:
+    if checks not in ("full", "start", "off"):
+        raise UsageError(f"checks={checks!r}: choose 'full', 'start' or 'off'")
+
+
+def check_use(module: nn.Module | None) -> None:
+    """Refuse what would train without an average. `module` is looked at where it is given."""
+    if (
+        dist.rpc.is_available()
+        and dist.rpc.api._is_current_rpc_agent_set()
+        and _in_distributed_autograd()
+    ):
+        raise UsageError(
+            "a forward in a distributed autograd context: its gradients go into the context, not"
+            " into .grad, and this wrapper would not average them. Use torch's"
+            " DistributedDataParallel there, or loss.backward()"
+        )
+    if module is not None and any(
+        hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()
+    ):
+        raise UsageError(
+            "_apply_optimizer_in_backward steps with a rank's own gradients, before they are"
+            " averaged: step after backward() instead"
+        )
+
+
+def _in_distributed_autograd() -> bool:
+    try:
+        dist.autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def inputs_on(
+    device: torch.device, world: World | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs on the module's device: CPU tensors are moved to its GPU, tensors on another device
+    are refused by name.
+    """
+
+    def moved(value: Any, name: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device == device:
+                return value
+            if value.device.type == "cpu":
+                return value.to(device, non_blocking=True)
+            who = "" if world is None else f" (rank {world.rank}, local rank {world.local_rank})"
+            raise UsageError(
+                f"{name} is on {value.device}, the module on {device}{who}: move it to"
+                " world.device; cuda:{rank} is right on the first host only, use local_rank"
+            )
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)(
+                moved(part, f"{name}[{number}]") for number, part in enumerate(value)
+            )
+        if type(value) is dict:
+            return {key: moved(part, f"{name}[{key!r}]") for key, part in value.items()}
+        return value
+
+    placed = [moved(value, f"argument {number}") for number, value in enumerate(args)]
+    return tuple(placed), {name: moved(value, name) for name, value in kwargs.items()}

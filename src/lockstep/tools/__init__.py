@@ -1,0 +1,1 @@
+"""Looks at, measures and predicts trainings. Nothing of the core or of training/ imports it."""

@@ -1,0 +1,247 @@
+"""The ways to take one training step of a task: a loop of one's own, that loop around torch's DDP
+and ours, a Stepper.
+
+Each has a model, an optimizer and a scheduler of its own, built alike. A loop around a DDP is what
+a careful user writes: gradients are kept back until the last micro-batch (`no_sync`), and the sum
+of losses is scaled so that the mean over ranks is the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.collectives.shared_memory.operations import possible
+from lockstep.config.task import Precision, Task
+from lockstep.errors import TaskError, UsageError
+from lockstep.runtime import randomness
+from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.step.forward import Forward, grad_scaler
+from lockstep.step.stepper import Stepper
+from lockstep.tools.bench.weighed import WeighedWindow
+from lockstep.training.build import Length, model_of, optimizer_of, scheduler_of
+from lockstep.world.world import World
+
+_MB = 25.0  # torch's own bucket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What all ways have in common."""
+
+    task: Task
+    world: World
+    precision: Precision
+    steps: int
+    """Optimizer steps that will be taken: what a scheduler is told."""
+    keyed: bool
+    """Seed what a forward draws by (seed, step, micro-batch), as a Stepper does, so that all
+    ways draw alike.
+    """
+
+
+class Baseline(ABC):
+    """`way(given)` takes one optimizer step on one window."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, task, device = setting, setting.task, setting.world.device
+        randomness.shared(task.seed)
+        self.model = model_of(task).to(device)
+        if task.compile:
+            self.model.compile()
+        self.optimizer = optimizer_of(task, self.model)
+        self.scheduler = scheduler_of(task, self.optimizer, Length(task.epochs, setting.steps))
+        self.scaler = grad_scaler(setting.precision, device)
+        threads = torch.get_num_threads()
+        self.wrapped: Any = self.wrap()
+        torch.set_num_threads(threads)  # a wrapper may set its own; all ways have equally many
+        self.forward = Forward(self.wrapped, task, setting.precision, device)
+
+    def wrap(self) -> nn.Module:
+        """What is called in place of the model. Not called by anyone else."""
+        return self.model
+
+    @abstractmethod
+    def __call__(self, given: WeighedWindow) -> None: ...
+
+    def loss(self, batch: Any) -> tuple[Tensor, float | Tensor]:
+        return self.forward.loss(self.forward(batch), batch)
+
+
+class Loop(Baseline):
+    """The usual loop. By itself, without a wrapper, it communicates with nobody."""
+
+    def __call__(self, given: WeighedWindow) -> None:
+        self.optimizer.zero_grad()
+        last = len(given.batches) - 1
+        for place, batch in enumerate(given.batches):
+            if self.setting.keyed:
+                randomness.step(
+                    self.setting.task.seed, given.window.step, given.window.slots[place]
+                )
+            with nullcontext() if place == last else self.kept_back():
+                self.backward(self.loss(batch)[0] * self.scale(given))
+        self.update()
+
+    def scale(self, given: WeighedWindow) -> float:
+        """By which the sum of losses is multiplied, before it is differentiated."""
+        return 1 / given.own
+
+    def kept_back(self) -> AbstractContextManager[object]:
+        """While gradients only pile up on this rank."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
+
+    def update(self) -> None:
+        clip, scaler = self.setting.task.clip, self.scaler
+        if clip is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        if scaler is not None:
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self.optimizer.step()
+        if self.scheduler is not None and self.setting.task.scheduler_per == "step":
+            self.scheduler.step()
+
+
+class Averaged(Loop):
+    """The usual loop around a wrapper that averages the gradients over the ranks in the last
+    backward of a step.
+    """
+
+    def scale(self, given: WeighedWindow) -> float:
+        return self.setting.world.size / given.whole
+
+    def kept_back(self) -> AbstractContextManager[object]:
+        kept: AbstractContextManager[object] = self.wrapped.no_sync()
+        return kept
+
+
+class TorchDDP(Averaged):
+    """torch.nn.parallel.DistributedDataParallel, gradients views of its buckets."""
+
+    def __init__(self, setting: Setting, megabytes: float) -> None:
+        self.megabytes = megabytes
+        super().__init__(setting)
+
+    def wrap(self) -> nn.Module:
+        device = self.setting.world.device
+        devices = [device] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(
+            self.model,
+            device_ids=devices,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=self.megabytes,
+        )
+
+
+class Wrapped(Averaged):
+    """lockstep.DistributedDataParallel in the same loop."""
+
+    def __init__(self, setting: Setting, reduce: str) -> None:
+        self.reduce = reduce
+        super().__init__(setting)
+
+    def wrap(self) -> nn.Module:
+        return DistributedDataParallel(self.model, reduce=self.reduce, world=self.setting.world)
+
+
+class Stepped(Baseline):
+    """A lockstep.Stepper, as `lockstep train` drives it."""
+
+    def __init__(self, setting: Setting, reduce: str, update: str) -> None:
+        super().__init__(setting)
+        task = setting.task
+        self.stepper = Stepper(
+            self.model,
+            self.optimizer,
+            clip=task.clip,
+            scaler=self.scaler,
+            scheduler=self.scheduler if task.scheduler_per == "step" else None,
+            seed=task.seed,
+            unused=task.unused,
+            reduce=reduce,
+            update=update,
+            world=setting.world,
+        )
+
+    def __call__(self, given: WeighedWindow) -> None:
+        for batch in self.stepper.micro_batches(given.window):
+            loss, weight = self.loss(batch)
+            self.stepper.backward(loss, weight)
+        self.stepper.step()
+
+
+Wrappers = Mapping[str, Callable[[Setting, float], Baseline]]
+"""DDPs with buckets of so many megabytes, by the name of the variant."""
+OURS: Mapping[str, Callable[[Setting], Baseline]] = {
+    "local": Loop,
+    "wrapper:native": partial(Wrapped, reduce="native"),
+    "wrapper:shared": partial(Wrapped, reduce="shared_memory"),
+    "stepper:native": partial(Stepped, reduce="native", update="replicated"),
+    "stepper:shared": partial(Stepped, reduce="shared_memory", update="replicated"),
+    "stepper:sharded": partial(Stepped, reduce="auto", update="sharded"),
+}
+
+
+def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Baseline]:
+    """A way for each name, each with a model of its own. Raises UsageError for an unknown name,
+    TaskError where models are shared.
+    """
+    found: dict[str, Baseline] = {}
+    for name in names:
+        found[name] = maker(name, others)(setting)
+        if len({id(way.model) for way in found.values()}) < len(found):
+            raise TaskError(
+                "Task: model returned the model that it had returned before: have it build a new"
+                " one each time it is called"
+            )
+    return found
+
+
+def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
+    """How a name's way is made. `others`: wrappers to compare with beside torch's. Raises
+    UsageError, with the choices, for an unknown name.
+    """
+    if name in OURS:
+        return OURS[name]
+    kind, colon, rest = name.partition(":")
+    wrappers: Wrappers = {"ddp": TorchDDP, **others}
+    if kind not in wrappers or not (megabytes := _megabytes(rest) if colon else _MB):
+        sized = ", ".join(f"{each}:MB" for each in wrappers)
+        raise UsageError(
+            f"variant {name!r} is unknown: choose some of {sized} (the size of a bucket),"
+            f" {', '.join(OURS)}"
+        )
+    return partial(wrappers[kind], megabytes=megabytes)  # type: ignore[call-arg]
+
+
+def _megabytes(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
+
+
+def why_not(name: str, workers: int, device: str) -> str | None:
+    """Why this way cannot be measured here, in words; None where it can."""
+    if not name.endswith(":shared"):
+        return None
+    if device == "cuda":
+        return "ranks on GPUs do not share the host's memory"
+    if workers == 1:
+        return "one rank has nobody to share memory with"
+    return None if possible() else "gradients are shared on x86 Linux only"

@@ -1,0 +1,324 @@
+"""How fast collectives are here: every algorithm beside the backend's own, in turns, and every
+timed run checked.
+
+Columns and definitions are those of nccl-tests. `size` is the bytes of the tensor that every rank
+ends with (all-gather: of all pieces together; reduce-scatter: of each input); `time` the slowest
+rank's, median over the runs; algbw = size / time; busbw = algbw times a factor that makes an ideal
+ring's value the speed of the link, whatever the number of ranks (2(n-1)/n for an all-reduce). It is
+derived from the time, not traffic that was measured. `#wrong` counts elements that are not what
+they must be, over all runs and ranks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import collectives
+from lockstep.collectives.algorithms import algorithms_of
+from lockstep.collectives.choose import Tuning
+from lockstep.collectives.schedule import Kind
+from lockstep.errors import UsageError
+from lockstep.launcher.launch import launch
+from lockstep.tools.timing.files import picture
+from lockstep.tools.timing.in_turns import largest, settle
+from lockstep.tools.timing.tables import table as text_table
+from lockstep.world.world import World, init
+
+KINDS: tuple[Kind, ...] = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+)
+# an algorithm takes the backend's place only where it needs less than this share of its time
+_MARGIN = 0.9
+_WORTH = 0.25  # seconds that one size of one algorithm is measured, about
+_FEWEST, _MOST = 8, 200  # runs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveTime:
+    """One algorithm at one size."""
+
+    collective: str
+    algorithm: str
+    size: int
+    workers: int
+    runs: int
+    p50: float
+    """Seconds, of the slowest rank of each run."""
+    p99: float
+    wrong: int
+
+    @property
+    def algbw(self) -> float:
+        """GB/s."""
+        return self.size / self.p50 / 1e9
+
+    @property
+    def busbw(self) -> float:
+        """GB/s."""
+        return self.algbw * bus_factor(self.collective, self.workers)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"algbw": self.algbw, "busbw": self.busbw}
+
+
+def bus_factor(collective: str, workers: int) -> float:
+    """busbw / algbw, as nccl-tests define it."""
+    if collective == "all_reduce":
+        return 2 * (workers - 1) / workers
+    return 1.0 if collective in ("broadcast", "reduce") else (workers - 1) / workers
+
+
+def measure(
+    kind: Kind,
+    workers: int,
+    sizes: Sequence[int],
+    algorithms: Sequence[str],
+    runs: int | None = None,
+) -> list[CollectiveTime]:
+    """Measure on that many fresh ranks of this host. Raises UsageError for a collective or
+    algorithm that there is not, and for no runs.
+    """
+    check(kind, algorithms)
+    if runs is not None and runs < 1:
+        raise UsageError(f"runs={runs}: give a whole number, 1 or more")
+    return launch(_on_rank, workers=workers, args=(kind, tuple(sizes), tuple(algorithms), runs))[0]
+
+
+def check(kind: str, algorithms: Sequence[str]) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"collective {kind!r} is unknown: choose one of {', '.join(KINDS)}")
+    for algorithm in algorithms:
+        if algorithm not in ("native", "auto", "shared_memory", *algorithms_of(kind)):
+            raise UsageError(
+                f"algorithm {algorithm!r} is unknown for {kind}: choose one of native, auto,"
+                f" shared_memory, {', '.join(algorithms_of(kind))}"
+            )
+
+
+def _on_rank(
+    kind: Kind, sizes: Sequence[int], algorithms: Sequence[str], runs: int | None
+) -> list[CollectiveTime]:
+    with init() as world:
+        return [each for size in sizes for each in _one_size(world, kind, size, algorithms, runs)]
+
+
+def _one_size(
+    world: World, kind: Kind, size: int, algorithms: Sequence[str], runs: int | None
+) -> list[CollectiveTime]:
+    case = _Case(world, kind, size)
+    seconds: dict[str, list[float]] = {algorithm: [] for algorithm in algorithms}
+    wrong = dict.fromkeys(algorithms, 0)
+    count = runs or case.worthwhile(algorithms[0])
+    for run in range(-2, count):  # the first two warm up
+        for algorithm in algorithms if run % 2 else reversed(algorithms):
+            taken, bad = case.run(algorithm, run)
+            if run >= 0:
+                seconds[algorithm].append(taken)
+                wrong[algorithm] += bad
+    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    everywhere = torch.tensor(list(wrong.values()))
+    world.control.all_reduce(slowest, "max").wait()
+    world.control.all_reduce(everywhere).wait()
+    last = count - 1
+    p50s = [statistics.median(row) for row in slowest.tolist()]
+    p99s = [sorted(row)[round(0.99 * last)] for row in slowest.tolist()]
+    rows = zip(algorithms, p50s, p99s, everywhere.tolist(), strict=True)
+    return [
+        CollectiveTime(
+            collective=kind,
+            algorithm=name,
+            size=size,
+            workers=world.size,
+            runs=count,
+            p50=p50,
+            p99=p99,
+            wrong=bad,
+        )
+        for name, p50, p99, bad in rows
+    ]
+
+
+class _Case:
+    """One collective at one size on one rank: fresh data for each run, and what must come out."""
+
+    def __init__(self, world: World, kind: Kind, size: int) -> None:
+        self._world, self._kind = world, kind
+        count = max(1, size // 4)
+        pieces = kind in ("all_gather", "all_to_all")
+        self._pattern = torch.arange(
+            max(1, count // world.size) if pieces else count,
+            dtype=torch.float32,
+            device=world.device,
+        ).remainder_(61)
+
+    def worthwhile(self, algorithm: str) -> int:
+        """How many runs fill the time, equal on all ranks."""
+        self.run(algorithm, 0)
+        seconds = largest(self.run(algorithm, 0)[0], self._world)
+        return min(_MOST, max(_FEWEST, int(_WORTH / max(seconds, 1e-6))))
+
+    def run(self, algorithm: str, run: int) -> tuple[float, int]:
+        """(seconds on this rank, wrong elements on it)."""
+        world = self._world
+        given, expected = self._data(run)
+        self._world.control.all_reduce(torch.zeros(1)).wait()  # all ranks are here
+        settle(world)
+        begin = time.perf_counter()
+        found = getattr(collectives, self._kind)(given, algorithm=algorithm)
+        settle(world)
+        seconds = time.perf_counter() - begin
+        return seconds, int(
+            ((torch.cat(found) if self._kind == "all_to_all" else found) != expected).sum()
+        )
+
+    def _data(self, run: int) -> tuple[Tensor | list[Tensor], Tensor]:
+        """What this rank gives, and what it must be given."""
+        rank, size = self._world.rank, self._world.size
+        everyone = [self._pattern + (each + 1) * (run % 5 + 2) for each in range(size)]
+        mine = everyone[rank].clone()
+        total = self._pattern * size + sum(range(1, size + 1)) * (run % 5 + 2)
+        if self._kind == "all_to_all":
+            return [mine + other for other in range(size)], torch.cat(
+                [each + rank for each in everyone]
+            )
+        expected = {
+            "all_reduce": total,
+            "broadcast": everyone[0],
+            "reduce": total if rank == 0 else everyone[rank],
+            "all_gather": torch.cat(everyone),
+            "reduce_scatter": total.tensor_split(size)[rank],
+        }
+        return mine, expected[self._kind]
+
+
+def tune(workers: int, sizes: Sequence[int], source: str) -> tuple[Tuning, list[CollectiveTime]]:
+    """Measure everything, and have the fastest algorithm chosen at every size; the backend's own
+    unless another is clearly faster.
+    """
+    found: list[CollectiveTime] = []
+    table: dict[str, list[tuple[float, str]]] = {}
+    for kind in KINDS:
+        measured = measure(
+            kind,
+            workers,
+            sizes,
+            [
+                "native",
+                *(name for name in algorithms_of(kind) if name not in ("central", "hierarchical")),
+            ],
+        )
+        found += measured
+        table[kind] = thresholds(
+            {
+                size: {each.algorithm: each.p50 for each in measured if each.size == size}
+                for size in sizes
+            }
+        )
+    return Tuning(table, workers, source), found
+
+
+def thresholds(seconds: dict[int, dict[str, float]]) -> list[tuple[float, str]]:
+    """Pairs (up to how many bytes, algorithm) from the time of each at each size; one size's
+    rule ends in the middle, by ratio, of the next.
+    """
+    chosen: list[tuple[int, str]] = []
+    for size in sorted(seconds):
+        best = min(seconds[size], key=seconds[size].__getitem__)
+        chosen.append(
+            (size, best if seconds[size][best] < _MARGIN * seconds[size]["native"] else "native")
+        )
+    pairs = []
+    for (size, algorithm), following in zip(chosen, [*chosen[1:], None], strict=True):
+        if following is None:
+            pairs.append((float("inf"), algorithm))
+        elif following[1] != algorithm:
+            pairs.append(((size * following[0]) ** 0.5, algorithm))
+    return pairs
+
+
+def table(measured: Sequence[CollectiveTime]) -> str:
+    """nccl-tests' columns, a line for each size and algorithm."""
+    native = {
+        (each.collective, each.size): each.p50 for each in measured if each.algorithm == "native"
+    }
+    head = [
+        "collective",
+        "algorithm",
+        "size",
+        "time",
+        "p99",
+        "algbw",
+        "busbw",
+        "#wrong",
+        "vs native",
+    ]
+    units = [None, None, "(B)", "(us)", "(us)", "(GB/s)", "(GB/s)"]
+    return text_table(
+        head,
+        [units, *(_cells(each, native.get((each.collective, each.size))) for each in measured)],
+        left=(0, 1),
+    )
+
+
+def _cells(each: CollectiveTime, native: float | None) -> list[object]:
+    times = [
+        f"{1e6 * each.p50:.1f}",
+        f"{1e6 * each.p99:.1f}",
+        f"{each.algbw:.2f}",
+        f"{each.busbw:.2f}",
+    ]
+    return [
+        each.collective,
+        each.algorithm,
+        each.size,
+        *times,
+        each.wrong,
+        native and f"{native / each.p50:.2f}x",
+    ]
+
+
+def plot(measured: Sequence[CollectiveTime], file: str) -> None:
+    """Time by size, a curve an algorithm, both axes logarithmic. Raises UsageError without
+    matplotlib.
+    """
+    kinds = list(dict.fromkeys(each.collective for each in measured))
+    with picture(file, len(kinds), 1 + 6 * len(kinds), 5) as (figure, axes):
+        for axis, kind in zip(axes, kinds, strict=True):
+            for algorithm in dict.fromkeys(
+                each.algorithm for each in measured if each.collective == kind
+            ):
+                points = [
+                    (each.size, 1e6 * each.p50)
+                    for each in measured
+                    if (each.collective, each.algorithm) == (kind, algorithm)
+                ]
+                width = 2.5 if algorithm == "native" else 1.5
+                axis.plot(
+                    *zip(*points, strict=True),
+                    marker="o",
+                    markersize=4,
+                    linewidth=width,
+                    label=algorithm,
+                )
+            axis.set(
+                xscale="log",
+                yscale="log",
+                xlabel="bytes",
+                ylabel="time in us, median of the slowest rank",
+            )
+            axis.set_title(f"{kind}, {measured[0].workers} ranks on one host")
+            axis.grid(alpha=0.3, which="both")
+            axis.legend()
+        figure.tight_layout()

@@ -1,0 +1,256 @@
+"""`lockstep.benchmark_scaling`: how much faster more workers train a task, on this host."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.config.parallelism import Reduce
+from lockstep.config.settings import Device, Settings
+from lockstep.config.task import Task
+from lockstep.data.windows import counted, whole
+from lockstep.errors import UsageError
+from lockstep.runtime.cores import cores
+from lockstep.runtime.load import busy
+from lockstep.tools.bench.scaling.prediction import Carried, step_seconds
+from lockstep.tools.bench.scaling.remarks import remarks
+from lockstep.tools.bench.scaling.speedup import Scaling, ScalingRow, rows
+from lockstep.tools.bench.scaling.task_source import Source, made, source_of
+from lockstep.tools.bench.scaling.teams import run_teams
+from lockstep.tools.bench.scaling.timing import WARM_UP, on_rank
+from lockstep.tools.bench.scaling.works import (
+    Mode,
+    TimedWork,
+    Works,
+    busiest,
+    check_samples,
+    check_workers,
+    global_batches,
+    in_words,
+    modes_of,
+    uneven,
+)
+from lockstep.tools.timing.machine import cpu
+
+
+def benchmark_scaling(
+    task: Task | str | Path | Callable[[], Task] | tuple[Any, Any, Any],
+    workers: Sequence[int],
+    *,
+    mode: str = "strong",
+    steps: int = 10,
+    rounds: int = 5,
+    device: Device = "auto",
+    threads: int | None = None,
+    loading: bool = True,
+    loader_workers: int = 0,
+    reduce: Reduce = "auto",
+    compress: str | None = None,
+    update: str = "replicated",
+    exact: bool = False,
+    overrides: Mapping[str, str] | None = None,
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
+) -> Scaling:
+    """Train at each number of workers in turns, on fresh ranks of this host, and compare samples
+    per second. The models are thrown away.
+
+    A script that calls this needs `if __name__ == "__main__":` around the call: ranks are new
+    processes that import it.
+
+    Args:
+        task: a Task, a bundled name or a file, a function that returns a Task, or (model, dataset,
+            loss): a module or a function that builds one, a map-style data set of (input, target),
+            and loss(output, target). All must be importable by other processes.
+        workers: numbers of ranks, such as [1, 2, 4]. The first is the base: its speedup and
+            efficiency are 1.
+        mode: "strong": the global batch stays; "weak": the batch of a rank stays; "both".
+        steps, rounds: timed steps of a turn, and turns of each number of workers.
+        threads: intra-op threads of each rank; None: the cores shared among the ranks, as `lockstep
+            train` does it.
+        loading: time the loading of batches too, as a training has it; False goes round in a few
+            batches that are there already.
+        device, loader_workers, reduce, compress, update, exact: as `lockstep.train` takes them; no
+            server.
+        overrides: parameters of task() in a file.
+        global_batch, micro_batch, optimizer: for (model, dataset, loss) only; default:
+            micro-batches of 32 samples, fewer for a small data set, one for each rank of the
+            largest number of workers, and SGD.
+
+    Raises:
+        UsageError: values that cannot work, a task that other processes cannot be given.
+        WorkerFailed: a rank failed.
+    """
+    counts, modes = check_workers(workers), modes_of(mode)
+    whole("steps", steps)
+    whole("rounds", rounds)
+    parts = {"global_batch": global_batch, "micro_batch": micro_batch, "optimizer": optimizer}
+    source = source_of(
+        task, counts, max(counts) / counts[0] if "weak" in modes else 1.0, overrides, parts
+    )
+    settings = Settings(
+        task="task",
+        device=device,
+        threads=threads,
+        loader_workers=loader_workers,
+        reduce=reduce,
+        compress=compress,
+        update=update,
+        exact=exact,
+    )
+    settings = replace(settings, device=_kind(device, counts))
+    if settings.method().server is not None:
+        raise UsageError(
+            f"update={update!r}: at a server ranks draw their samples and do not wait for each"
+            " other, which this does not measure"
+        )
+    task_here = made(source)
+    works = _works(task_here, counts, modes, settings)
+    return _Measurement(
+        task=task_here, works=works, settings=settings, steps=steps, rounds=rounds, loading=loading
+    ).run(source)
+
+
+def _works(task: Task, counts: Sequence[int], modes: Sequence[Mode], settings: Settings) -> Works:
+    batches = {
+        mode: global_batches(mode, task.global_batch, task.micro_batch, counts) for mode in modes
+    }
+    length = getattr(task.train_data, "__len__", None)  # a stream does not say
+    if length is not None:
+        for mode in modes:
+            check_samples(length(), batches[mode], mode)
+    return Works(
+        batches=batches,
+        micro_batch=task.micro_batch,
+        threads={count: _threads(settings, count) for count in counts},
+    )
+
+
+def _threads(settings: Settings, workers: int) -> int:
+    """Of each rank, as `lockstep.init` would set them: the user's, or this host's cores shared
+    among its ranks.
+    """
+    if settings.threads is not None or settings.exact:
+        return settings.threads or 1
+    return (
+        torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else max(1, cores() // workers)
+    )
+
+
+def _kind(device: Device, counts: Sequence[int]) -> Device:
+    """What ranks compute on. Raises UsageError where there are too few GPUs: no two ranks share
+    one.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "cuda" and not gpus:
+        raise UsageError(
+            "device='cuda': this host has no GPU that torch can use; leave it out, or give"
+            " device='cpu'"
+        )
+    if device == "cpu" or not gpus:
+        return "cpu"
+    if max(counts) > gpus:
+        raise UsageError(
+            f"workers={max(counts)}: this host has {counted(gpus, 'GPU')}, one for each rank; give"
+            f" at most {gpus}, or device='cpu'"
+        )
+    return "cuda"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measurement:
+    """Works, and how they are timed."""
+
+    task: Task
+    works: Works
+    settings: Settings
+    steps: int
+    rounds: int
+    loading: bool
+
+    def run(self, source: Source) -> Scaling:
+        before = busy()
+        works = self.works.all()
+        teams = sorted({work.workers for work in works})
+        links = next((size for size in teams if size > 1), None)
+        answers = run_teams(
+            on_rank,
+            teams,
+            (source, self.settings, works, self.steps, self.rounds, self.loading, links),
+        )
+        turns = {
+            works[number]: taken for answer in answers for number, taken in answer.turns.items()
+        }
+        link = next(
+            (answer.carried.link for answer in answers if answer.carried.link is not None), None
+        )
+        known = replace(answers[-1].carried, link=link)
+        found = tuple(row for mode in self.works.batches for row in self._rows(mode, turns, known))
+        number = cores() if self.settings.device == "cpu" else torch.cuda.device_count()
+        batches, micro_batch = self.works.batches, self.task.micro_batch
+        told = remarks(found, cores=number, device=self.settings.device, busy=before)
+        return Scaling(
+            task=self.task.name or "task",
+            rows=found,
+            modes={mode: in_words(mode, batches[mode], micro_batch) for mode in batches},
+            where=_where(number, self.settings.device),
+            how=self._how(known),
+            remarks=(
+                *told,
+                *(line for mode in batches for line in uneven(mode, batches[mode], micro_batch)),
+            ),
+            cores=number,
+            device=self.settings.device,
+        )
+
+    def _rows(
+        self, mode: Mode, turns: Mapping[TimedWork, Sequence[tuple[int, float]]], known: Carried
+    ) -> list[ScalingRow]:
+        """Of one mode."""
+        taken, predicted = {}, {}
+        for workers, batch in self.works.batches[mode].items():
+            taken[workers] = turns[self.works.of(mode, workers)]
+            step = step_seconds(
+                known,
+                self.settings.method(),
+                workers=workers,
+                alone=median(seconds for _, seconds in turns[self.works.alone(mode, workers)])
+                / self.steps,
+                micro_batches=busiest(batch, self.task.micro_batch, workers),
+                threads=self.works.threads[workers],
+                cores=cores() if self.settings.device == "cpu" else None,
+            )
+            predicted[workers] = batch / step
+        return rows(mode, taken, predicted, self.works.threads, self.steps)
+
+    def _how(self, known: Carried) -> str:
+        loaded = (
+            "loading is timed, as a training has it" if self.loading else "loading is not timed"
+        )
+        words = (
+            f"{counted(self.rounds, 'turn')} of {counted(self.steps, 'step')} for each row, after"
+            f" {WARM_UP} steps to warm up; {loaded}"
+        )
+        if (link := known.link) is None:
+            return words
+        rate = "no limit" if math.isinf(link.bandwidth) else f"{link.bandwidth / 1e6:,.0f} MB/s"
+        return (
+            f"{words}\ngradients by {known.reduction}; predicted from one rank alone and a link of"
+            f" {1e6 * link.latency:.0f} us and {rate}"
+        )
+
+
+def _where(number: int, device: Device) -> str:
+    if device == "cpu":
+        return f"the CPU ({cpu()}, {counted(number, 'core')}), torch {torch.__version__}"
+    return f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')}), torch {torch.__version__}"

@@ -1,0 +1,215 @@
+"""Speedup and efficiency at each number of workers, from the rates of all rounds; as a table and
+as a picture.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from lockstep.data.windows import counted
+from lockstep.tools.bench.scaling.works import Mode
+from lockstep.tools.timing.files import picture
+from lockstep.tools.timing.tables import percent, table
+
+_WIDTH = 120
+_MODE_COLOURS: dict[Mode, str] = {"strong": "tab:blue", "weak": "tab:orange"}
+_HEAD = [
+    "workers",
+    "threads",
+    "ms a step",
+    "samples/s",
+    "lower quarter",
+    "upper",
+    "speedup",
+    "efficiency",
+    "predicted",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingRow:
+    """One number of workers in one mode."""
+
+    mode: Mode
+    workers: int
+    samples_per_s: float
+    """Of all ranks together, the median over the rounds."""
+    low: float
+    high: float
+    """Quartiles of `samples_per_s` over the rounds."""
+    speedup: float
+    """`samples_per_s` over that of the first number of workers of the same mode, the base."""
+    efficiency: float
+    """`speedup` over how many times the base's workers these are."""
+    predicted_efficiency: float
+    """From one rank's work measured alone and the link (prediction.py)."""
+    threads: int
+    """Intra-op threads of each rank."""
+    step_ms: float
+    """The median over the rounds."""
+
+    def cells(self) -> list[str]:
+        rates = [f"{rate:,.0f}" for rate in (self.samples_per_s, self.low, self.high)]
+        shares = [percent(self.efficiency), percent(self.predicted_efficiency)]
+        return [
+            str(self.workers),
+            str(self.threads),
+            f"{self.step_ms:.2f}",
+            *rates,
+            f"{self.speedup:.2f}",
+            *shares,
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """What `lockstep.benchmark_scaling` found: `rows`, and what they were measured on."""
+
+    task: str
+    rows: Sequence[ScalingRow]
+    modes: Mapping[Mode, str]
+    """What stays the same in each, in words."""
+    where: str
+    """The machine, in words."""
+    how: str
+    """Steps, rounds and what is timed, in words."""
+    remarks: Sequence[str]
+    """What a reader of the figures should know."""
+    cores: int
+    device: str
+
+    def describe(self) -> str:
+        """A table a mode and the remarks, as the command prints them."""
+        lines = [f"{self.task} on {self.where}", self.how]
+        for mode, words in self.modes.items():
+            lines += [
+                "",
+                words,
+                table(_HEAD, [row.cells() for row in self.rows if row.mode == mode], left=()),
+            ]
+        if self.remarks:
+            lines += [
+                "",
+                *(textwrap.fill(remark, _WIDTH, subsequent_indent="  ") for remark in self.remarks),
+            ]
+        return "\n".join(lines)
+
+    def plot(self, file: Path | str) -> None:
+        """Draw speedup and efficiency against workers: ideal, measured with its quartiles,
+        predicted. Raises UsageError without matplotlib.
+        """
+        with picture(file, 2, 9, 3.8) as (figure, axes):
+            for axis, what in zip(axes, ("speedup", "efficiency"), strict=True):
+                self._panel(axis, what)
+            handles, labels = axes[0].get_legend_handles_labels()
+            figure.suptitle(f"{self.task} on {self.where}", fontsize=9)
+            figure.legend(handles, labels, loc="lower center", ncol=3, frameon=False, fontsize=8)
+            figure.tight_layout(rect=(0, 0.06 + 0.06 * (len(labels) > 3), 1, 1))
+
+    def _panel(self, axis: Any, what: str) -> None:
+        counts = sorted({row.workers for row in self.rows})
+        base = self.rows[0].workers
+        ideal = [count / base if what == "speedup" else 1.0 for count in counts]
+        axis.plot(counts, ideal, color="0.6", linestyle="--", label="ideal")
+        for mode in self.modes:
+            _draw(
+                axis,
+                sorted((row for row in self.rows if row.mode == mode), key=lambda row: row.workers),
+                what,
+            )
+        axis.set(
+            xlabel="workers",
+            ylabel=f"{what}, base: {counted(base, 'worker')}",
+            xticks=counts,
+            ylim=(0, None),
+        )
+        axis.grid(alpha=0.3)
+        if self.device == "cpu" and max(counts) > self.cores:
+            label = f"more ranks than the {counted(self.cores, 'core')}"
+            axis.axvspan(self.cores + 0.05, max(counts) + 0.1, color="0.93", zorder=0, label=label)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: numbers, text, lists and dicts."""
+        return asdict(self) | {
+            "rows": [asdict(row) for row in self.rows],
+            "modes": dict(self.modes),
+            "remarks": list(self.remarks),
+        }
+
+
+def efficiency(speedup: float, workers: int, base: int) -> float:
+    """The share of the ideal: `workers / base` times the base's rate would be 1."""
+    return speedup / (workers / base)
+
+
+def rows(
+    mode: Mode,
+    turns: Mapping[int, Sequence[tuple[int, float]]],
+    predicted: Mapping[int, float],
+    threads: Mapping[int, int],
+    steps: int,
+) -> list[ScalingRow]:
+    """A row for each number of workers, in the order of `turns`, of which the first is the base.
+
+    `turns`: samples and seconds of every turn of so many steps, by number of workers; `predicted`:
+    samples a second, too.
+    """
+    base = next(iter(turns))
+    base_rate = median(_rates(turns[base]))
+    found = []
+    for workers, taken in turns.items():
+        rates = _rates(taken)
+        low, rate, high = quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
+        speedup = rate / base_rate
+        found.append(
+            ScalingRow(
+                mode=mode,
+                workers=workers,
+                samples_per_s=rate,
+                low=low,
+                high=high,
+                speedup=speedup,
+                efficiency=efficiency(speedup, workers, base),
+                predicted_efficiency=efficiency(
+                    predicted[workers] / predicted[base], workers, base
+                ),
+                threads=threads[workers],
+                step_ms=1e3 * median(seconds for _, seconds in taken) / steps,
+            )
+        )
+    return found
+
+
+def _rates(turns: Sequence[tuple[int, float]]) -> list[float]:
+    return [samples / seconds for samples, seconds in turns]
+
+
+def _draw(axis: Any, rows: Sequence[ScalingRow], what: str) -> None:
+    """One mode: what was measured, with its quartiles, and what was predicted."""
+    counts = [row.workers for row in rows]
+    values = [getattr(row, what) for row in rows]
+    below = [
+        value * (1 - row.low / row.samples_per_s) for row, value in zip(rows, values, strict=True)
+    ]
+    above = [
+        value * (row.high / row.samples_per_s - 1) for row, value in zip(rows, values, strict=True)
+    ]
+    colour, mode = _MODE_COLOURS[rows[0].mode], rows[0].mode
+    axis.errorbar(
+        counts,
+        values,
+        yerr=[below, above],
+        fmt="o-",
+        markersize=4,
+        capsize=3,
+        color=colour,
+        label=f"{mode}, measured",
+    )
+    ideal = [row.speedup / row.efficiency if what == "speedup" else 1.0 for row in rows]
+    predicted = [row.predicted_efficiency * most for row, most in zip(rows, ideal, strict=True)]
+    axis.plot(counts, predicted, "x:", color=colour, label=f"{mode}, predicted")

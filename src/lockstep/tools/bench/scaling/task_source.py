@@ -1,0 +1,177 @@
+"""From what `benchmark_scaling` is given to something that every rank can be handed and that
+makes the task there.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.task import Task
+from lockstep.errors import TaskError, UsageError
+from lockstep.launcher.call import for_ranks
+from lockstep.training.resolve import locate, resolve
+
+Source = Callable[[], Task]
+MICRO_BATCH = 32  # samples, where the data set has enough
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskParts:
+    """A model, a data set and a loss, as a task."""
+
+    model: Any
+    """A module, of which every rank gets a copy, or a function that builds one."""
+    dataset: Any
+    loss: Callable[[Any, Any], Tensor]
+    global_batch: int
+    micro_batch: int
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+
+    def __call__(self) -> Task:
+        return Task(
+            name=(
+                type(self.model).__name__
+                if isinstance(self.model, nn.Module)
+                else getattr(self.model, "__name__", "model")
+            ),
+            model=(
+                partial(copy.deepcopy, self.model)
+                if isinstance(self.model, nn.Module)
+                else self.model
+            ),
+            train_data=self.dataset,
+            loss=partial(_summed, self.loss),
+            optimizer=self.optimizer or _sgd,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+        )
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """With a rate so low that no model comes to nan while it is timed."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def _summed(loss: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> tuple[Tensor, float]:
+    """A loss is a mean over the batch, as criteria of torch give it, or has an element a sample."""
+    found = loss(output, batch[1])
+    count = len(batch[1])
+    return (found * count if found.dim() == 0 else found.sum()), float(count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A task that is there already."""
+
+    task: Task
+
+    def __call__(self) -> Task:
+        return self.task
+
+
+def source_of(
+    given: Any,
+    workers: Sequence[int],
+    growth: float,
+    overrides: Mapping[str, str] | None,
+    parts: Mapping[str, Any],
+) -> Source:
+    """From a Task, a name or file, a function that returns a Task, or (model, dataset, loss), to
+    which alone `parts` belong.
+
+    `growth`: how many times the global batch the largest number of workers trains. Raises
+    UsageError, also for what ranks cannot be handed.
+    """
+    if overrides and not isinstance(given, str | Path):
+        raise UsageError(
+            f"overrides={dict(overrides)} are parameters of the task() in a task's file: give the"
+            " file's name with them"
+        )
+    if isinstance(given, tuple):
+        return _portable(_from_parts(given, workers, growth, parts))
+    for name, value in parts.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}={value!r} is for (model, dataset, loss); a task has its own: change it"
+                " there"
+            )
+    if isinstance(given, str | Path):
+        return partial(resolve, locate(str(given)), dict(overrides or {}))
+    if isinstance(given, Task):
+        return _portable(_Made(given))
+    if callable(given) and not isinstance(given, nn.Module):
+        return _portable(given)
+    raise UsageError(
+        f"task is a {type(given).__name__}: give a lockstep.Task, a task's name or file, a function"
+        " that returns a Task, or a tuple (model, dataset, loss)"
+    )
+
+
+def _from_parts(
+    given: tuple[Any, ...], workers: Sequence[int], growth: float, parts: Mapping[str, Any]
+) -> TaskParts:
+    if len(given) != 3:
+        raise UsageError(f"a tuple of {len(given)}: give (model, dataset, loss)")
+    model, dataset, loss = given
+    if not (isinstance(model, nn.Module) or callable(model)) or not callable(loss):
+        raise UsageError(
+            f"({type(model).__name__}, ..., {type(loss).__name__}): give a module or a function"
+            " that builds one, and loss(output, target)"
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError(
+            f"dataset is a {type(dataset).__name__}: give a map-style one, with __len__ and"
+            " __getitem__, whose samples are (input, target)"
+        )
+    most = max(workers)
+    micro_batch, global_batch = parts["micro_batch"], parts["global_batch"]
+    if micro_batch is None:
+        fits = (
+            int(len(dataset) // (most * growth))
+            if global_batch is None
+            else math.ceil(global_batch / most)
+        )
+        micro_batch = max(1, min(MICRO_BATCH, fits))
+    return TaskParts(
+        model=model,
+        dataset=dataset,
+        loss=loss,
+        global_batch=most * micro_batch if global_batch is None else global_batch,
+        micro_batch=micro_batch,
+        optimizer=parts["optimizer"],
+    )
+
+
+def _portable(source: Source) -> Source:
+    """The source as it is. Ranks are new processes: what they are given is pickled, and its
+    functions are imported there by name.
+    """
+    try:
+        for_ranks(source)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError(
+            f"the task cannot be sent to other processes ({error}): ranks import functions and"
+            " classes by name, so define them with def or class at the top of a module, no"
+            " lambdas; or give a task file's name, or a function that builds the task"
+        ) from None
+    return source
+
+
+def made(source: Source) -> Task:
+    """The task, here. Raises TaskError where a function returned something else."""
+    found: Any = source()
+    if not isinstance(found, Task):
+        raise TaskError(
+            f"the function returned a {type(found).__name__}; it must return a lockstep.Task"
+        )
+    return found

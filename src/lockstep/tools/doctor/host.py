@@ -1,0 +1,206 @@
+"""What this host gives to its ranks: cores, memory, shared memory, limits, clock. The files to
+read are arguments, so tests can plant them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from lockstep.runtime.cores import cores as cores_of_this_process
+from lockstep.tools.finding import Finding, judged
+
+MIB, GIB = 2**20, 2**30
+_OPEN_FILES, _PROCESSES = 4096, 4096
+_NO_LIMIT = 2**62
+
+
+def findings(workers: int) -> list[Finding]:
+    """Of this host, for that many ranks on it."""
+    group = cgroup(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    shm = psutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    system = psutil.virtual_memory()
+    info = time.get_clock_info("monotonic")
+    available = cores_of_this_process()
+    return [
+        cores(available, quota(group / "cpu.max"), workers, os.environ.get("OMP_NUM_THREADS")),
+        memory(system.available, system.total, group, workers),
+        *([shared_memory(shm.total, shm.free)] if shm is not None else []),
+        limits(current_limits(), infiniband=Path("/dev/infiniband").exists()),
+        clock(info.resolution, info.monotonic),
+    ]
+
+
+def cgroup(of_process: Path, root: Path) -> Path:
+    """The directory of this process's control group (version 2); `root` itself where the file
+    names none.
+    """
+    try:
+        named = next(line for line in of_process.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return root
+    inside = root / named.removeprefix("0::").lstrip("/")
+    return inside if inside.is_dir() else root
+
+
+def quota(cpu_max: Path) -> float | None:
+    """How many cores' time the control group allows; None for no limit."""
+    text = _read(cpu_max).split()
+    return None if len(text) < 2 or text[0] == "max" else int(text[0]) / int(text[1])
+
+
+def cores(available: int, allowed: float | None, workers: int, threads: str | None) -> Finding:
+    """`available`: cores that this process may run on; `threads`: OMP_NUM_THREADS."""
+    usable = available if allowed is None else min(available, max(1.0, allowed))
+    each = int(threads) if threads and threads.isdigit() else max(1, available // workers)
+    value = f"{available}" + (
+        f", of which a cgroup allows {allowed:g}"
+        if allowed is not None and allowed < available
+        else ""
+    )
+    value += f"; {workers} rank{'s' * (workers != 1)} x {each} thread{'s' * (each != 1)}"
+    should = max(1, int(usable) // workers)
+    warn = ""
+    if workers > usable:
+        warn = (
+            f"{workers} ranks share {usable:g} cores, and take turns: start at most {int(usable)}"
+        )
+    elif threads and workers * each > usable:
+        warn = (
+            f"OMP_NUM_THREADS={threads} and {workers} ranks want {workers * each} cores of"
+            f" {usable:g}: set OMP_NUM_THREADS={should}, or unset it"
+        )
+    elif workers * each > usable:
+        warn = (
+            f"torch counts {available} cores, but the cgroup stops the process after the time of"
+            f" {usable:g}: set OMP_NUM_THREADS={should}"
+        )
+    elif threads == "1" and should > 1:
+        warn = (
+            f"OMP_NUM_THREADS=1 leaves {int(usable) - workers} of {usable:g} cores idle: set"
+            f" OMP_NUM_THREADS={should}, or unset it"
+        )
+    return judged("cores", value, warn=warn)
+
+
+def memory(free: int, total: int, group: Path, workers: int) -> Finding:
+    """What is `free`, by the system's and the control group's account, and whether something has
+    been killed for want of it.
+    """
+    value = f"{_size(free)} free of {_size(total)}"
+    limit = _read(group / "memory.max").strip()
+    if limit.isdigit():
+        free = min(free, int(limit) - int(_read(group / "memory.current").strip() or 0))
+        value += f"; the cgroup allows {_size(int(limit))}, of which {_size(max(0, free))} are left"
+    events = dict(
+        line.split()
+        for line in _read(group / "memory.events").splitlines()
+        if len(line.split()) == 2
+    )
+    killed = int(events.get("oom_kill", 0))
+    per_rank = free / workers
+    if per_rank < 300 * MIB:
+        why = (
+            f"{_size(max(0, per_rank))} for each of {workers} ranks is less than the 300 MiB that"
+            " torch alone takes: free memory, or start fewer ranks"
+        )
+        return judged("memory", value, fix=why)
+    warn = ""
+    if killed:
+        warn = (
+            f"memory has run out here {killed} times before, and processes were killed: raise the"
+            " limit, or start fewer ranks"
+        )
+    if per_rank < GIB:
+        warn = (
+            f"{_size(per_rank)} for each of {workers} ranks is little: the model, its gradients and"
+            " the optimizer's state must fit"
+        )
+    return judged("memory", value, warn=warn)
+
+
+def shared_memory(size: int, free: int) -> Finding:
+    """/dev/shm, where DataLoader's workers put their batches. Lockstep's own sums do not need
+    it.
+    """
+    value = f"{_size(free)} free of {_size(size)}"
+    remedy = "in a container, start it with --shm-size=8g or --ipc=host"
+    there = f"{_size(free)} in /dev/shm"
+    if free < 32 * MIB:
+        why = (
+            f"{there} is too little for a loader worker's batches (bus error): remove files there;"
+            f" {remedy}"
+        )
+        return judged("/dev/shm", value, fix=why)
+    why = f"{there} may be too little for loader workers (bus error): {remedy}"
+    return judged("/dev/shm", value, warn=why if free < 512 * MIB else "")
+
+
+def current_limits() -> dict[str, int]:
+    """The soft limits of this process by name; a very large number where there is none."""
+    kinds = {
+        "open files": psutil.RLIMIT_NOFILE,
+        "locked memory": psutil.RLIMIT_MEMLOCK,
+        "processes": psutil.RLIMIT_NPROC,
+    }
+    soft = {name: psutil.Process().rlimit(kind)[0] for name, kind in kinds.items()}
+    return {
+        name: _NO_LIMIT if limit == psutil.RLIM_INFINITY else limit for name, limit in soft.items()
+    }
+
+
+def limits(soft: Mapping[str, int], *, infiniband: bool) -> Finding:
+    """`ulimit`'s values, in files, bytes and processes."""
+    shown = {
+        name: (
+            "unlimited"
+            if value >= _NO_LIMIT
+            else _size(value)
+            if name == "locked memory"
+            else str(value)
+        )
+        for name, value in soft.items()
+    }
+    value = ", ".join(f"{name} {text}" for name, text in shown.items())
+    if infiniband and soft["locked memory"] < GIB:
+        why = (
+            f"InfiniBand pins memory, and {shown['locked memory']} of locked memory are too little:"
+            " `ulimit -l unlimited` (LimitMEMLOCK=infinity)"
+        )
+        return judged("limits", value, fix=why)
+    tight = []
+    if soft["open files"] < _OPEN_FILES:
+        tight.append(
+            f"{soft['open files']} open files may not do for loader workers and connections:"
+            " `ulimit -n 65536`"
+        )
+    if soft["processes"] < _PROCESSES:
+        tight.append(
+            f"{soft['processes']} processes and threads of this user may not do: `ulimit -u 65536`"
+        )
+    return judged("limits", value, warn="; ".join(tight))
+
+
+def clock(resolution: float, monotonic: bool) -> Finding:
+    """The clock by which waits are measured."""
+    coarse = resolution > 1e-3 or not monotonic
+    why = (
+        "timeouts and measurements rely on a monotonic clock of a millisecond or better: this one"
+        " is coarser"
+    )
+    return judged("clock", f"monotonic, {1e9 * resolution:g} ns", warn=why if coarse else "")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _size(octets: float) -> str:
+    return f"{octets / GIB:.1f} GiB" if octets >= GIB else f"{octets / MIB:.0f} MiB"

@@ -1,0 +1,187 @@
+"""How fast every pair is: latency and bandwidth between any two ranks, in both directions, and
+which of them is slow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.tools.finding import Finding, judged
+
+_PINGS = 20
+_WORTH = 0.15  # seconds that a direction is measured, about
+_PROBE, _LARGEST = 2**18, 2**26  # bytes
+_AGAIN = 2  # times that a direction is measured again which looks slow
+SLOWEST = 60e6
+"""Bytes/s between hosts below which a link is called slow whatever the others are: half of what
+Gigabit Ethernet carries.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """From one to another."""
+
+    source: str
+    target: str
+    latency: float
+    """Seconds, half of a small message's way there and back."""
+    bandwidth: float
+    """Bytes a second."""
+
+    def as_json(self) -> dict[str, str | float]:
+        return asdict(self)
+
+
+def measure(group: Group, names: Sequence[str], device: torch.device, *, hosts: bool) -> list[Link]:
+    """Every pair of the group's ranks, one after the other, while the others wait. All members call
+    it, and all have the result.
+
+    A direction that looks slow (`hosts`: by the rule between hosts) is measured again, and its best
+    counts: a busy machine is slow once, a slow link every time.
+    """
+    size = group.size
+    every = [
+        (source, target) for source in range(size) for target in range(size) if source != target
+    ]
+    found = _measured(group, every, names, device)
+    for _ in range(_AGAIN):
+        doubted = slow(list(found.values()), hosts=hosts)
+        again = _measured(
+            group, [pair for pair, link in found.items() if link in doubted], names, device
+        )
+        found |= {
+            pair: max(found[pair], link, key=lambda each: each.bandwidth)
+            for pair, link in again.items()
+        }
+    return list(found.values())
+
+
+def _measured(
+    group: Group, pairs: Sequence[tuple[int, int]], names: Sequence[str], device: torch.device
+) -> dict[tuple[int, int], Link]:
+    """These pairs of ranks, which are the same on all members."""
+    table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
+    for row, (source, target) in zip(table, pairs, strict=True):
+        group.all_reduce(torch.zeros(1, device=device)).wait()
+        if group.rank == source:
+            row.copy_(torch.tensor(_ask(group, target, device), dtype=torch.float64))
+        elif group.rank == target:
+            _answer(group, source, device)
+    if pairs:
+        group.all_reduce(table).wait()
+    rows = zip(pairs, table.tolist(), strict=True)
+    return {
+        (source, target): Link(names[source], names[target], *row) for (source, target), row in rows
+    }
+
+
+def _ask(group: Group, target: int, device: torch.device) -> tuple[float, float]:
+    small = torch.zeros(1, device=device)
+    trips = []
+    for _ in range(_PINGS):
+        begin = time.perf_counter()
+        group.send(small, target)
+        group.receive(small, target)
+        small.item()
+        trips.append(time.perf_counter() - begin)
+    probe = _send(group, target, _PROBE, small)
+    octets = int(min(_LARGEST, max(_PROBE, _PROBE / probe * _WORTH)))
+    group.send(torch.tensor([octets], dtype=torch.int64, device=device), target)
+    return statistics.median(trips) / 2, octets / _send(group, target, octets, small)
+
+
+def _send(group: Group, target: int, octets: int, answer: Tensor) -> float:
+    data = torch.zeros(octets, dtype=torch.uint8, device=answer.device)
+    begin = time.perf_counter()
+    group.send(data, target)
+    group.receive(answer, target)  # it has all arrived
+    answer.item()
+    return time.perf_counter() - begin
+
+
+def _answer(group: Group, source: int, device: torch.device) -> None:
+    small = torch.zeros(1, device=device)
+    for _ in range(_PINGS):
+        group.receive(small, source)
+        group.send(small, source)
+    _take(group, source, _PROBE, small)
+    octets = torch.zeros(1, dtype=torch.int64, device=device)
+    group.receive(octets, source)
+    _take(group, source, int(octets.item()), small)
+
+
+def _take(group: Group, source: int, octets: int, answer: Tensor) -> None:
+    group.receive(torch.empty(octets, dtype=torch.uint8, device=answer.device), source)
+    group.send(answer, source)
+
+
+def slow(links: Sequence[Link], *, hosts: bool) -> list[Link]:
+    """Those that have less than half of what links usually have here, and between hosts those
+    that are slow by any measure.
+    """
+    usual = _usual(links)
+    return [
+        link for link in links if link.bandwidth < usual / 2 or (hosts and link.bandwidth < SLOWEST)
+    ]
+
+
+def _usual(links: Sequence[Link]) -> float:
+    return statistics.median([link.bandwidth for link in links] or [0.0])
+
+
+def judge(links: Sequence[Link], *, hosts: bool) -> Finding:
+    """Names each link that is slow."""
+    if not links:
+        return judged("links", "none: one rank has nobody to talk to")
+    usual, slowest = _usual(links), slow(links, hosts=hosts)
+    value = f"{len(links)} measured, {_rate(usual)} usually"
+    if not slowest:
+        return judged("links", value)
+    named = "; ".join(
+        f"{link.source} to {link.target}: {_rate(link.bandwidth)}, {1e3 * link.latency:.2f} ms"
+        for link in slowest
+    )
+    what = (
+        "every step waits for the slowest link: look at its cable, port, driver and what else"
+        " uses it"
+        if hosts
+        else "the machine may be busy: try again"
+    )
+    found = (
+        f"slow link{'s' * (len(slowest) != 1)}, {named}, where"
+        f" {_rate(max(usual, SLOWEST) if hosts else usual)} or more was to be expected; {what}"
+    )
+    return judged("links", value, fix=found) if hosts else judged("links", value, warn=found)
+
+
+def table(links: Sequence[Link]) -> str:
+    """Two squares, one below the other: MB/s from row to column, and microseconds."""
+    speeds = {(link.source, link.target): f"{link.bandwidth / 1e6:,.0f}" for link in links}
+    times = {(link.source, link.target): f"{1e6 * link.latency:,.0f}" for link in links}
+    return (
+        "\n".join([*_square("MB/s from", speeds), "", *_square("us from", times)]) if links else ""
+    )
+
+
+def _square(title: str, cells: Mapping[tuple[str, str], str]) -> list[str]:
+    names = list(dict.fromkeys(source for source, _ in cells))
+    width = max(len(title), *map(len, names), *map(len, cells.values())) + 2
+    rows = [
+        (title, names),
+        *((row, [cells.get((row, name), "-") for name in names]) for row in names),
+    ]
+    return [
+        f"{begin:<{width}}{''.join(f'{cell:>{width}}' for cell in rest)}" for begin, rest in rows
+    ]
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.2f} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.1f} MB/s"

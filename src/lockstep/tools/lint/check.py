@@ -1,0 +1,123 @@
+"""One file through all rules, less what its comments ask to ignore; and the fixes of what has a
+safe one.
+
+A comment on the reported line, `# lockstep: ignore[rule]` (or several, with commas), takes that
+rule's finding away. A name in it that is no rule's is a finding itself: a misspelt one would
+otherwise do nothing, silently.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+
+from lockstep.errors import UsageError
+from lockstep.tools.lint.rules import RULES
+from lockstep.tools.lint.script import Script
+
+UNKNOWN = "unknown-rule"
+_COMMENT = re.compile(r"#\s*lockstep:\s*ignore\[([^\]]*)\]")
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class LintFinding:
+    """`line` counts from 1; `message` says what goes wrong and how to repair it, in one line."""
+
+    file: str
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.rule}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the rules found in a file, and its source with the safe fixes; None where there is
+    nothing to fix.
+    """
+
+    findings: list[LintFinding]
+    fixed: bytes | None
+
+
+def check_file(path: Path) -> Checked:
+    """Check a Python file. UsageError for one that cannot be read or is not Python."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name Python files, for example {path / '*.py'}")
+    try:
+        return check_source(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def check_source(source: bytes, file: str = "<text>") -> Checked:
+    """Check source in the encoding that it declares; `file` is only what the findings are to
+    say.
+    """
+    try:
+        return _checked(Script(_parsed(source, file)), file)
+    except RecursionError as error:
+        raise UsageError(f"cannot check {file}: its code is nested too deeply") from error
+
+
+def _checked(script: Script, file: str) -> Checked:
+    found: dict[tuple[int, str], LintFinding] = {}
+    fixes: dict[cst.CSTNode, cst.CSTNode] = {}
+    ignored = _ignored(script)
+    for code, rule in RULES.items():
+        for problem in rule(script):
+            line = script.line(problem.node)
+            if code in ignored.get(line, ()):
+                continue
+            message = f"{problem.wrong}; {problem.advice}"
+            found.setdefault((line, code), LintFinding(file, line, code, message))
+            if problem.fix is not None:
+                fixes[problem.node] = problem.fix
+    for line, name in ((line, name) for line, names in ignored.items() for name in names):
+        if name not in RULES:
+            message = f"ignore[{name}] names no rule; the rules are {', '.join(RULES)}"
+            found[line, name] = LintFinding(file, line, UNKNOWN, message)
+    fixed = script.module.visit(_Fix(fixes)).bytes if fixes else None
+    return Checked(sorted(found.values()), fixed)
+
+
+def _ignored(script: Script) -> dict[int, list[str]]:
+    """The rules that comments ask to ignore, by line."""
+    found = {comment: _COMMENT.search(comment.value) for comment in script.all(cst.Comment)}
+    return {
+        script.line(comment): re.split(r"\s*,\s*", names[1].strip())
+        for comment, names in found.items()
+        if names is not None
+    }
+
+
+def _parsed(source: bytes, file: str) -> cst.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the file: the interpreter's affair
+            ast.parse(source)  # where brackets are nested too deeply, LibCST ends the process
+        return cst.parse_module(source)
+    except SyntaxError as error:
+        place = f"{file}:{error.lineno or 1}: not Python"
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise UsageError(f"{place} {version}: {error.msg}") from error
+    except (cst.ParserSyntaxError, ValueError, MemoryError) as error:
+        raise UsageError(f"cannot parse {file}: {error}") from error
+
+
+class _Fix(cst.CSTTransformer):
+    def __init__(self, fixes: dict[cst.CSTNode, cst.CSTNode]) -> None:
+        super().__init__()
+        self.fixes = fixes
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        return self.fixes.get(original_node, updated_node)

@@ -1,0 +1,172 @@
+"""Under which conditions a line runs, and what a test of a counter's remainder says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+
+from lockstep.tools.lint.script import Binding, Loop, Script, Value, dotted, last_name
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """An expression and the truth value that it is to have."""
+
+    expression: cst.BaseExpression
+    value: bool
+
+
+def conditions(script: Script, node: cst.CSTNode) -> Iterator[Test]:
+    """The tests of `if`, `x if c else y`, `c and x` around `node`, the innermost first. All of
+    them hold there.
+    """
+    for above, below in script.ancestors(node):
+        match above:
+            case cst.If() | cst.IfExp() if below is not above.test:
+                yield Test(above.test, below is above.body)
+            case cst.BooleanOperation() if below is above.right:
+                yield Test(above.left, isinstance(above.operator, cst.And))
+
+
+def any_of(script: Script, test: Test) -> list[Test]:
+    """Tests of which at least one holds exactly if `test` does."""
+    return _parts(script, test, cst.Or)
+
+
+def all_of(script: Script, test: Test) -> list[Test]:
+    """Tests that hold together exactly if `test` does."""
+    return _parts(script, test, cst.And)
+
+
+_Joined = type[cst.BaseBooleanOp]
+
+
+def _parts(script: Script, test: Test, joined: _Joined, depth: int = 8) -> list[Test]:
+    tests = [test]
+    match test.expression:
+        case cst.UnaryOperation(operator=cst.Not(), expression=negated):
+            tests = [Test(negated, not test.value)]
+        case cst.BooleanOperation(left=left, right=right, operator=operator):
+            if isinstance(operator, joined) == test.value:  # not (a and b) is not a or not b
+                tests = [Test(left, test.value), Test(right, test.value)]
+        case expression if depth and (meaning := definition(script, expression)) is not None:
+            tests = [Test(meaning, test.value)]
+    if tests == [test]:
+        return tests
+    return [part for each in tests for part in _parts(script, each, joined, depth - 1)]
+
+
+def definition(script: Script, node: cst.BaseExpression) -> Value:
+    """What a name stands for, if only one thing can be meant: bound once in its function, or in
+    the loop around.
+    """
+    name = dotted(node)
+    found = script.lookup(name, node)
+    if name.startswith("self."):
+        found = [each for each in found if script.scope(each.node) is script.scope(node)]
+    if len(found) > 1 and (loops := script.loops(node)):
+        found = [each for each in found if script.inside(each.node, loops[0])]
+    if len(found) != 1 or isinstance(found[0].node, cst.WithItem):
+        return None
+    return found[0].value if script.before(found[0].node, node) else None
+
+
+_MODULO = re.compile(
+    r"(?:0(?P<flipped>[=!]=))?"
+    r"\(?(?P<counter>[A-Za-z_][\w.]*)(?P<offset>[+-]\d+)?\)?%(?P<size>[\w.]+)"
+    r"(?:(?P<sign>[=!]=|[<>])\(?(?P<value>[\w.]+(?:-1)?)\)?)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Modulo:
+    """True where counter = residue (mod size) if `equal`, everywhere else if not. The last
+    residue is -1.
+    """
+
+    counter: str
+    size: str
+    residue: int
+    equal: bool
+
+
+def modulo(script: Script, test: Test) -> Modulo | None:
+    """`i % N`, `(i + 1) % N == 0`, `i % N != N - 1` and the like; None for anything else."""
+    found = _MODULO.fullmatch(script.text(test.expression).replace(" ", ""))
+    if found is None:
+        return None
+    size, value = found["size"], found["value"] or "0"
+    last = str(int(size) - 1) if size.isdigit() else f"{size}-1"
+    sign = found["flipped"] or found["sign"] or "!="
+    unequal = ("!=", ">") if value == "0" else ("!=", "<")
+    if value not in ("0", last) or sign not in ("==", *unequal):
+        return None
+    residue = (0 if value == "0" else -1) - int(found["offset"] or 0)
+    return Modulo(found["counter"], size, residue, (sign == "==") == test.value)
+
+
+def only_modulo(script: Script, tests: list[Test]) -> tuple[Modulo, list[Test]] | None:
+    """The one test of a remainder among `tests`, and the others."""
+    found = {test: window for test in tests if (window := modulo(script, test)) is not None}
+    others = [test for test in tests if test not in found]
+    return (next(iter(found.values())), others) if len(found) == 1 else None
+
+
+def counting_loop(script: Script, counter: str, node: cst.CSTNode) -> Loop | None:
+    """The innermost loop around `node` that gives the counter its values."""
+    bound = [each.node for each in script.lookup(counter, node)]
+    for loop in script.loops(node):
+        if any(script.inside(each, loop) for each in bound):
+            return loop
+    return None
+
+
+def first_value(script: Script, counter: str, loop: Loop, node: cst.CSTNode) -> int | None:
+    """What the counter is at `node` on the loop's first turn; None where the text does not tell."""
+    bound = script.lookup(counter, node)
+    within = [each for each in bound if script.inside(each.node, loop)]
+    before = [each for each in bound if script.before(each.node, loop)]
+    if len(within) == 1 and within[0].node is loop:
+        return _first_counted(script, loop, counter)
+    if len(within) != 1 or len(before) != 1 or not _adds_one(script, within[0], loop):
+        return None
+    start = _integer(script, before[0].value)
+    return None if start is None else start + script.before(within[0].node, node)
+
+
+def _adds_one(script: Script, bound: Binding, loop: Loop) -> bool:
+    above = [above for above, _ in script.ancestors(bound.node)]
+    always = loop in above[:3]  # a line, a block, the loop
+    return always and script.text(bound.node).replace(" ", "").endswith("+=1")
+
+
+def _first_counted(script: Script, loop: Loop, counter: str) -> int | None:
+    counted = counted_call(loop)
+    given = [arg.value for arg in counted.args] if counted is not None else []
+    if counted is None or len(given) > 2:
+        return None
+    if last_name(counted) == "range":
+        return _integer(script, given[0]) if len(given) == 2 else 0
+    if not isinstance(loop, cst.For) or not script.text(loop.target).startswith(f"{counter},"):
+        return None
+    return _integer(script, given[1]) if len(given) == 2 else 0
+
+
+def _integer(script: Script, node: Value) -> int | None:
+    text = script.text(node)
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def counted_call(loop: Loop) -> cst.Call | None:
+    """The enumerate(...) or range(...) of a loop, also inside a progress bar:
+    `tqdm(enumerate(x), ...)`.
+    """
+    node = loop.iter if isinstance(loop, cst.For) else None
+    while isinstance(node, cst.Call) and node.args:
+        if last_name(node) in ("enumerate", "range"):
+            return node
+        node = node.args[0].value if re.search(r"(tqdm|track|trange)$", last_name(node)) else None
+    return None

@@ -1,0 +1,104 @@
+"""How a process joins the others: seed, port, timeout, device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from lockstep.tools.lint.conditions import conditions
+from lockstep.tools.lint.rank_tests import is_rank
+from lockstep.tools.lint.script import Problem, Script, Value, argument, dotted, last_name
+
+_SEEDS = re.compile(r"torch\.((random|cuda)\.)?manual_seed(_all)?")
+_SENDS_WEIGHTS = re.compile(
+    r"DistributedDataParallel|DDP|FullyShardedDataParallel|FSDP|fully_shard|broadcast\w*|prepare|Stepper"
+)
+_GLOBAL_RANK = re.compile(r"([\w.]+\.)?((global_|world_|dist_|ddp_)?rank|get_rank\(\))")
+_NUMBER = re.compile(r"(str\()?['\"]?[1-9]\d*['\"]?\)?")
+_URL = re.compile(r"['\"]tcp://[^{}]*:([1-9]\d*)['\"]")
+
+
+def seed_plus_rank(script: Script) -> Iterator[Problem]:
+    if any(_SENDS_WEIGHTS.fullmatch(last_name(call)) for call in script.all(cst.Call)):
+        return
+    advice = (
+        "use one seed until the model is built, and an own torch.Generator for what must differ"
+    )
+    for call in script.all(cst.Call):
+        seed = argument(call, "seed", 0) if _SEEDS.fullmatch(script.name(call.func)) else None
+        match seed:
+            case cst.BinaryOperation(left, cst.Add(), right):
+                if is_rank(script, left) or is_rank(script, right):
+                    wrong = (
+                        f"with {script.text(seed)} a model starts from other weights on each rank"
+                    )
+                    yield Problem(call, wrong, advice)
+
+
+def fixed_port(script: Script) -> Iterator[Problem]:
+    harm = "a second run on this host fails or joins the first"
+    advice = "let the launcher choose the port (lockstep run, torchrun)"
+    for node, value in _set_variables(script, "MASTER_PORT"):
+        port = script.text(value)
+        guards = [script.text(test.expression) for test in conditions(script, node)]
+        if (
+            isinstance(node, cst.Call)
+            or "MASTER_PORT" in " ".join(guards)
+            or not _NUMBER.fullmatch(port)
+        ):
+            continue
+        fix = cst.Expr(cst.parse_expression(f'os.environ.setdefault("MASTER_PORT", {port})'))
+        yield Problem(node, f"MASTER_PORT is always {port}: {harm}", advice, fix)
+    for call in script.all(cst.Call):
+        if url := _URL.fullmatch(script.text(argument(call, "init_method", 1))):
+            yield Problem(call, f"the port of init_method is always {url[1]}: {harm}", advice)
+
+
+def nccl_timeout(script: Script) -> Iterator[Problem]:
+    for node, value in _set_variables(script, "NCCL_TIMEOUT"):
+        wrong = f"neither NCCL nor torch reads NCCL_TIMEOUT, so {script.text(value)} has no effect"
+        yield Problem(node, wrong, "use init_process_group(timeout=timedelta(...))")
+
+
+def _set_variables(script: Script, name: str) -> Iterator[tuple[cst.CSTNode, Value]]:
+    """`os.environ[name] = value` and `os.environ.setdefault(name, value)`, with the value."""
+    quoted = rf"['\"]{name}['\"]"
+    for assigned in script.all(cst.Assign):
+        if re.fullmatch(rf"(os\.)?environ\[{quoted}\]", script.text(assigned.targets[0].target)):
+            yield assigned, assigned.value
+    for call in script.all(cst.Call):
+        name = script.text(argument(call, "key", 0))
+        if last_name(call) == "setdefault" and re.fullmatch(quoted, name):
+            yield call, argument(call, "value", 1)
+
+
+def device_from_rank(script: Script) -> Iterator[Problem]:
+    for device in _devices(script):
+        rank = script.text(device)
+        if device is None or not _GLOBAL_RANK.fullmatch(rank) or not is_rank(script, device):
+            continue
+        bound = [script.text(each.value) for each in script.lookup(dotted(device), device)]
+        if not re.search(r"local|%", " ".join(bound), re.IGNORECASE):
+            wrong = f"{rank} counts the ranks of all nodes: on a second node no GPU has that number"
+            fix = cst.Name("local_rank") if script.lookup("local_rank", device) else None
+            yield Problem(device, wrong, "use the local rank (LOCAL_RANK)", fix)
+
+
+def _devices(script: Script) -> Iterator[Value]:
+    """What says which device to use."""
+    for call in script.all(cst.Call):
+        match call.func:
+            case cst.Attribute(attr=cst.Name("to" | "cuda" | "set_device")):
+                yield argument(call, "device", 0)
+            case cst.Attribute(attr=cst.Name("device")):
+                yield argument(call, "index", 1)
+        yield argument(call, "output_device")
+        match argument(call, "device_ids"):
+            case cst.List(elements=[cst.Element(value=device)]):
+                yield device
+    for text in script.all(cst.FormattedString):
+        match text.parts:
+            case [cst.FormattedStringText("cuda:"), cst.FormattedStringExpression(device)]:
+                yield device

@@ -1,0 +1,276 @@
+"""One Python file as the rules see it: its LibCST tree with parents, frames, imports, and what each
+name is bound to.
+
+A name is dotted text: `x`, `self.model`, `torch.distributed.barrier` (with the file's imports put
+in). Nothing is executed. A frame is what runs at one time: the module, a function, a class body, a
+lambda.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import libcst as cst
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
+
+Loop = cst.For | cst.While
+Value = cst.BaseExpression | None
+_FRAMES = (cst.Module, cst.FunctionDef, cst.ClassDef, cst.Lambda)
+_Node = TypeVar("_Node", bound=cst.CSTNode)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A mistake at a node: what is wrong, and what to do. `fix`, where there is a safe one,
+    replaces the node.
+    """
+
+    node: cst.CSTNode
+    wrong: str
+    advice: str
+    fix: cst.CSTNode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A place where a name gets a value. `value` is None where no expression says it: a
+    parameter, a loop, `+=`.
+    """
+
+    node: cst.CSTNode
+    value: Value
+
+
+def dotted(node: cst.CSTNode | None) -> str:
+    """`a.b.c` for a chain of names, "" for anything else."""
+    match node:
+        case cst.Name(value=name):
+            return name
+        case cst.Attribute(value=above, attr=cst.Name(value=name)) if base := dotted(above):
+            return f"{base}.{name}"
+    return ""
+
+
+def last_name(node: cst.CSTNode | None) -> str:
+    """`c` of `a().b.c(...)`; "" for what has no name."""
+    match node:
+        case cst.Call(func=cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name))):
+            return name
+        case cst.Name(value=name) | cst.Attribute(attr=cst.Name(value=name)):
+            return name
+    return ""
+
+
+def argument(call: cst.Call, name: str, place: int | None = None) -> Value:
+    """What a call gives for a parameter, by its name or its place."""
+    given: dict[str | int, cst.BaseExpression] = {}
+    for number, arg in enumerate(call.args):
+        given[arg.keyword.value if arg.keyword else number] = arg.value
+    return given.get(name, None if place is None else given.get(place))
+
+
+def parameter(function: cst.FunctionDef, place: int) -> str:
+    """The parameter at a place among the arguments; "" beyond the last."""
+    named = [*function.params.posonly_params, *function.params.params]
+    return named[place].name.value if place < len(named) else ""
+
+
+class Script(cst.CSTVisitor):
+    """Answers questions about one file."""
+
+    def __init__(self, module: cst.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self.frames: dict[cst.CSTNode, cst.CSTNode] = {}
+        self.imports: dict[str, set[str]] = defaultdict(set)
+        self._path: list[cst.CSTNode] = []
+        self._span: dict[cst.CSTNode, tuple[int, int]] = {}
+        self._kinds: dict[type, list[Any]] = defaultdict(list)
+        self._bound: dict[tuple[cst.CSTNode, str], list[Binding]] = defaultdict(list)
+        module.visit(self)
+        for name, full in (pair for node in self._span for pair in _imported(node)):
+            self.imports[name].add(full)
+        for node in self._span:
+            for target, value in _bindings(node):
+                if name := dotted(target):
+                    home = self.home(node) if name.startswith("self.") else self.frames[node]
+                    self._bound[home, name].append(Binding(node, value))
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        self._span[node] = (len(self._span), 0)
+        self._kinds[type(node)].append(node)
+        self.parents[node] = self._path[-1] if self._path else node
+        above = self.parents[node]
+        self.frames[node] = above if isinstance(above, _FRAMES) else self.frames.get(above, node)
+        self._path.append(node)
+        return not isinstance(node, cst.SimpleWhitespace)
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        self._path.pop()
+        self._span[original_node] = (self._span[original_node][0], len(self._span))
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The first line of a node. To find lines is slow: ask only for what is reported."""
+        return self._positions[node].start.line
+
+    @cached_property
+    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
+        return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(PositionProvider)
+
+    def all(self, kind: type[_Node]) -> list[_Node]:
+        return self._kinds.get(kind, [])
+
+    def inside(self, node: cst.CSTNode, root: cst.CSTNode) -> bool:
+        first, end = self._span[root]
+        return first <= self._span[node][0] < end
+
+    def before(self, node: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Does `node` begin before `other` in the text?"""
+        return self._span[node][0] < self._span[other][0]
+
+    def within(self, root: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
+        """The nodes of these kinds that run with `root`, itself too: not the bodies of functions
+        and classes in it.
+        """
+        frame = root if isinstance(root, _FRAMES) else self.frames[root]
+        for node in (node for kind in kinds for node in self.all(kind)):
+            if self.frames[node] is frame and self.inside(node, root):
+                yield node
+
+    def calls(self, root: cst.CSTNode, *names: str) -> list[cst.Call]:
+        """The calls that run with `root`: all, or those of these last names."""
+        calls = self.within(root, cst.Call)
+        return [call for call in calls if not names or last_name(call) in names]
+
+    def names(self, root: cst.CSTNode) -> set[str]:
+        """Every dotted name in an expression, with its beginnings: `self.x.y` gives self,
+        self.x, self.x.y.
+        """
+        chains = self.within(root, cst.Name, cst.Attribute)
+        return {dotted(node) for node in chains if not self._is_part(node)}
+
+    def _is_part(self, node: cst.CSTNode) -> bool:
+        """The b of `a.b`, or of `f(b=1)`."""
+        above = self.parents[node]
+        return node in (getattr(above, "attr", None), getattr(above, "keyword", None))
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+        """Pairs (above, below) up to the frame that `node` runs in: `below` is the child of
+        `above` that holds it.
+        """
+        frame = self.frames[node]
+        while node is not frame:
+            yield self.parents[node], node
+            node = self.parents[node]
+
+    def scope(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The function that `node` is in, or the module."""
+        return self._around(self.frames[node], cst.FunctionDef)
+
+    def home(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The class that `node` is in, or the module."""
+        return self._around(node, cst.ClassDef)
+
+    def _around(self, node: cst.CSTNode, kind: type[cst.CSTNode]) -> cst.CSTNode:
+        while not isinstance(node, (kind, cst.Module)):
+            node = self.frames[node]
+        return node
+
+    def loops(self, node: cst.CSTNode) -> list[Loop]:
+        """The loops that repeat `node`, the innermost first."""
+        around = self.ancestors(node)
+        return [loop for loop, body in around if isinstance(loop, Loop) and body is loop.body]
+
+    def lookup(self, name: str, node: cst.CSTNode) -> list[Binding]:
+        """What a name at `node` may be bound to, in the order of lines: in the innermost frame
+        that binds it.
+        """
+        if name.startswith("self."):
+            return self._bound.get((self.home(node), name), [])
+        found: list[Binding] = []
+        while not found and not isinstance(node, cst.Module):
+            node = self.scope(node)
+            found = self._bound.get((node, name), [])
+        return found
+
+    def same(self, name: str, node: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Does a name mean the same at both nodes?"""
+        return bool(name) and self.lookup(name, node) == self.lookup(name, other)
+
+    def assigned(self, value: cst.BaseExpression) -> str:
+        """The name that a value is assigned to, "" if to none or to several."""
+        match self.parents[value]:
+            case cst.Assign(targets=[cst.AssignTarget(target=target)]):
+                return dotted(target)
+        return ""
+
+    def name(self, node: cst.CSTNode | None) -> str:
+        """The dotted name with its import put in; "" for what has none, and for a name imported
+        from several places.
+        """
+        first, _, rest = dotted(node).partition(".")
+        homes = self.imports.get(first, {"torch.distributed"} if first == "dist" else {first})
+        return ".".join(filter(None, (*homes, rest))) if len(homes) == 1 else ""
+
+    def text(self, node: cst.CSTNode | None) -> str:
+        """The source of a node in one line, without the parentheses around it; "" for None."""
+        text = "" if node is None else " ".join(self.module.code_for_node(node).split())
+        for _ in getattr(node, "lpar", ()):
+            text = text[1:-1].strip()
+        return text
+
+    def functions(self, name: str) -> list[cst.FunctionDef]:
+        """This file's functions and methods of that name."""
+        return [node for node in self.all(cst.FunctionDef) if node.name.value == name]
+
+    def called(self, call: cst.Call) -> cst.FunctionDef | None:
+        """The function of this file that `name(...)` calls, where only one has the name."""
+        found = self.functions(dotted(call.func))
+        found = [each for each in found if not isinstance(self.frames[each], cst.ClassDef)]
+        return found[0] if len(found) == 1 else None
+
+
+def _imported(node: cst.CSTNode) -> Iterator[tuple[str, str]]:
+    match node:
+        case cst.Import():
+            for alias in node.names:
+                full, top = alias.evaluated_name, alias.evaluated_name.split(".")[0]
+                yield (alias.evaluated_alias, full) if alias.evaluated_alias else (top, top)
+        case cst.ImportFrom(names=cst.ImportStar()):
+            yield "*", dotted(node.module)
+        case cst.ImportFrom(names=[*aliases]):
+            module = "." * len(node.relative) + dotted(node.module)
+            for alias in aliases:
+                name = alias.evaluated_name
+                yield alias.evaluated_alias or name, f"{module}.{name}"
+
+
+def _bindings(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, Value]]:
+    match node:
+        case cst.Assign():
+            for each in node.targets:
+                yield from _unpacked(each.target, node.value)
+        case cst.AnnAssign() | cst.NamedExpr():
+            yield node.target, node.value
+        case cst.AugAssign() | cst.For() | cst.CompFor():
+            yield from _unpacked(node.target, None)
+        case cst.WithItem(asname=cst.AsName(name=target)):
+            yield from _unpacked(target, node.item)
+        case cst.Param():
+            yield node.name, None
+
+
+def _unpacked(target: cst.CSTNode, value: Value) -> Iterator[tuple[cst.CSTNode, Value]]:
+    if not isinstance(target, (cst.Tuple, cst.List)):
+        yield target, value
+        return
+    values: list[Value] = [None] * len(target.elements)
+    if isinstance(value, (cst.Tuple, cst.List)) and len(value.elements) == len(values):
+        values = [each.value for each in value.elements]
+    for element, its in zip(target.elements, values, strict=True):
+        yield from _unpacked(element.value, its)

@@ -1,0 +1,337 @@
+"""`lockstep plan --model`: step times of a model from the table, on devices from the table, for
+every layout that fits.
+
+Every device has the same samples in a step, however the model is laid out (weak scaling): a replica
+that is spread over several devices computes as many micro-batches. Efficiency is the time in which
+a device alone would compute its samples, without any recomputation, over the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.collectives.network import Network
+from lockstep.config.mesh import Mesh
+from lockstep.config.parallelism import Parallelism
+from lockstep.errors import UsageError
+from lockstep.tools.plan.models.device_table import Device
+from lockstep.tools.plan.models.fits import (
+    RESERVED,
+    Least,
+    RankMemory,
+    fits,
+    layouts,
+    least_devices,
+    memory,
+    name_of,
+    too_large,
+)
+from lockstep.tools.plan.models.from_table import work_of_model
+from lockstep.tools.plan.models.model_layers import Model
+from lockstep.tools.plan.simulate import Assumed, Predicted, simulate
+from lockstep.tools.timing.tables import percent, table
+
+# NCCL has a ring, and since 2.4 a double binary tree of nearly a ring's bandwidth and of
+# logarithmic latency (Jeaugey, 2019), for which halving and doubling stands here: 2 log2 W
+# messages, and a ring's bytes.
+NCCL = Assumed(native=("ring", "halving_doubling"))
+
+
+_OTHERS = 2  # layouts that are shown behind the quickest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """One layout at one number of devices. It fits."""
+
+    workers: int
+    method: Parallelism
+    recompute: bool
+    """Whether activations are recomputed in the backward: only where they do not fit otherwise."""
+    memory: RankMemory
+    predicted: Predicted
+    efficiency: float
+    samples_per_s: float
+
+    @property
+    def name(self) -> str:
+        return name_of(self.method) + (", recomputing activations" if self.recompute else "")
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.name,
+            "step_ms": 1e3 * self.predicted.step,
+            "efficiency": self.efficiency,
+            "memory_bytes": self.memory.total,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlan:
+    """For each number of devices the layouts that fit, the quickest first."""
+
+    model: Model
+    device: Device
+    batch: int
+    """Samples of a device in a step."""
+    rows: tuple[tuple[int, tuple[Planned, ...]], ...]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """In order of workers. Where nothing fits, all but `workers` is None."""
+        return [_json(workers, found) for workers, found in self.rows]
+
+    def describe(self) -> str:
+        """What fits, then a row for each number of devices."""
+        return "\n".join((*self._head(), "", *self._fits(), "", self._steps()))
+
+    def _head(self) -> Iterator[str]:
+        model, device, batch = self.model, self.device, self.batch
+        unit, each = ("image", "an image") if model.tokens == 1 else ("sequence", "a token")
+        samples = f"{batch} {unit}{'s' * (batch > 1)}" + (
+            f" of {model.tokens} tokens" if model.tokens > 1 else ""
+        )
+        work = f"{model.flops / model.tokens / 1e9:.3g} GFLOP {each}"
+        yield (
+            f"{model.name}: {_count(model.parameters)} parameters, {work} forward; {samples} a"
+            " device and step"
+        )
+        peak, precision = (
+            (device.half, "mixed precision") if device.mixed else (device.fp32, "fp32")
+        )
+        achieved = device.achieved[model.family]
+        rate = (
+            f"{achieved / 1e12:.3g} of {peak / 1e12:.3g} TFLOP/s achieved by {model.family} models"
+            f" in {precision}"
+        )
+        beyond = (
+            " (counted as direct convolutions; Winograd's algorithm needs fewer)"
+            if achieved > peak
+            else ""
+        )
+        yield f"{device.name}: {_gigabytes(device.memory)} of memory, {rate}{beyond}"
+
+    def _fits(self) -> Iterator[str]:
+        head = [
+            "layout",
+            "devices",
+            "weights",
+            "gradients",
+            "optimizer",
+            "activations",
+            "in all",
+            "fits",
+        ]
+        found = least_devices(
+            self.model, self.device, batch=self.batch, recompute=bool(self.model.blocks)
+        )
+        yield table(head, (_least(each, self.device) for each in found), left=(0, 7))
+        note = "activations recomputed but for the inputs of blocks; " if self.model.blocks else ""
+        yield f"({note}Adam in fp32: 16 bytes a parameter; {_gigabytes(RESERVED)} set aside)"
+
+    def _steps(self) -> str:
+        rows: list[list[object]] = []
+        for workers, found in self.rows:
+            if not found:
+                rows.append(
+                    [
+                        workers,
+                        "-",
+                        None,
+                        None,
+                        None,
+                        "no layout fits: see above for the least number of devices",
+                    ]
+                )
+            for place, each in enumerate(found[: 1 + _OTHERS]):
+                rows.append(
+                    _cells(each)
+                    if place == 0
+                    else [
+                        None,
+                        _ms(each.predicted.step),
+                        None,
+                        None,
+                        percent(each.efficiency),
+                        None,
+                        each.name,
+                    ]
+                )
+        head = [
+            "workers",
+            "step",
+            "8 of 10 lie in",
+            "samples/s",
+            "efficiency",
+            "limiting",
+            "layout",
+        ]
+        return table(head, rows, left=(5, 6))
+
+
+def _cells(each: Planned) -> list[object]:
+    step = each.predicted
+    between = f"{_ms(step.low)} .. {_ms(step.high)}"
+    return [
+        each.workers,
+        _ms(step.step),
+        between,
+        f"{each.samples_per_s:.4g}",
+        percent(each.efficiency),
+        step.limiting,
+        each.name,
+    ]
+
+
+def _least(found: Least, device: Device) -> list[object]:
+    held, wrong = found.memory, too_large(found.memory, device)
+    fit = f"no: {', '.join(wrong)}" if wrong else "yes"
+    if found.devices is None and found.kind != "replicated":
+        fit += ", on any number of devices"
+    name = name_of(found.method) if found.devices and found.devices > 1 else found.kind
+    sizes = (held.weights, held.gradients, held.optimizer, held.activations, held.total)
+    return [name, found.devices or "-", *map(_gigabytes, sizes), fit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Setup:
+    """What is trained, on which devices, with what between them."""
+
+    model: Model
+    device: Device
+    network: Network
+    batch: int
+    assumed: Assumed
+
+    def ranked(self, workers: int, method: Parallelism | None) -> tuple[Planned, ...]:
+        """Of the layouts that fit, or of that one, the quickest first."""
+        if method is None:
+            methods = list(layouts(self.model, workers, self.network.ranks_per_node))
+        elif method.mesh is None:
+            methods = [method]
+        else:  # with a data axis as long as the devices allow
+            methods = [
+                replace(
+                    method,
+                    mesh=replace(method.mesh, data=workers * method.mesh.data // method.mesh.size),
+                )
+            ]
+        found = [each for one in methods if (each := self.planned(workers, one))]
+        return tuple(sorted(found, key=lambda each: each.predicted.step))
+
+    def planned(self, workers: int, method: Parallelism) -> Planned | None:
+        """None where it does not fit, not even with activations recomputed."""
+        for recompute in (False, True) if self.model.blocks else (False,):
+            held = memory(
+                self.model, self.device, method, workers, batch=self.batch, recompute=recompute
+            )
+            if fits(held, self.device):
+                return self._simulated(workers, method, held, recompute)
+        return None
+
+    def _simulated(
+        self, workers: int, method: Parallelism, held: RankMemory, recompute: bool
+    ) -> Planned:
+        mesh = method.mesh or Mesh()
+        spread_over = mesh.pipeline * mesh.tensor
+        work = work_of_model(
+            self.model,
+            self.device,
+            batch=self.batch,
+            micro_batches=spread_over,
+            sharded=mesh.shard > 1,
+            recompute=recompute,
+        )
+        found = simulate(work, workers, self.network, method, self.assumed)
+        alone = work_of_model(self.model, self.device, batch=self.batch)
+        return Planned(
+            workers=workers,
+            method=method,
+            recompute=recompute,
+            memory=held,
+            predicted=found,
+            efficiency=alone.computation / found.step,
+            samples_per_s=workers * self.batch / found.step,
+        )
+
+
+def plan_model(
+    model: Model,
+    device: Device,
+    workers: Iterable[int],
+    network: Network,
+    *,
+    batch: int | None = None,
+    method: Parallelism | None = None,
+    assumed: Assumed = NCCL,
+) -> ModelPlan:
+    """`batch`: samples of a device in a step; default: the model's usual. `method`: this layout
+    only. Raises UsageError.
+    """
+    counts = sorted(set(workers))
+    if not counts or counts[0] < 1:
+        raise UsageError(
+            f"--workers {','.join(map(str, counts)) or 'nothing'}: give one or more numbers of"
+            " devices, each at least 1"
+        )
+    size = model.batch if batch is None else batch
+    if size < 1:
+        raise UsageError(f"--batch {size}: give the samples of a device in a step, at least 1")
+    if method is not None and method.mesh is not None:
+        _check_mesh(model, method.mesh, counts)
+    setup = _Setup(model=model, device=device, network=network, batch=size, assumed=assumed)
+    rows = tuple((count, setup.ranked(count, method)) for count in counts)
+    return ModelPlan(model=model, device=device, batch=size, rows=rows)
+
+
+def _check_mesh(model: Model, mesh: Mesh, counts: Sequence[int]) -> None:
+    """Raises UsageError for axes that the model or the numbers of devices do not allow."""
+    others = mesh.size // mesh.data
+    for count in counts:
+        if count % others:
+            raise UsageError(
+                f"--mesh {mesh} with --workers {count}: shard, pipeline and tensor take {others}"
+                " devices; give a multiple of them"
+            )
+    if mesh.pipeline * mesh.tensor > 1 and not model.blocks:
+        raise UsageError(
+            f"--mesh {mesh} with --model {model.name}: it has no equal blocks to cut or to split;"
+            " use data and shard"
+        )
+    if mesh.pipeline > max(1, model.blocks):
+        raise UsageError(
+            f"--mesh {mesh} with --model {model.name}: it has {model.blocks} blocks, and so many"
+            " stages at most"
+        )
+
+
+def _json(workers: int, found: Sequence[Planned]) -> dict[str, Any]:
+    told: dict[str, Any] = dict.fromkeys(
+        ("step_ms", "efficiency", "limiting", "samples_per_s", "layout", "low_ms", "high_ms")
+    )
+    if found:
+        best, step = found[0], found[0].predicted
+        told |= {
+            "step_ms": 1e3 * step.step,
+            "efficiency": best.efficiency,
+            "limiting": step.limiting,
+            "samples_per_s": best.samples_per_s,
+        }
+        told |= {"layout": best.name, "low_ms": 1e3 * step.low, "high_ms": 1e3 * step.high}
+    return {"workers": workers, **told, "layouts": [each.as_json() for each in found]}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < 10 else f"{seconds:.4g} s"
+
+
+def _gigabytes(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e6:.3g} MB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.4g} billion" if number >= 1e9 else f"{number / 1e6:.4g} million"

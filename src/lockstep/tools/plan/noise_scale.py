@@ -1,0 +1,211 @@
+"""The gradient noise scale: beyond which global batch, and so beyond how many workers, more samples
+in a step stop helping.
+
+    |G|^2       squared norm of the true gradient           tr S    variance of one sample's gradient, summed over its elements
+    E |G_B|^2 = |G|^2 + tr S / B                            of the mean gradient of B samples
+
+Two batch sizes give two equations, so the norms of each micro-batch's gradient and of the whole
+step's give unbiased estimates of both, which are averaged over steps; their ratio tr S / |G|^2 is
+the noise scale, in samples (McCandlish et al., "An empirical model of large-batch training", 2018,
+appendix A.1). At that batch a training needs twice the least number of steps and twice the least
+number of samples: below it, doubling the batch nearly halves the steps; beyond it, it saves few.
+The scale grows while a training goes on, so it belongs to a place in the training.
+
+Not in it: that batch normalisation couples the samples of a micro-batch, that Adam does not follow
+the plain gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config.task import Task
+from lockstep.data.windows import whole
+from lockstep.errors import UsageError
+from lockstep.launcher.launch import launch
+from lockstep.runtime import randomness
+from lockstep.step.forward import Forward, matmul_precision
+from lockstep.training.build import loader_of, model_of, optimizer_of
+from lockstep.world.world import World, init
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Of one step: squared norms of mean gradients."""
+
+    small: float
+    """Averaged over the micro-batches."""
+    big: float
+    """Of the whole step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoiseScale:
+    """Averages over steps."""
+
+    squared: float
+    """|G|^2; not above 0 where the noise hides the gradient."""
+    variance: float
+    """tr S."""
+    error: float
+    """Standard error of `samples`, over it, by leaving out one step after the other; infinite
+    where `samples` is None.
+    """
+    steps: int
+    micro_batch: int
+    global_batch: int
+
+    @property
+    def samples(self) -> float | None:
+        """The noise scale; None where the gradient cannot be told from noise."""
+        return self.variance / self.squared if self.squared > 0 else None
+
+    def describe(self) -> str:
+        """One sentence, what it rests on, and how far it may be wrong."""
+        rests = (
+            f"from {self.steps} steps of {self.global_batch} samples in micro-batches of"
+            f" {self.micro_batch}"
+        )
+        if self.samples is None:
+            return (
+                f"gradient noise scale: the gradient cannot be told from noise ({rests}): it lies"
+                f" well beyond {self.global_batch}; measure more steps"
+            )
+        if self.samples <= 0:
+            return f"gradient noise scale: no noise was found ({rests}): larger batches do not help"
+        return (
+            f"gradient noise scale {self.samples:.3g} samples, +- {100 * self.error:.0f} %"
+            f" ({rests}): beyond a global batch of about {self.samples:.2g} more workers stop"
+            " helping"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "samples": self.samples,
+            "relative_error": self.error if math.isfinite(self.error) else None,
+            "squared_gradient": self.squared,
+            "variance": self.variance,
+            "steps": self.steps,
+        }
+
+
+def estimate(norms: Sequence[Norms], *, micro_batch: int, global_batch: int) -> NoiseScale:
+    """From the norms of some steps of equal size. At least two of them, so that an error can be
+    told.
+    """
+    assert len(norms) >= 2
+    assert 0 < micro_batch < global_batch
+    pairs = [_solved(each, micro_batch, global_batch) for each in norms]
+    squared, variance = (sum(each) / len(pairs) for each in zip(*pairs, strict=True))
+    return NoiseScale(
+        squared=squared,
+        variance=variance,
+        error=_jackknife(pairs),
+        steps=len(norms),
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+    )
+
+
+def _solved(norms: Norms, small: int, big: int) -> tuple[float, float]:
+    """|G|^2 and tr S of one step: both unbiased."""
+    return (big * norms.big - small * norms.small) / (big - small), (norms.small - norms.big) / (
+        1 / small - 1 / big
+    )
+
+
+def _jackknife(pairs: Sequence[tuple[float, float]]) -> float:
+    count = len(pairs)
+    squared, variance = (sum(each) for each in zip(*pairs, strict=True))
+    if squared <= 0 or variance <= 0:
+        return math.inf
+    left = [(variance - own, squared - norm) for norm, own in pairs]
+    if any(norm <= 0 for _, norm in left):
+        return math.inf
+    ratios = [own / norm for own, norm in left]
+    mean = sum(ratios) / count
+    return float(
+        math.sqrt((count - 1) / count * sum((each - mean) ** 2 for each in ratios))
+        * squared
+        / variance
+    )
+
+
+def norms_of(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> Norms:
+    """Of one step whose micro-batches have these mean losses; leaves the step's mean gradient in
+    `.grad`.
+    """
+    trained = [each for each in model.parameters() if each.requires_grad]
+    sums = [torch.zeros_like(each, dtype=torch.float32) for each in trained]
+    small = 0.0
+    for loss in losses:
+        for each in trained:
+            each.grad = None
+        loss().backward()
+        for total, each in zip(sums, trained, strict=True):
+            if each.grad is not None:
+                total += each.grad
+                small += float(each.grad.double().square().sum())
+    for total, each in zip(sums, trained, strict=True):
+        each.grad = (total / len(losses)).to(each.dtype)
+    big = sum(float((total.double() / len(losses)).square().sum()) for total in sums)
+    return Norms(small / len(losses), big)
+
+
+def noise_scale_of(source: Callable[[], Task], *, steps: int = 40) -> NoiseScale:
+    """Of a task, over its first steps, which are taken: in one process that talks to nobody.
+    Raises UsageError and WorkerFailed.
+    """
+    if whole("steps", steps) < 2:
+        raise UsageError(f"steps={steps}: an error can be told from at least 2 steps")
+    task = source()
+    if task.global_batch < 2 * task.micro_batch or task.global_batch % task.micro_batch:
+        raise UsageError(
+            f"global_batch={task.global_batch} and micro_batch={task.micro_batch}: the noise scale"
+            " compares a step's gradient with those of its micro-batches, so there must be several"
+            " of equal size: lower micro_batch to a divisor of global_batch"
+        )
+    norms = [Norms(*each) for each in launch(_measure, workers=1, args=(source, steps))[0]]
+    if len(norms) < 2:
+        raise UsageError(
+            f"the task's {task.epochs} epoch(s) have {len(norms)} full step(s): the noise scale"
+            " needs at least 2; give it more data or epochs"
+        )
+    return estimate(norms, micro_batch=task.micro_batch, global_batch=task.global_batch)
+
+
+def _measure(source: Callable[[], Task], steps: int) -> list[tuple[float, float]]:
+    """Pairs of `Norms`, as plain numbers for the way back."""
+    task = source()
+    with init(backend="gloo") as world, matmul_precision(task.precision):
+        return [(each.small, each.big) for each in _walk(task, world, steps)]
+
+
+def _walk(task: Task, world: World, steps: int) -> list[Norms]:
+    randomness.shared(task.seed)
+    model = model_of(task).to(world.device)
+    optimizer = optimizer_of(task, model)
+    forward = Forward(
+        model, task, "fp32" if task.precision == "fp16" else task.precision, world.device
+    )
+
+    def mean_loss(batch: Any) -> Tensor:
+        total, weight = forward.loss(forward(batch), batch)
+        return total / weight
+
+    found: list[Norms] = []
+    for epoch in loader_of(task, world).epochs(task.epochs):
+        for window in epoch:
+            if window.samples == task.global_batch:
+                found.append(norms_of(model, [partial(mean_loss, batch) for batch in window]))
+                optimizer.step()
+            if len(found) == steps:
+                return found
+    return found

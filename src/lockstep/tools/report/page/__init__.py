@@ -1,0 +1,3 @@
+"""A run on one page of HTML: self-contained, without scripts, in light and dark, on a phone and
+on paper.
+"""

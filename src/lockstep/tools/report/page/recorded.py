@@ -1,0 +1,126 @@
+"""What a run directory holds, read for a report: finished or not, with anatomy or without."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.settings import Settings
+from lockstep.errors import UsageError
+from lockstep.training.run_directory import METRICS, RESULT
+from lockstep.training.timeline.lanes import Anatomy
+from lockstep.training.timeline.lanes import read as read_anatomy
+
+State = Literal["finished", "under way", "ended before its end"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """Records as they were written, by kind; lines that cannot be read are left out."""
+
+    run: Path
+    state: State
+    settings: Settings
+    steps: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    result: Mapping[str, Any] | None
+    anatomy: Anatomy | None
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """What the latest start of the ranks has told; empty where none has."""
+        return next((event for event in reversed(self.events) if event.get("event") == "start"), {})
+
+
+def read(run: Path) -> Recorded:
+    """Raises UsageError where `run` is no run directory of `lockstep train`."""
+    if not run.is_dir():
+        kind = "is a file" if run.exists() else f"does not exist (looked from {Path.cwd()})"
+        raise UsageError(f"{run} {kind}: give the run directory that `lockstep train` made")
+    settings = Settings.read(run)
+    records = list(_records(run / METRICS))
+    result = _mapping(_text(run / RESULT))
+    return Recorded(
+        run=run,
+        state=(
+            "finished"
+            if result is not None
+            else "under way"
+            if in_use(run / "lock")
+            else "ended before its end"
+        ),
+        settings=settings,
+        steps=[
+            record
+            for record in records
+            if record["kind"] == "step" and _has(record, "step", "loss", "samples_per_s")
+        ],
+        evaluations=[
+            record
+            for record in records
+            if record["kind"] == "evaluate"
+            and _has(record, "step")
+            and isinstance(record.get("metrics"), dict)
+        ],
+        events=[
+            record
+            for record in records
+            if record["kind"] == "event" and isinstance(record.get("event"), str)
+        ],
+        result=result,
+        anatomy=read_anatomy(run),
+    )
+
+
+def number(value: Any) -> float:
+    """A number of metrics.jsonl, where nan and infinities are texts. nan for what is none."""
+    try:
+        return math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def in_use(lock: Path) -> bool:
+    """Whether a training holds the run's lock."""
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    for line in _text(file).splitlines():
+        record = _mapping(line)
+        if record is not None and "kind" in record:
+            yield record
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _mapping(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _has(record: Mapping[str, Any], *names: str) -> bool:
+    return all(
+        not math.isnan(number(record.get(name))) or record.get(name) == "nan" for name in names
+    )

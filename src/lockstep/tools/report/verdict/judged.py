@@ -1,0 +1,227 @@
+"""What a verdict is about: the steps after the warm-up, and each rank's time in them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.config.mesh import Mesh
+from lockstep.tools.report.verdict.words import ranks
+from lockstep.training.timeline.lanes import Generation
+from lockstep.training.timeline.lines import PHASES, Begin, StepsLine
+
+Kept = Mapping[int, Sequence[StepsLine]]
+"""Lines by rank."""
+_SUMS = ("seconds", "moving", "waits", "micro_batches")
+
+WARM_UP = 3
+"""Lines at the start that are left out where there are twice as many: first allocations,
+threads, file caches.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """One rank's; or, on a mesh, those of the ranks with one replica of the model: others wait
+    for them as for one. In seconds.
+    """
+
+    ranks: tuple[int, ...]
+    steps: int
+    """All of its ranks' together, as all sums here."""
+    totals: Mapping[str, float]
+    """By phase, and of "seconds", "moving", "waits" and "micro_batches"."""
+    hidden: float | None
+    """None where it is not known."""
+    lost: Mapping[int, float]
+    """By the place that was waited for."""
+    spread: float | None
+    """Of a step's own time, without waiting: standard deviation over mean. None for less than
+    two steps.
+    """
+    error: float
+    """Seconds by which the mean of that time may be off: one standard error, 0 where nothing is
+    known of it.
+    """
+
+    def each(self, *names: str) -> float:
+        """A step's mean of these totals together."""
+        return sum(self.totals[name] for name in names) / self.steps
+
+    def waited_for(self, who: int) -> float:
+        """Seconds a step."""
+        return self.lost.get(who, 0.0) / self.steps
+
+    @property
+    def hidden_each(self) -> float | None:
+        """Seconds a step; None where it is not known."""
+        return None if self.hidden is None else self.hidden / self.steps
+
+    @property
+    def busy(self) -> float:
+        """Seconds a step in which it was not waiting."""
+        return (self.totals["seconds"] - self.totals["waits"]) / self.steps
+
+    @property
+    def computing(self) -> float:
+        """Seconds a step."""
+        return self.each("forward", "backward")
+
+    @property
+    def pieces(self) -> float:
+        """Micro-batches a step."""
+        return self.each("micro_batches")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """Never without a place, and no place without a step."""
+
+    generation: Generation
+    first: int
+    last: int
+    places: Mapping[int, RankTimes]
+    mesh: Mesh | None
+
+    @property
+    def begin(self) -> Begin:
+        return self.generation.begin
+
+    def total(self, *names: str) -> float:
+        """Of all places together."""
+        return sum(place.totals[name] for place in self.places.values() for name in names)
+
+    @property
+    def seconds(self) -> float:
+        """Of all places together, never 0."""
+        return self.total("seconds") or 1.0
+
+    @property
+    def alone(self) -> bool:
+        """Whether ranks step without waiting for each other: at a server, or between two
+        meetings.
+        """
+        return _alone(self.generation)
+
+    @property
+    def lost_to(self) -> dict[int, float]:
+        """Seconds that the others waited for each place, most first."""
+        found = dict.fromkeys(self.places, 0.0)
+        for number, place in self.places.items():
+            for who, seconds in place.lost.items():
+                if who != number:
+                    found[who] = found.get(who, 0.0) + seconds
+        return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+    def name(self, number: int) -> str:
+        """`rank 3`; on a mesh `replica 1 (ranks 2 and 3)`."""
+        return (
+            f"rank {number}"
+            if self.mesh is None
+            else f"replica {number} ({ranks(self.places[number].ranks)})"
+        )
+
+
+def judged(generation: Generation, mesh: Mesh | None = None) -> Judged | None:
+    """None where no step was taken. `mesh`: how the ranks stand, where they hold parts of the
+    model.
+    """
+    if not generation.begin.method.startswith("server"):  # whose ranks take steps of their own
+        generation = generation.common()
+    lanes = generation.lanes.items()
+    kept: Kept = {
+        rank: lane.steps[min(WARM_UP, len(lane.steps) // 2) :] for rank, lane in lanes if lane.steps
+    }
+    if not kept:
+        return None
+    whole = mesh is None or mesh.only_data
+    split = None if whole or mesh is None or mesh.size != generation.workers else mesh
+    if split is not None:
+        kept = {
+            rank: [_of_replicas(line, split, rank) for line in lines]
+            for rank, lines in kept.items()
+        }
+    elif (
+        whole
+        and not _alone(generation)
+        and not any(line.lost for lines in kept.values() for line in lines)
+    ):
+        kept = _with_lost(kept)
+    members: dict[int, list[int]] = {}
+    for rank in kept:
+        members.setdefault(rank if split is None else split.at(rank).data, []).append(rank)
+    places = {
+        number: _rank_times(tuple(inside), [kept[rank] for rank in inside])
+        for number, inside in members.items()
+    }
+    return Judged(
+        generation=generation,
+        first=min(lines[0].first for lines in kept.values()),
+        last=max(lines[-1].last for lines in kept.values()),
+        places=dict(sorted(places.items())),
+        mesh=split,
+    )
+
+
+def _alone(generation: Generation) -> bool:
+    return generation.begin.method.startswith(("server", "local"))
+
+
+def _of_replicas(line: StepsLine, mesh: Mesh, rank: int) -> StepsLine:
+    """Whom it waited for as the number of their replica; waits within its own are the
+    pipeline's.
+    """
+    lost: dict[int, float] = {}
+    for who, seconds in line.lost.items():
+        if who < mesh.size and (replica := mesh.at(who).data) != mesh.at(rank).data:
+            lost[replica] = lost.get(replica, 0.0) + seconds
+    return replace(line, lost=lost)
+
+
+def _with_lost(kept: Kept) -> dict[int, Sequence[StepsLine]]:
+    """Where no rank tells whom it waited for: the last to arrive is who waited least, and the
+    others waited for it so much longer.
+    """
+    by_rank = {rank: {line.place: line for line in lines} for rank, lines in kept.items()}
+    for key in set.intersection(*map(set, by_rank.values())):
+        waits = {rank: lines[key].waits for rank, lines in by_rank.items()}
+        least, latest = min((time, rank) for rank, time in waits.items())
+        for rank, time in waits.items():
+            if time > least:
+                by_rank[rank][key] = replace(by_rank[rank][key], lost={latest: time - least})
+    return {rank: list(lines.values()) for rank, lines in by_rank.items()}
+
+
+def _rank_times(numbers: tuple[int, ...], lines_of: Sequence[Sequence[StepsLine]]) -> RankTimes:
+    lines = [line for each in lines_of for line in each]
+    spreads = [found for each in lines_of if (found := _spread(each)) is not None]
+    hidden = [line.hidden for line in lines if line.hidden is not None]
+    waited_for = sorted({who for line in lines for who in line.lost})
+    return RankTimes(
+        ranks=numbers,
+        steps=sum(line.count for line in lines),
+        totals={name: sum(line.total(name) for line in lines) for name in (*PHASES, *_SUMS)},
+        lost={who: sum(line.lost.get(who, 0.0) for line in lines) for who in waited_for},
+        spread=statistics.fmean(spreads) if spreads else None,
+        error=max(_error(each) for each in lines_of),
+        hidden=sum(hidden) if len(hidden) == len(lines) else None,
+    )
+
+
+def _spread(lines: Sequence[StepsLine]) -> float | None:
+    """From lines of one step each, if there are any: sums over several steps vary less."""
+    least = min(line.count for line in lines)
+    times = [line.busy / line.count for line in lines if line.count == least]
+    if len(times) < 2 or (mean := statistics.fmean(times)) == 0:
+        return None
+    return statistics.pstdev(times) / mean
+
+
+def _error(lines: Sequence[StepsLine]) -> float:
+    spread, least = _spread(lines), min(line.count for line in lines)
+    if spread is None:
+        return 0.0
+    steps = sum(line.count for line in lines)
+    return spread * (sum(line.busy for line in lines) / steps) / math.sqrt(steps / least)

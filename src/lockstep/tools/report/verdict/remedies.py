@@ -1,0 +1,241 @@
+"""What would make a training's steps shorter, and by how much, where that can be computed.
+
+A step is taken to last as long as its slowest rank is busy, and what else all ranks wait for. An
+option changes how long some of them are busy; the rest stays. Nothing is advised that is in use,
+that the method cannot have, or that would gain less than a few per cent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.config.settings import Settings
+from lockstep.tools.report.verdict.judged import Judged
+from lockstep.tools.report.verdict.waited_for import SHARED, Straggler
+
+_LEAST = 0.05
+"""Gain below which a change is not worth advising."""
+_LEAST_OTHER = 0.15
+"""The same for what changes the training."""
+_MOST_LOADERS = 16
+_MOST = 3
+"""Advice in one verdict."""
+_BUCKETS = 4
+"""Parts of which the last cannot be hidden."""
+_LEAST_BUCKET = 2**20
+"""Bytes: smaller ones are all latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    option: str
+    """As it is typed."""
+    gain: float | None
+    """Share of samples/s that it would bring; None where nothing can be computed."""
+    remark: str = ""
+    """What must be known before it is used."""
+    changes: bool = False
+    """Whether it makes another training of it."""
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.gain is None or self.gain >= (_LEAST_OTHER if self.changes else _LEAST)
+
+    def __str__(self) -> str:
+        about = ""
+        if self.gain is not None:
+            about = (
+                f"about +{100 * self.gain:.0f} %"
+                if self.gain < 1
+                else f"about {1 + self.gain:.2g} times as fast"
+            )
+        remarks = "; ".join(filter(None, (about, self.remark)))
+        return f"{self.option} ({remarks})" if remarks else self.option
+
+
+class Case:
+    """What is judged, and its model: seconds that each place is busy in a step, and what is
+    added to the longest of them.
+    """
+
+    def __init__(
+        self, judged: Judged, behind: Sequence[Straggler], settings: Settings | None
+    ) -> None:
+        self.judged, self.behind, self.settings, self.begin = judged, behind, settings, judged.begin
+        self.places = list(judged.places.values())
+        self.busy = np.array([place.busy for place in self.places])
+        self.common = max(0.0, self.each("seconds").mean() - self.busy.max())
+        self.seconds = self.busy.max() + self.common
+        self.ranks_on = Counter(lane.begin.host for lane in judged.generation.lanes.values())
+        together = not judged.alone and len(self.places) > 1 and judged.mesh is None
+        self.replicated = together and self.begin.method == "replicated"
+        """Whether all ranks hold and update the whole model, in step with each other."""
+        lost = [sum(place.lost.values()) / place.steps for place in self.places]
+        self.sums = max(0.0, (self.each("exposed") - lost).min()) if together else 0.0
+        """Seconds of communication that is not hidden; 0 where places do not sum."""
+        self.sends = (
+            self.replicated and self.sums > 0 and not self.begin.reduction.startswith(SHARED)
+        )
+        """Whether a part of each step is sending whole gradients."""
+        plain = settings is not None and settings.compress is None and not settings.exact
+        self.may_change = self.sends and plain
+        """Whether sums that round, or that are left out, may be advised."""
+
+    def each(self, *phases: str) -> NDArray[np.float64]:
+        """Seconds a step of these phases, by place."""
+        return np.array([place.each(*phases) for place in self.places])
+
+    def gain(self, saved: NDArray[np.float64] | float, *, least: float = 0.0) -> float:
+        """Of samples/s, where each place saves so many seconds, and the step lasts `least`
+        anyway.
+        """
+        return float(self.seconds / max((self.busy - saved).max() + self.common, least, 1e-9) - 1)
+
+    def less(self, seconds: float) -> float:
+        """Gain, where a step is so much shorter."""
+        return float(self.seconds / max(self.seconds - seconds, 1e-9) - 1)
+
+
+def advice(judged: Judged, behind: Sequence[Straggler], settings: Settings | None) -> list[Advice]:
+    """Most gain first, what cannot be computed last; nothing from a single step."""
+    if judged.first == judged.last:
+        return []
+    case = Case(judged, behind, settings)
+    found = [
+        each for each in (rule(case) for rule in _RULES) if each is not None and each.is_worth_it
+    ]
+    return sorted(found, key=lambda each: -(each.gain or 0.0))[:_MOST]
+
+
+def crowded(judged: Judged) -> dict[str, tuple[int, int, int]]:
+    """Hosts whose ranks have less than a core for each of their threads: host -> ranks, threads
+    of each, cores.
+    """
+    lanes = [lane.begin for lane in judged.generation.lanes.values() if lane.begin.device == "cpu"]
+    ranks = Counter(begin.host for begin in lanes)
+    few = [
+        begin for begin in lanes if begin.cores and ranks[begin.host] * begin.threads > begin.cores
+    ]
+    return {begin.host: (ranks[begin.host], begin.threads, begin.cores) for begin in few}
+
+
+def _cores(case: Case) -> Advice | None:
+    """Where ranks share cores. What they would do alone is not known from here."""
+    hosts = crowded(case.judged)
+    if len(hosts) != 1 or len(case.ranks_on) != 1:
+        return None
+    ((ranks, threads, cores),) = hosts.values()
+    if ranks > cores:
+        return Advice(f"--workers {cores}", None, "a core for each")
+    return Advice(
+        f"--threads {cores // ranks}", None, f"{ranks} x {threads} threads share {cores} cores"
+    )
+
+
+def _loader(case: Case) -> Advice | None:
+    """As many processes as would keep up with the step that is left without the loader."""
+    waits, now = case.each("data"), case.begin.loader_workers
+    left = max(case.seconds / (1 + case.gain(waits)), 1e-9)
+    waited = now * case.seconds if now else waits.max()
+    workers = min(_MOST_LOADERS, max(math.ceil(waited / left - 1e-9), now + 1))
+    gain = case.gain(waits, least=waited / workers)
+    option = f"--loader-workers {workers}"
+    if workers <= now or gain < _LEAST:
+        return None
+    if case.begin.device != "cpu" or max(case.ranks_on.values()) < case.begin.cores:
+        return Advice(option, gain)
+    remark = "if the loader waits for storage: no core is free for it"
+    return Advice(option, None, remark) if gain >= _LEAST_OTHER else None
+
+
+def _balance(case: Case) -> Advice | None:
+    """Micro-batches in proportion to speed, where a rank is slower at equal work."""
+    begin, count = case.begin, len(case.places)
+    pieces = np.array([place.pieces for place in case.places])
+    slow = any(each.cause in ("forward", "backward", "computation") for each in case.behind)
+    whole = round(pieces.sum())
+    if not slow or case.judged.alone or case.judged.mesh is not None or whole <= count:
+        return None
+    if case.settings is not None and case.settings.balance is not None:
+        return None
+    even = begin.micro_batch and -(-begin.global_batch // begin.micro_batch) % count == 0
+    if even and len({place.totals["micro_batches"] for place in case.places}) > 1:
+        return None  # they would be equal if they were not balanced
+    computing = case.each("forward", "backward")
+    piece = np.divide(computing, pieces, out=np.full(count, np.inf), where=pieces > 0)
+    rest = case.busy - computing
+    dealt = np.array(deal(whole, piece.tolist(), rest.tolist()))
+    longest = (rest + np.multiply(dealt, piece, out=np.zeros(count), where=dealt > 0)).max()
+    return Advice("--balance auto", float(case.seconds / (longest + case.common) - 1))
+
+
+def deal(count: int, seconds: Sequence[float], rest: Sequence[float]) -> list[int]:
+    """`count` micro-batches over ranks that take `seconds` for one and `rest` besides: each goes
+    to who would be done first.
+    """
+    dealt = [0] * len(seconds)
+    for _ in range(count):
+        done = [
+            before + (n + 1) * each for before, n, each in zip(rest, dealt, seconds, strict=True)
+        ]
+        dealt[done.index(min(done))] += 1
+    return dealt
+
+
+def _sharded(case: Case) -> Advice | None:
+    """Each rank updates its share of the parameters, for the same bytes."""
+    # What holds one rank up in its update is no work that could be shared.
+    usual = statistics.median_low(case.each("optimizer").tolist())
+    gain = case.gain((1 - 1 / case.judged.generation.workers) * usual)
+    return Advice("--update sharded", gain) if case.replicated else None
+
+
+def _buckets(case: Case) -> Advice | None:
+    """Hide sums behind the backward of the last micro-batch."""
+    size = sum(case.begin.buckets)
+    if not case.sends or len(case.begin.buckets) != 1 or size < _BUCKETS * _LEAST_BUCKET:
+        return None
+    behind = case.each("backward").min() / max(1.0, *(place.pieces for place in case.places))
+    gain = case.less(min(behind, case.sums * (1 - 1 / _BUCKETS)))
+    return Advice(f"--bucket-mb {size / _BUCKETS / 2**20:.2g}", gain)
+
+
+def _compress(case: Case) -> Advice | None:
+    hidden = min(place.hidden_each or 0.0 for place in case.places)
+    gain = case.less(case.sums - max(0.0, (case.sums + hidden) / 2 - hidden))
+    return (
+        Advice("--compress bf16", gain, "gradients are rounded", changes=True)
+        if case.may_change
+        else None
+    )
+
+
+def _less_often(case: Case) -> Advice | None:
+    gain = case.less(case.sums * 7 / 8)
+    return (
+        Advice("--sync-every 8", gain, "another training", changes=True)
+        if case.may_change
+        else None
+    )
+
+
+def _larger_batch(case: Case) -> Advice | None:
+    if case.sums == 0:
+        return None
+    remark = "half as many sums; another training"
+    return Advice(
+        f"a global batch of {2 * case.begin.global_batch}",
+        case.less(case.sums / 2),
+        remark,
+        changes=True,
+    )
+
+
+_RULES = (_cores, _loader, _balance, _sharded, _buckets, _compress, _less_often, _larger_batch)

@@ -1,0 +1,235 @@
+"""Where a training's time went, in sentences.
+
+    4 ranks: 71 % efficient. Lost 29 %: 19 % waiting for rank 3 (its loader: 212 ms against 11), 7 %
+    exposed all-reduce, 3 % other. Try ...
+
+Efficient is the share of all ranks' time that went into forward, backward and optimizer. The rest
+is lost: to ranks that came later, to communication that nothing was computed behind, to loaders,
+checks and whatever else lies between two steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.config.settings import Settings
+from lockstep.data.windows import counted
+from lockstep.tools.report.verdict.judged import Judged, judged
+from lockstep.tools.report.verdict.remedies import Advice, advice, crowded
+from lockstep.tools.report.verdict.slow_link import SlowLink, slow_link
+from lockstep.tools.report.verdict.waited_for import LEAST, Straggler, next_straggler, stragglers
+from lockstep.tools.report.verdict.words import milliseconds, percentages, ranks
+from lockstep.training.timeline.lanes import Anatomy, Generation
+
+_USEFUL = ("forward", "backward", "optimizer")
+_LARGE = 0.1
+"""Share of the whole time from which on a pause is told."""
+_PAUSES = {"evaluate": "evaluations", "checkpoint": "checkpoints"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loss:
+    """Of all ranks' time."""
+
+    share: float
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Of the longest stretch without a restart."""
+
+    ranks: int
+    first: int
+    last: int
+    """The steps that were judged."""
+    efficiency: float
+    lost: tuple[Loss, ...]
+    """Largest first, what is too small for a word of its own under "other"; they add up to 1 -
+    efficiency.
+    """
+    stragglers: tuple[Straggler, ...]
+    slow_link: SlowLink | None
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    """What must be known to read the figures."""
+
+    def sentences(self) -> list[str]:
+        """The verdict in one, then each note."""
+        efficient, *losses = percentages([self.efficiency, *(each.share for each in self.lost)])
+        first = f"{counted(self.ranks, 'rank')}: {efficient} % efficient."
+        told = [
+            f"{share} % {each.what}" for share, each in zip(losses, self.lost, strict=True) if share
+        ]
+        if told:
+            first += f" Lost {100 - efficient} %: {', '.join(told)}."
+        if self.advice:
+            first += f" Try {', or '.join(map(str, self.advice))}."
+        return [first, *self.notes]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "sentences": self.sentences()}
+
+
+def verdict(anatomy: Anatomy, settings: Settings | None = None) -> Verdict | None:
+    """None where no step was taken. `settings`: what the run was asked for, so that nothing is
+    advised that is in use.
+    """
+    found = judged(anatomy.longest, None if settings is None else settings.mesh)
+    if found is None:
+        return None
+    behind = stragglers(found)
+    slow = slow_link(found.generation)
+    efficiency = found.total(*_USEFUL) / found.seconds if found.total("seconds") else 1.0
+    return Verdict(
+        ranks=found.generation.workers,
+        first=found.first,
+        last=found.last,
+        efficiency=efficiency,
+        lost=_losses(found, behind, slow, 1 - efficiency),
+        stragglers=tuple(behind),
+        slow_link=slow,
+        advice=tuple(advice(found, behind, settings)),
+        notes=tuple(_notes(anatomy, found, next_straggler(found, behind))),
+    )
+
+
+def _losses(
+    found: Judged, behind: Sequence[Straggler], slow: SlowLink | None, whole: float
+) -> tuple[Loss, ...]:
+    waited = sum(found.lost_to.values())
+    in_turn = waited / found.seconds - sum(each.share for each in behind)
+    every = [
+        *(Loss(share=each.share, what=f"waiting for {each.named(found)}") for each in behind),
+        Loss(share=in_turn, what=_in_turn(found, bool(behind))),
+        Loss(share=(found.total("exposed") - waited) / found.seconds, what=_exposed(found, slow)),
+        Loss(share=found.total("data") / found.seconds, what=_data(found, behind)),
+        Loss(share=found.total("checks") / found.seconds, what="checks"),
+    ]
+    told = sorted((each for each in every if each.share >= LEAST), key=lambda each: -each.share)
+    rest = whole - sum(each.share for each in told)
+    return (*told, Loss(share=rest, what="other")) if rest > 0 else tuple(told)
+
+
+def _in_turn(found: Judged, some: bool) -> str:
+    """Waiting that no rank is the cause of. `some`: others are named."""
+    spreads = [each.spread for each in found.places.values() if each.spread is not None]
+    varies = f": a rank's steps vary by {100 * statistics.fmean(spreads):.0f} %" if spreads else ""
+    return (
+        "waiting for others in turn" if some else "waiting for each other, nobody in particular"
+    ) + varies
+
+
+def _exposed(found: Judged, slow: SlowLink | None) -> str:
+    """Communication that nothing was computed behind."""
+    method = found.begin.method
+    if method.startswith("server"):
+        return "exchange with the server"
+    if found.generation.workers == 1:
+        return "between backward and optimizer"
+    kinds = {
+        "local": "meetings of the replicas",
+        "sharded": "exposed reduce-scatter and all-gather",
+    }
+    what = next(
+        (words for begin, words in kinds.items() if method.startswith(begin)), "exposed all-reduce"
+    )
+    return what if slow is None else f"{what}, held up by {slow.named()}"
+
+
+def _data(found: Judged, behind: Sequence[Straggler]) -> str:
+    """`waiting for data (11 ms a step)`; of the rank whose loader is slow, if it is one's."""
+    for each in behind:
+        if each.cause == "data":
+            return (
+                f"waiting for data ({found.name(each.place)}: {milliseconds(each.mine)} ms a step)"
+            )
+    mean = statistics.fmean(each.each("data") for each in found.places.values())
+    return f"waiting for data ({milliseconds(mean)} ms a step)"
+
+
+def _notes(anatomy: Anatomy, found: Judged, then: Straggler | None) -> Iterator[str]:
+    """What must be known to read the figures, in sentences. `then`: who would be the next
+    straggler.
+    """
+    generation = found.generation
+    if found.first == found.last:
+        yield (
+            f"Judged by step {found.first} alone: too few for a verdict, and a first step also"
+            " warms up."
+        )
+    if len(anatomy.generations) > 1:
+        yield (
+            f"Of {len(anatomy.generations)} stretches between restarts the longest is judged: "
+            f"steps {found.first} to {found.last}, on {counted(generation.workers, 'rank')}."
+        )
+    if generation.missing:
+        left = ranks(generation.missing)
+        yield (
+            f"{left.capitalize()} of {generation.workers} left no anatomy: the figures are of the"
+            " others."
+        )
+    if anatomy.unread:
+        lines = sum(anatomy.unread.values())
+        are = "are" if lines > 1 else "is"
+        yield (
+            f"{counted(lines, 'line')} of {ranks(sorted(anatomy.unread))} could not be read and"
+            f" {are} left out."
+        )
+    if found.alone and generation.workers > 1:
+        yield f"Ranks do not wait for each other in a step ({found.begin.method})."
+    for host, (count, threads, cores) in crowded(found).items():
+        of = "" if threads == 1 else f" of {threads} threads each"
+        yield (
+            f"{counted(count, 'rank')}{of} share the {counted(cores, 'core')} of {host}: they slow"
+            " each other down, and whom one waits for is often only who was last to get a core."
+        )
+    if then is not None:
+        yield f"The next to be waited for, behind those named, is {then.named(found)}."
+    yield from _uneven_work(found)
+    yield from _pauses(generation)
+
+
+def _uneven_work(found: Judged) -> Iterator[str]:
+    """Micro-batches that do not divide among the ranks."""
+    begin, count = found.begin, len(found.places)
+    pieces = -(-begin.global_batch // begin.micro_batch) if begin.micro_batch else 0
+    if count == 1 or found.alone or not pieces % count:
+        return
+    if pieces < count:
+        yield (
+            f"{counted(pieces, 'micro-batch', 'es')} for {count} ranks: {count - pieces} have none."
+        )
+        return
+    more = next((each for each in range(count + 1, pieces + 1) if not pieces % each), None)
+    then = f"; {more} would have {pieces // more} each" if more else ""
+    yield (
+        f"{pieces} micro-batches do not divide among {count} ranks: some have"
+        f" {-(-pieces // count)}, some {pieces // count}{then}."
+    )
+
+
+def _pauses(generation: Generation) -> Iterator[str]:
+    """Evaluations and checkpoints, where they are long. All ranks take part: the longest of each
+    is the run's.
+    """
+    kinds = dict.fromkeys(pause.what for lane in generation.lanes.values() for pause in lane.pauses)
+    sums = {what: generation.paused(what) for what in kinds}
+    whole = generation.seconds + sum(sums.values())
+    large = {what: seconds for what, seconds in sums.items() if seconds >= _LARGE * whole}
+    if large:
+        told = [
+            f"{_seconds(seconds)} in {_PAUSES.get(what, what)} ({100 * seconds / whole:.0f} %)"
+            for what, seconds in large.items()
+        ]
+        yield (
+            f"Outside of steps, and not in the figures above: {' and '.join(told)} of"
+            f" {_seconds(whole)}."
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

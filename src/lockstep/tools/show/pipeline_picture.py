@@ -1,0 +1,269 @@
+"""The clock chart of a pipeline, as text and as a drawing: who does what when, worked out from the
+very order in which torch's schedule runs it.
+
+    rank 0  F0 F1 F2 ·  ·  ·  B0--- B1--- B2---
+    rank 1  ·  F0 F1 F2 B0--- B1--- B2--- ·  ·
+
+All stages are equally long, messages take no time, and a backward takes `backward` forwards (twice
+the matrix products). The halves of a backward, for the inputs and for the weights, are equally
+long. The unit of time is one stage's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lockstep.config.pipeline_schedules import Schedule, Work
+from lockstep.data.windows import counted
+from lockstep.errors import UsageError
+from lockstep.tools.svg import Drawing
+
+IDLE = "·"
+_MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the inputs",
+    "W": "backward for the weights",
+}
+_LIGHT = {"F": "#9ecae1", "B": "#a1d99b", "I": "#a1d99b", "W": "#fdd49e"}  # of a rank's first stage
+_DARK = {"F": "#4f94c8", "B": "#4fa85c", "I": "#4fa85c", "W": "#f0a04b"}  # of its last
+_GREY = "#eeeeee"
+# In px: above the first row, left of it, a row's height, between two.
+_TOP, _LEFT, _ROW, _GAP = 96, 76, 32, 8
+# In px: of the chart; most and fewest of a forward; that a box's first digit needs.
+_WIDEST, _UNIT, _NARROWEST, _ROOM = 1500, 44, 9, 16
+_RANKS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A piece of work and its time, in forwards of a stage."""
+
+    work: Work
+    start: Fraction
+    length: Fraction
+
+    @property
+    def stop(self) -> Fraction:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What each rank does when; between two pieces it waits."""
+
+    schedule: Schedule
+    micro_batches: int
+    backward: Fraction
+    rows: tuple[tuple[Placed, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the work that there is."""
+        every = {placed.work.kind for row in self.rows for placed in row}
+        return [kind for kind in _MEANINGS if kind in every]
+
+    @property
+    def length(self) -> Fraction:
+        """From the first forward to the last backward."""
+        return max(row[-1].stop for row in self.rows)
+
+    @property
+    def bubble(self) -> float:
+        """The fraction of all ranks' time in which they wait."""
+        busy = sum(placed.length for row in self.rows for placed in row)
+        return float(1 - busy / (self.length * self.ranks))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """For each rank: of how many forwards it holds activations at most, waiting for their
+        backwards.
+        """
+        return tuple(_most_held([placed.work for placed in row]) for row in self.rows)
+
+
+def chart(schedule: Schedule, ranks: int, micro_batches: int, backward: float = 2.0) -> Chart:
+    """The chart of a step. Raises UsageError for numbers that the schedule cannot run, or a
+    backward that takes no time.
+    """
+    if not 0 < backward < 1000:
+        raise UsageError(
+            f"backward={backward}: how many forwards a backward takes; give a number above 0, such"
+            " as 2"
+        )
+    length = Fraction(backward).limit_denominator(100)
+    orders = schedule.order(ranks, micro_batches)
+    return Chart(schedule, micro_batches, length, placed(orders, schedule.count(ranks), length))
+
+
+def placed(
+    orders: Sequence[Sequence[Work]], stages: int, backward: Fraction
+) -> tuple[tuple[Placed, ...], ...]:
+    """Each piece as early as it can be: after what its rank did before, and after what it needs
+    from other ranks.
+    """
+    rows: list[list[Placed]] = [[] for _ in orders]
+    done: dict[Work, Fraction] = {}
+    lengths = {"F": Fraction(1), "B": backward, "I": backward / 2, "W": backward / 2}
+    moved = True
+    while moved:
+        moved = False
+        for row, order in zip(rows, orders, strict=True):
+            while len(row) < len(order):
+                work = order[len(row)]
+                needed = _needed(work, stages, done)
+                if any(each not in done for each in needed):
+                    break
+                free = row[-1].stop if row else Fraction(0)
+                start = max(free, *(done[each] for each in needed), Fraction(0))
+                row.append(Placed(work, start, lengths[work.kind]))
+                done[work] = row[-1].stop
+                moved = True
+    assert list(map(len, rows)) == list(map(len, orders)), "the ranks wait for each other for ever"
+    return tuple(map(tuple, rows))
+
+
+def _needed(work: Work, stages: int, done: dict[Work, Fraction]) -> list[Work]:
+    """What must be done before: the stage before it for a forward, the stage after it for a
+    backward, and what it continues.
+    """
+    stage, each = work.stage, work.micro_batch
+    if work.kind == "F":
+        return [Work("F", stage - 1, each)] if stage else []
+    if work.kind == "W":
+        return [Work("I", stage, each)]
+    own = Work("F", stage, each)
+    if stage == stages - 1:
+        return [own]
+    after = Work("I", stage + 1, each)
+    return [own, after if after in done else Work("B", stage + 1, each)]
+
+
+def _most_held(row: Sequence[Work]) -> int:
+    now = most = 0
+    for work in row:
+        now += (work.kind == "F") - (work.kind in ("B", "W"))
+        most = max(most, now)
+    return most
+
+
+def title(found: Chart) -> list[str]:
+    """What is true of the chart as a whole, in lines: what runs, and how much of the time
+    nothing does.
+    """
+    each = "" if found.schedule.per_rank == 1 else f", {found.schedule.per_rank} stages each"
+    length = (
+        "as long as a forward" if found.backward == 1 else f"{float(found.backward):g} forwards"
+    )
+    formula = found.schedule.bubble(found.ranks, found.micro_batches, float(found.backward))
+    return [
+        (
+            f"{found.schedule}: {counted(found.ranks, 'rank')}{each},"
+            f" {counted(found.micro_batches, 'micro-batch', 'es')}; a backward takes {length}"
+        ),
+        f"idle {found.bubble:.1%} of the time; {found.schedule.formula} = {formula:.1%}",
+        f"activations held at most, by rank: {' '.join(map(str, found.held))}",
+    ]
+
+
+def text(found: Chart) -> str:
+    """The picture, a row a rank."""
+    parts = found.backward / 2 if "I" in found.kinds else found.backward
+    # A column of the text. The picture is to scale for lengths such as 1, 1.5, 2.
+    cell = Fraction(1, parts.limit_denominator(8).denominator)
+    width = max(len(label(placed.work, found)) for row in found.rows for placed in row) + 1
+    name = len(f"rank {found.ranks - 1}")
+    rows = [
+        f"{f'rank {rank}':<{name}}  {_row(row, found, cell, width)}"
+        for rank, row in enumerate(found.rows)
+    ]
+    return "\n".join([*title(found), "", *rows, "", legend(found)])
+
+
+def label(work: Work, found: Chart) -> str:
+    """F3: the forward of micro-batch 3; with several stages a rank F3a is its first stage's, F3b
+    its second's.
+    """
+    which = "" if found.schedule.per_rank == 1 else chr(ord("a") + work.stage // found.ranks)
+    return f"{work.kind}{work.micro_batch}{which}"
+
+
+def legend(found: Chart) -> str:
+    """What the letters mean."""
+    several = (
+        "" if found.schedule.per_rank == 1 else "; a, b ... the rank's first, second ... stage"
+    )
+    meanings = ", ".join(f"{kind} {_MEANINGS[kind]}" for kind in found.kinds)
+    return f"{meanings} of a micro-batch{several}; {IDLE} idle"
+
+
+def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str:
+    """Columns of `width` characters for `cell` of time each."""
+    line, at = "", 0
+    for each in row:
+        start, stop = round(each.start / cell), round(each.stop / cell)
+        line += f"{IDLE:<{width}}" * (start - at)
+        line += label(each.work, found).ljust(width * (stop - start) - 1, "-") + " "
+        at = stop
+    return (line + f"{IDLE:<{width}}" * (round(found.length / cell) - at)).rstrip()
+
+
+def drawing(found: Chart) -> Drawing:
+    """A row a rank, time to the right, grey where a rank waits. Raises UsageError for more than
+    fits on a page.
+    """
+    unit = min(_UNIT, _WIDEST / float(found.length))
+    if unit < _NARROWEST or found.ranks > _RANKS:
+        raise UsageError(
+            f"{found.ranks} ranks and {found.micro_batches} micro-batches do not fit in a drawing:"
+            f" up to {_RANKS} ranks and {_WIDEST // _NARROWEST} forwards' time do, and this takes"
+            f" {float(found.length):g}; the text form shows more"
+        )
+    long = float(found.length) * unit
+    sheet = Drawing(max(_LEFT + long + 20, 640), _TOP + found.ranks * (_ROW + _GAP) + 40)
+    first, *others = title(found)
+    sheet.words(20, 28, first, size=17, weight="bold")
+    for number, line in enumerate(others):
+        sheet.words(20, 50 + 18 * number, line)
+    for rank, row in enumerate(found.rows):
+        top = _TOP + rank * (_ROW + _GAP)
+        sheet.words(20, top + 21, f"rank {rank}", weight="bold")
+        sheet.box(_LEFT, top, long, _ROW, _GREY)
+        for each in row:
+            left, width = _LEFT + float(each.start) * unit, float(each.length) * unit
+            colour = _colour(found, each.work.kind, each.work.stage // found.ranks)
+            sheet.box(left, top, width, _ROW, colour)
+            inside = label(each.work, found)[1:]
+            if width >= _ROOM + 6 * (len(inside) - 1):
+                sheet.words(left + width / 2, top + 21, inside, anchor="middle", size=12)
+    _draw_legend(found, sheet)
+    return sheet
+
+
+def _colour(found: Chart, kind: str, which: int) -> str:
+    """The later a rank's stage, the darker."""
+    light, dark = bytes.fromhex(_LIGHT[kind][1:]), bytes.fromhex(_DARK[kind][1:])
+    share = which / max(1, found.schedule.per_rank - 1)
+    return (
+        "#"
+        + bytes(
+            round(low + share * (high - low)) for low, high in zip(light, dark, strict=True)
+        ).hex()
+    )
+
+
+def _draw_legend(found: Chart, sheet: Drawing) -> None:
+    left, top = 20.0, sheet.height - 28
+    meanings = {_MEANINGS[kind]: _colour(found, kind, 0) for kind in found.kinds} | {"idle": _GREY}
+    for meaning, colour in meanings.items():
+        sheet.box(left, top, 14, 14, colour)
+        sheet.words(left + 20, top + 12, meaning, size=12)
+        left += 44 + 6.4 * len(meaning)
+    several = "; the darker, the later of the rank's stages" if found.schedule.per_rank > 1 else ""
+    sheet.words(left, top + 12, f"numbers are micro-batches{several}", size=12)

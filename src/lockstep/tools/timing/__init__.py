@@ -1,0 +1,1 @@
+"""How a piece of work is timed fairly."""

@@ -1,0 +1,93 @@
+"""Where figures go: files that are found to be writable before anything is measured, JSON, and
+pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import UsageError
+from lockstep.runtime.extras import install
+
+
+def check_writable(file: Path | None, option: str) -> None:
+    """Raises UsageError, naming the option, where the file could not be written later. What is
+    in it stays; a new one is not left behind.
+    """
+    if file is None:
+        return
+    new = not file.exists()
+    try:
+        with file.open("ab"):
+            pass
+        if new:
+            file.unlink()
+    except OSError as error:
+        raise _refusal(file, option, error) from error
+
+
+def check_plot(file: Path | None) -> None:
+    """`check_writable` for --plot. Raises UsageError without matplotlib too, and for a kind of
+    picture that it does not draw.
+    """
+    if file is None:
+        return
+    kinds = pyplot().figure().canvas.get_supported_filetypes()
+    pyplot().close()
+    if file.suffix[1:].lower() not in kinds:
+        raise UsageError(
+            f"--plot {file}: {file.suffix or 'a file without an ending'} is no kind of picture; end"
+            " it in .png or .svg"
+        )
+    check_writable(file, "--plot")
+
+
+def write_json(file: Path | None, what: object, option: str = "--json") -> None:
+    if file is None:
+        return
+    try:
+        file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _refusal(file, option, error) from error
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing into files only. Raises UsageError where it is not installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UsageError(f"--plot needs matplotlib: {install('plot')}") from None
+    return plt
+
+
+@contextmanager
+def picture(
+    file: Path | str, panels: int, width: float, height: float
+) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure of panels side by side, in inches, and their axes; written at the end. Raises
+    UsageError without matplotlib.
+    """
+    figure, axes = pyplot().subplots(1, panels, figsize=(width, height), squeeze=False)
+    yield figure, list(axes[0])
+    save(figure, file)
+
+
+def save(figure: Any, file: Path | str) -> None:
+    """Write the picture and forget the figure."""
+    try:
+        figure.savefig(file, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {file} cannot be written: {error}") from error
+    finally:
+        pyplot().close(figure)
+
+
+def _refusal(file: Path, option: str, error: OSError) -> UsageError:
+    return UsageError(f"{option} {file} cannot be written: {error.strerror or error}")

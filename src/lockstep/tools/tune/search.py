@@ -1,0 +1,150 @@
+"""One knob at a time: the settings that run a task fastest, found by timing them in turns with the
+best ones so far.
+
+The search knows neither processes nor models, only a Bench that times two points. Knobs are not
+tried in all combinations, which would multiply; what the order of the knobs may have missed is the
+price. At the end the winner takes turns with the default once more, with figures that nobody has
+chosen it by, and has to be faster there too: the best of many noisy figures looks better than it
+is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from lockstep.tools.tune.comparison import PairedTimes
+
+Value = str | int | float | None
+Point = Mapping[str, Value]
+_FINAL = 3  # comparisons' worth of time for the last one, which decides
+
+NO_TIME = "no time left"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tunable:
+    """A setting: its default, what else it may be, and, where there is nothing else, why."""
+
+    name: str
+    default: Value
+    others: tuple[Value, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnobRow:
+    """One value of a knob, beside the best settings before it; without a comparison `note` says
+    why it was not tried.
+    """
+
+    knob: str
+    value: Value = None
+    comparison: PairedTimes | None = None
+    won: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """`winner` holds every knob's value; it is the default's own where nothing else was faster
+    in `final`.
+    """
+
+    default: dict[str, Value]
+    winner: dict[str, Value]
+    rows: tuple[KnobRow, ...]
+    final: PairedTimes | None
+    """The default against what had won knob by knob; None where nothing had."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What the winner has otherwise than the default."""
+        return {name: value for name, value in self.winner.items() if value != self.default[name]}
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Found:
+        rows = tuple(
+            KnobRow(**{**row, "comparison": _comparison(row["comparison"])})
+            for row in found["rows"]
+        )
+        return cls(
+            default=found["default"],
+            winner=found["winner"],
+            rows=rows,
+            final=_comparison(found["final"]),
+        )
+
+
+class Refused(Exception):
+    """A point cannot run here; the text says why."""
+
+
+class Bench(Protocol):
+    """Times points. Where several ranks search, all its answers are the same on all of them."""
+
+    def time(
+        self, base: Point, candidate: Point, seconds: float
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Seconds of each turn of both, in about so many seconds. Raises Refused for a candidate
+        that cannot run.
+        """
+        ...
+
+    def left(self) -> float:
+        """Seconds that are left."""
+        ...
+
+    def least(self, base: Point, candidate: Point) -> float:
+        """Seconds that the shortest comparison of the two takes."""
+        ...
+
+
+def search(
+    knobs: Sequence[Tunable], bench: Bench, say: Callable[[KnobRow], None] = lambda row: None
+) -> Found:
+    """The fastest point that was found. `say` hears of every row as it is known.
+
+    Time is shared evenly over what is still to be tried. Where it runs out the rest is not tried,
+    and said; the last comparison is always made.
+    """
+    default = {knob.name: knob.default for knob in knobs}
+    best, rows = dict(default), []
+    waiting = sum(len(knob.others) for knob in knobs)
+    for knob in knobs:
+        tried = [KnobRow(knob=knob.name, note=knob.reason)] if not knob.others else []
+        for row in tried:
+            say(row)
+        for value in knob.others:
+            seconds = bench.left() / (waiting + _FINAL)
+            waiting -= 1
+            row = _try(knob.name, value, best, bench, seconds)
+            if row.won:
+                best[knob.name] = value
+            tried.append(row)
+            say(row)
+        rows += tried
+    final = None
+    if best != default:
+        final = PairedTimes.of(*bench.time(default, best, max(0.0, bench.left())))
+        best = best if final.faster else default
+    return Found(default=default, winner=dict(best), rows=tuple(rows), final=final)
+
+
+def _try(name: str, value: Value, best: Point, bench: Bench, seconds: float) -> KnobRow:
+    candidate = {**best, name: value}
+    if bench.left() < 2 * bench.least(best, candidate):  # this one, and the last if it wins
+        return KnobRow(knob=name, value=value, note=NO_TIME)
+    try:
+        found = PairedTimes.of(*bench.time(best, candidate, seconds))
+    except Refused as refusal:
+        return KnobRow(knob=name, value=value, note=str(refusal))
+    return KnobRow(knob=name, value=value, comparison=found, won=found.faster)
+
+
+def _comparison(found: Mapping[str, Any] | None) -> PairedTimes | None:
+    return None if found is None else PairedTimes(**found)

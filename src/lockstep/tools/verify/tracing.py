@@ -1,0 +1,187 @@
+"""A training that is traced, at one number of workers, on fresh processes: the Training of
+`lockstep train`, whose step notes what it sees.
+
+Nothing of it reaches the mathematics.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.checkpoints.identity import sha256, weights
+from lockstep.config.settings import Settings
+from lockstep.config.task import Task
+from lockstep.data.keyed import KeyedDataset
+from lockstep.data.loader import ENDLESS
+from lockstep.data.windows import Window
+from lockstep.launcher.launch import start_ranks
+from lockstep.launcher.server import FOR_TRAININGS
+from lockstep.step.forward import matmul_precision
+from lockstep.step.step_result import StepResult
+from lockstep.tools.verify.trace import (
+    Sketch,
+    Slot,
+    Trace,
+    TracedStep,
+    digest_of,
+    merge,
+    random_states,
+    sketch,
+)
+from lockstep.training.loop import Training
+from lockstep.training.opening import computing, world_for
+from lockstep.training.resolve import resolve
+from lockstep.world.world import World
+
+_HASH_SEED = "PYTHONHASHSEED"
+Start = Callable[..., list[Any]]
+"""What has ranks call a function: launcher.launch.start_ranks, or the same on other machines."""
+
+
+class Traced(Training):
+    """One rank's training, without evaluations and without a run directory."""
+
+    def __init__(self, task: Task, settings: Settings, world: World) -> None:
+        super().__init__(task, settings, world, None)
+        self.trace = Trace(workers=world.size, start=self._weights(), steps=[])
+        self._open: Slot | None = None
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._landed, name))
+
+    def walk(self) -> Trace:
+        """Take all steps, and look at the first step's samples once more."""
+        steps = self.settings.steps
+        assert steps is not None, "the command always says how many"
+        with matmul_precision(self.precision):
+            for window in self.windows():
+                self.step(window)
+                if self.stepper.steps == steps:
+                    break
+        self.trace.again = self._read_again()
+        self.trace.sha256 = sha256(weights(self.model))
+        return self.trace
+
+    def windows(self) -> Iterator[Window]:
+        """One after the other through the epochs, as `lockstep train` walks them."""
+        for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
+            yield from epoch
+            if self.task.scheduler_per == "epoch" and self.scheduler is not None:
+                self.scheduler.step()
+
+    def step(self, window: Window) -> StepResult:
+        """`Training.step`, with a look at every micro-batch."""
+        slots: dict[int, Slot] = {}
+        indices = indices_of(self.loader, window)
+        for place, batch in enumerate(self.stepper.micro_batches(window)):
+            self._open = Slot(
+                rank=self.world.rank,
+                indices=indices.get(window.slots[place]),
+                samples=digest_of(batch),
+            )
+            slots[window.slots[place]] = self._open
+            loss, weight = self.forward.loss(self.forward(batch), batch)
+            self._open.loss = float(loss.detach())
+            self._open.random = random_states(self.world.device)
+            self.stepper.backward(loss, weight)
+            self._open = None
+        result = self.stepper.step()
+        self.trace.steps.append(
+            TracedStep(epoch=window.epoch, slots=slots, loss=result.loss, weights=self._weights())
+        )
+        return result
+
+    def _landed(self, name: str, gradient: Tensor) -> None:
+        """Before it is added to what other micro-batches have left in `.grad`."""
+        if self._open is not None:
+            self._open.gradients[name] = sketch(gradient)
+
+    def _weights(self) -> dict[str, Sketch]:
+        """In the model's order, parameters first: the first that differs is then the one to look
+        at.
+        """
+        tensors = weights(self.model)
+        order = [name for name, _ in self.model.named_parameters() if name in tensors]
+        return {name: sketch(tensors[name]) for name in dict.fromkeys([*order, *tensors])}
+
+    def _read_again(self) -> Mapping[int, str]:
+        if not self.trace.steps:
+            return {}
+        found = {slot: each.indices for slot, each in self.trace.steps[0].slots.items()}
+        dataset = KeyedDataset(
+            self.task.train_data, self.task.seed, self.task.collate, self.world.rank
+        )
+        return {
+            slot: digest_of(dataset.__getitems__((0, list(indices))))
+            for slot, indices in found.items()
+            if indices is not None
+        }
+
+
+def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
+    """The samples of this rank's micro-batches of a window, by slot; empty for a stream."""
+    course = getattr(loader, "course", None)
+    if course is None or not window.slots:
+        return {}
+    place = window.step - course.first(window.epoch)
+    found = course.indices(window.epoch, range(place, place + 1), window.slots)
+    return {slot: tuple(indices) for slot, indices in zip(window.slots, found, strict=True)}
+
+
+def train(settings: Settings, *, own_hash_seeds: bool = False, start: Start = start_ranks) -> Trace:
+    """Of `settings.steps` steps on `settings.workers` ranks. Raises WorkerFailed where one fails,
+    as in `lockstep train`.
+
+    Ranks that are forked from one process hash text alike. With `own_hash_seeds` each is a fresh
+    interpreter and hashes in its own way, as ranks of several hosts do, unless the user has fixed
+    the seed.
+    """
+    seeds = (
+        (lambda rank: {_HASH_SEED: str(1 + rank)})
+        if own_hash_seeds and not hash_seed_is_fixed()
+        else None
+    )
+    return merge(
+        start(
+            _on_rank,
+            settings.workers,
+            (settings,),
+            {},
+            timeout=None,
+            imports=FOR_TRAININGS,
+            variables=seeds,
+        )
+    )
+
+
+def _on_rank(settings: Settings) -> Trace:
+    task = resolve(settings.task, settings.overrides)
+    with world_for(None, settings.device) as world, computing(settings, world):
+        return Traced(task, settings, world).walk()
+
+
+@contextmanager
+def one_hash_seed() -> Iterator[None]:
+    """Processes that are started in the block hash text alike, so that a set of text has one
+    order in all of them.
+    """
+    before = os.environ.get(_HASH_SEED)
+    os.environ[_HASH_SEED] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_HASH_SEED]
+        else:
+            os.environ[_HASH_SEED] = before
+
+
+def hash_seed_is_fixed() -> bool:
+    """Whether the user has fixed it for all processes."""
+    return os.environ.get(_HASH_SEED, "random") != "random"

@@ -1,0 +1,127 @@
+"""A finished run's model on its task's eval_data: what `lockstep evaluate` and `lockstep
+predict` do on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config.settings import Device
+from lockstep.errors import TaskError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceJob:
+    """From the command to its ranks, as JSON."""
+
+    what: Literal["evaluate", "predict"]
+    task: str
+    """A bundled name or the path of a file."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: str
+    """Folder of the weights."""
+    answer: str
+    """File in which rank 0 leaves what the command prints."""
+    out: str | None = None
+    """File of the predictions."""
+    device: Device = "auto"
+    precision: str | None = None
+    """None: the task's own."""
+    loader_workers: int = 0
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> InferenceJob:
+        return cls(**json.loads(text))
+
+
+def apply(job: InferenceJob) -> None:
+    """Do it, on this rank of a world that is opened for it. Rank 0 writes {"samples", "workers",
+    "metrics" or "out"} as the answer.
+    """
+    from lockstep.training.opening import world_for
+    from lockstep.training.resolve import resolve
+
+    task = resolve(job.task, job.overrides)
+    if task.eval_data is None:
+        raise TaskError(
+            f"task {task.name!r} has no eval_data to {job.what} on: give it eval_data= in task()"
+        )
+    with world_for(None, job.device) as world:
+        answer = _on(job, task, world)
+        if world.rank == 0:
+            Path(job.answer).write_text(json.dumps(answer), encoding="utf-8")
+
+
+def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
+    from lockstep.checkpoints import files
+    from lockstep.runtime import randomness
+    from lockstep.step.forward import Forward, matmul_precision
+    from lockstep.training.inference.evaluate import Evaluation
+    from lockstep.training.inference.predict import run
+
+    precision: Any = job.precision or task.precision
+    randomness.shared(task.seed)
+    model = task.model()
+    checkpoint = files.read(Path(job.checkpoint))
+    fill(
+        model,
+        checkpoint,
+        f"checkpoint {job.checkpoint} (of task {checkpoint.state.get('task')!r})",
+        f"task {task.name!r}",
+    )
+    forward = Forward(model.to(world.device), task, precision, world.device)
+    evaluation = Evaluation(task, forward, world, loader_workers=job.loader_workers)
+    found: dict[str, Any] = {
+        "task": task.name,
+        "samples": evaluation.rows.total,
+        "workers": world.size,
+        "step": checkpoint.state.get("step"),
+    }
+    with matmul_precision(precision):
+        if job.out is None:
+            return {**found, "metrics": evaluation()}
+        written = run(forward, evaluation.rows, world, seed=task.seed, out=Path(job.out))
+    return {**found, "out": str(written)}
+
+
+def fill(model: Any, checkpoint: Any, of: str, into: str) -> None:
+    """Load the checkpoint's weights, all of them or none. Raises TaskError, naming weights,
+    where they are another model's.
+    """
+    from lockstep.checkpoints.identity import weights
+
+    ours, theirs = weights(model), checkpoint.tensors
+    wrong = {
+        "missing": sorted(ours.keys() - theirs.keys()),
+        "unexpected": sorted(theirs.keys() - ours.keys()),
+        "of another shape": sorted(
+            name for name in ours.keys() & theirs.keys() if ours[name].shape != theirs[name].shape
+        ),
+    }
+    if any(wrong.values()):
+        said = "; ".join(f"{kind}: {_listed(names)}" for kind, names in wrong.items() if names)
+        raise TaskError(
+            f"{of} does not fit the model of {into}: {said}; give the task (and its --set values)"
+            " that was trained"
+        )
+    for name, tensor in ours.items():
+        tensor.copy_(theirs[name])
+
+
+def _listed(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+if __name__ == "__main__":
+    import sys
+
+    given = InferenceJob.from_text(sys.argv[1])
+    # where the task lies elsewhere on this node
+    apply(replace(given, task=sys.argv[2]) if sys.argv[2:] else given)

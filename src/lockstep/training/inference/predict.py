@@ -1,0 +1,169 @@
+"""Prediction: one row a sample, in the order of the data set, on several ranks as on one.
+
+data/rows.py   which batches are this rank's     row_layout.py         a batch's output as named columns
+RowsInMemory   all rows, on every rank           prediction_files.py   rows streamed to a file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
+from lockstep.errors import UsageError
+from lockstep.step.forward import Call, as_arguments, bare, device_of, evaluating, outputs
+from lockstep.training.inference import out_file
+from lockstep.training.inference.prediction_files import Npy, Parquet
+from lockstep.training.inference.row_layout import RowLayout, agreed, same, split
+from lockstep.world.world import World
+
+_AT_ONCE = 2**21  # numbers of 8 bytes that are summed together
+_FILES = {".npy": Npy, ".parquet": Parquet}
+
+
+def predict(
+    model: nn.Module,
+    data: Dataset[Any] | Tensor | tuple[Tensor, ...] | dict[str, Tensor],
+    *,
+    batch: int = 64,
+    out: Path | str | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    loader_workers: int = 0,
+    inputs: Callable[[Any], Any] | None = None,
+    seed: int = 0,
+    world: World | None = None,
+) -> Any:
+    """The model's output for every row of `data`, in order, computed on all ranks. All ranks call
+    it, with the same data.
+
+    The model runs as it is, in eval mode and without gradients; modes and random states are put
+    back. A DistributedDataParallel's `sync_buffers()` is called first and its `.module` run. It
+    returns a tensor, or a tuple, list or dict of tensors, of one row a sample; nothing is sent
+    before all batches are done. With equal intra-op threads on the ranks (`torch.set_num_threads`)
+    the result has the same bits for every world size.
+
+    Args:
+        model: a module, or a wrapper around one; equal on all ranks.
+        data: a map-style data set, or one batch: a tensor, or a tuple or dict of tensors with equal
+            first dimensions.
+        batch: rows of a forward, at fixed positions; the last has what is left.
+        out: a file that ends in .npy (one tensor) or .parquet (columns by name; needs pyarrow).
+            Rows are streamed to it; no rank holds more than its own. It is there whole or not at
+            all.
+        collate, loader_workers: how a data set is loaded; list of samples -> batch, and processes
+            of each rank.
+        inputs: batch -> the model's arguments, a tuple or a dict of keywords. Default: of a data
+            set's batch the first part; one batch is all arguments, a dict the keywords.
+        seed: keys what the data set draws, and the model.
+        world: default: the open one.
+
+    Returns:
+        Without `out`, all rows in the model's own container, on every rank: of a data set on the
+        CPU, of one batch on the model's device. With `out`, its path.
+
+    Raises:
+        UsageError: no world is open, no rows, batch < 1, an unknown extension, an output whose rows
+            are not the input's, batches whose columns differ, or a file that cannot be written.
+    """
+    found = World.current() if world is None else world
+    file = None if out is None else out_file.check(Path(out))
+    module = bare(model)
+    device = device_of(module, found)
+    if not is_batch(data):
+        rows: DatasetRows | BatchRows = DatasetRows(
+            data,  # type: ignore[arg-type]  # what is no batch is a data set, or refused as one
+            found,
+            batch=batch,
+            seed=seed,
+            collate=collate,
+            loader_workers=loader_workers,
+            device=device,
+        )
+        return run(Call(module, inputs), rows, found, seed=seed, out=file)
+    if collate is not None or loader_workers:
+        raise UsageError(
+            f"collate and loader_workers are for a data set, and data is a {type(data).__name__},"
+            " one batch: leave them out"
+        )
+    rows = BatchRows(data, found, batch=batch, device=device)
+    joined = run(Call(module, inputs or as_arguments), rows, found, seed=seed, out=file)
+    return joined if file is not None else _moved(joined, device)
+
+
+def run(call: Any, rows: Rows, world: World, *, seed: int, out: Path | None) -> Any:
+    """`call` (which has a `.model`) on all rows; see predict. A collective."""
+    sink = RowsInMemory(rows.total, world) if out is None else _FILES[out.suffix](out, rows, world)
+    layout: RowLayout | None = None
+    try:
+        with evaluating(call.model):
+            for piece, output in outputs(call, rows, seed):
+                this, tensors = split(output, piece)
+                del output
+                if layout is None:
+                    layout = this
+                same(
+                    layout,
+                    this,
+                    f"samples {piece.rows.start} to {piece.rows.stop - 1}",
+                    "those before",
+                )
+                sink.put(piece, layout, tensors)
+                del tensors
+        return sink.finish(agreed(layout, rows.total, world))
+    except BaseException:
+        sink.discard()
+        raise
+    finally:
+        rows.close()
+
+
+class RowsInMemory:
+    """All rows on every rank, on the CPU. A rank writes its own in their places and the rest is
+    added: bytes to zeros, so exactly.
+    """
+
+    def __init__(self, total: int, world: World) -> None:
+        self._total, self._world = total, world
+        self._numbers: list[Tensor] = []
+        self._columns: list[Tensor] = []
+
+    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
+        self._make(layout)
+        for column, tensor in zip(self._columns, tensors, strict=True):
+            column[piece.rows.start : piece.rows.stop] = tensor
+
+    def finish(self, layout: RowLayout) -> Any:
+        self._make(layout)
+        for numbers in self._numbers:
+            for part in numbers.split(_AT_ONCE):
+                self._world.control.all_reduce(part).wait()
+        return layout.joined(self._columns)
+
+    def discard(self) -> None:
+        self._numbers, self._columns = [], []
+
+    def _make(self, layout: RowLayout) -> None:
+        if self._columns:
+            return
+        for column in layout.columns:
+            size = self._total * column.row_bytes
+            numbers = torch.zeros(-(-size // 8), dtype=torch.int64)
+            self._numbers.append(numbers)
+            self._columns.append(
+                numbers.view(torch.uint8)[:size]
+                .view(column.torch_dtype)
+                .reshape(self._total, *column.shape)
+            )
+
+
+def _moved(joined: Any, device: Any) -> Any:
+    if isinstance(joined, Tensor):
+        return joined.to(device)
+    if isinstance(joined, dict):
+        return {name: part.to(device) for name, part in joined.items()}
+    return type(joined)(part.to(device) for part in joined)

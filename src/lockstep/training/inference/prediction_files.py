@@ -1,0 +1,317 @@
+"""Predictions as one file, .npy or .parquet: rank 0 makes it and gives it its name; rows go into it
+as soon as they may.
+
+    .npy        where a row lies follows from its number alone: every rank that sees the file writes
+                its own, and holds none of them
+    .parquet    rank 0 writes row groups in the order of the data set; a group ends where its rows
+                reach a size, so that the file has the
+                same bytes at every world size
+
+A rank that cannot write its rows holds them until the end, and then sends them to rank 0 batch by
+batch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.collectives.texts import everybodys, said_by
+from lockstep.data.rows import Piece, Rows
+from lockstep.errors import LockstepWarning, PeerFailed, UsageError
+from lockstep.training.inference.out_file import Unfinished
+from lockstep.training.inference.row_layout import Column, RowLayout
+from lockstep.world.world import World
+
+_HALF = ("bfloat16",)  # numpy has no such type
+_GROUP_BYTES = 4 * 2**20
+_PLACE = "for the file of predictions"
+
+
+class PredictionFile(ABC):
+    """bfloat16 becomes float32, which is said. Every rank makes it, puts its batches, and
+    finishes or discards it.
+    """
+
+    def __init__(self, path: Path, rows: Rows, world: World) -> None:
+        self._rows, self._world = rows, world
+        self._unfinished = Unfinished(path)
+        self._held: dict[int, list[Tensor]] = {}
+        failure = None
+        if world.rank == 0:
+            try:
+                self._create()
+            except (UsageError, OSError) as error:
+                failure = error
+        if said_by(0, failure is not None, world.control, _PLACE):
+            raise failure or PeerFailed(f"rank 0 could not write {path}")
+
+    def finish(self, layout: RowLayout) -> Path:
+        self._collect(layout, self._apart())
+        said = self._complete(layout) if self._world.rank == 0 else ""
+        if said_by(0, said, self._world.control, _PLACE):
+            raise (
+                PeerFailed(f"rank 0 could not finish {self._unfinished.final}")
+                if self._world.rank
+                else UsageError(said)
+            )
+        return self._unfinished.final
+
+    def discard(self) -> None:
+        self._close()
+        if self._world.rank == 0:
+            self._unfinished.remove()
+
+    def _collect(self, layout: RowLayout, apart: Collection[int]) -> None:
+        """What these ranks hold comes to rank 0, in order, and into the file."""
+        rank, control, size = self._world.rank, self._world.control, self._rows.size
+        for number in range(self._rows.count):
+            owner = number % self._world.size
+            if owner not in apart or rank not in (0, owner):
+                continue
+            if rank == owner:
+                tensors = self._held.pop(number, [])  # rank 0 may have written it
+            else:
+                rows = min(size, self._rows.total - number * size)
+                tensors = [
+                    torch.empty(rows, *column.shape, dtype=column.torch_dtype)
+                    for column in layout.columns
+                ]
+            for tensor in tensors:
+                if rank:
+                    control.send(_octets(tensor), 0)
+                elif owner:
+                    control.receive(_octets(tensor), owner)
+            if rank == 0 and tensors:
+                self._write(number, layout, tensors)
+
+    def _complete(self, layout: RowLayout) -> str:
+        """On rank 0: the rest, disk, name; the reason if it failed."""
+        try:
+            self._end(layout)
+            self._close()
+            self._unfinished.keep()
+        except UsageError as error:
+            return str(error)
+        except OSError as error:
+            return str(self._unfinished.failed(error))
+        half = [column.name for column in layout.columns if column.dtype in _HALF]
+        if half:
+            said = (
+                f"{', '.join(map(repr, half))} is bfloat16, which the file does not have: written"
+                " as float32"
+            )
+            warnings.warn(said, LockstepWarning, stacklevel=2)
+        return ""
+
+    @abstractmethod
+    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
+        """A batch of this rank."""
+
+    @abstractmethod
+    def _create(self) -> None:
+        """On rank 0."""
+
+    @abstractmethod
+    def _apart(self) -> Collection[int]:
+        """The ranks that may hold rows. A collective."""
+
+    @abstractmethod
+    def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _end(self, layout: RowLayout) -> None:
+        """All rows are written."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+
+class Npy(PredictionFile):
+    """One tensor's rows. A rank that does not find the token in the file that rank 0 has made
+    has another file system.
+    """
+
+    def __init__(self, path: Path, rows: Rows, world: World) -> None:
+        self._token = secrets.token_hex(16)
+        self._file: int | None = None
+        super().__init__(path, rows, world)
+        self._token = said_by(0, self._token, world.control, _PLACE)
+        self._file = self._open()
+        self._is_apart = self._file is None
+
+    def _create(self) -> None:
+        self._unfinished.create()
+        self._unfinished.path.write_text(self._token)
+
+    def _open(self) -> int | None:
+        try:
+            handle = os.open(self._unfinished.path, os.O_RDWR)
+        except OSError:
+            return None
+        if os.pread(handle, len(self._token), 0) == self._token.encode():
+            return handle
+        os.close(handle)
+        return None
+
+    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
+        if self._is_apart:
+            as_numpy(_only(layout), tensors[0])  # or nothing: the file cannot hold it
+            self._held[piece.number] = tensors
+        else:
+            self._write(piece.number, layout, tensors)
+
+    def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None:
+        assert self._file is not None
+        plain = as_numpy(_only(layout), tensors[0])
+        start = len(header(layout, self._rows.total)) + number * self._rows.size * plain[0].nbytes
+        data, place = np.ascontiguousarray(plain).reshape(-1).view(np.uint8).data, 0
+        try:
+            while place < len(data):
+                place += os.pwrite(self._file, data[place:], start + place)
+        except OSError as error:
+            raise self._unfinished.failed(error) from None
+
+    def _apart(self) -> Collection[int]:
+        if self._world.rank > 0:
+            # before rank 0 is told: a network file system shows others what a closed file holds
+            self._close()
+        return [
+            rank
+            for rank, apart in enumerate(everybodys(self._is_apart, self._world.control, _PLACE))
+            if apart
+        ]
+
+    def _end(self, layout: RowLayout) -> None:
+        assert self._file is not None
+        os.pwrite(self._file, header(layout, self._rows.total), 0)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            handle, self._file = self._file, None
+            os.close(handle)
+
+
+class Parquet(PredictionFile):
+    """Columns by name; a row of several numbers is a list of fixed size."""
+
+    def __init__(self, path: Path, rows: Rows, world: World) -> None:
+        self._next = 0  # batch that rank 0 writes next
+        self._waiting: list[Any] = []  # tables of the row group
+        self._writer: Any = None
+        super().__init__(path, rows, world)
+
+    def _create(self) -> None:
+        _arrow()  # now, so that the memory that it takes is not missed when the rows are there
+        self._unfinished.create()
+
+    def put(self, piece: Piece, layout: RowLayout, tensors: list[Tensor]) -> None:
+        if self._world.rank == 0 and piece.number == self._next:
+            self._write(piece.number, layout, tensors)
+        else:
+            self._held[piece.number] = tensors
+
+    def _apart(self) -> Collection[int]:
+        return range(self._world.size)
+
+    def _write(self, number: int, layout: RowLayout, tensors: list[Tensor]) -> None:
+        arrays = [
+            _array(column, as_numpy(column, tensor))
+            for column, tensor in zip(layout.columns, tensors, strict=True)
+        ]
+        self._waiting.append(
+            _arrow().table(arrays, names=[column.name for column in layout.columns])
+        )
+        self._next = number + 1
+        if sum(table.nbytes for table in self._waiting) >= _GROUP_BYTES:
+            self._end(layout)
+
+    def _end(self, layout: RowLayout) -> None:
+        if self._waiting:
+            table = _arrow().concat_tables(self._waiting).combine_chunks()
+            self._waiting = []
+            try:
+                if self._writer is None:
+                    self._writer = import_module("pyarrow.parquet").ParquetWriter(
+                        self._unfinished.path, table.schema, use_dictionary=False
+                    )
+                self._writer.write_table(table, row_group_size=len(table))
+            except OSError as error:
+                raise self._unfinished.failed(error) from None
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def header(layout: RowLayout, total: int) -> bytes:
+    """The beginning of a .npy file, which every rank can compute alone."""
+    column = _only(layout)
+    plain = as_numpy(column, torch.empty(0, *column.shape, dtype=column.torch_dtype))
+    text = io.BytesIO()
+    fields = {
+        "descr": np.lib.format.dtype_to_descr(plain.dtype),
+        "fortran_order": False,
+        "shape": (total, *column.shape),
+    }
+    np.lib.format.write_array_header_1_0(text, fields)
+    return text.getvalue()
+
+
+def as_numpy(column: Column, tensor: Tensor) -> NDArray[Any]:
+    """A column's rows. Raises UsageError for a dtype that numpy does not have."""
+    try:
+        return (tensor.float() if column.dtype in _HALF else tensor).numpy()
+    except TypeError:
+        raise UsageError(
+            f"predictions of dtype {column.dtype} ({column.name!r}) cannot be written: return"
+            " .float() in the model"
+        ) from None
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _only(layout: RowLayout) -> Column:
+    if layout.container != "tensor":
+        raise UsageError(
+            f"the model returned {layout}: a .npy file holds one tensor; write .parquet, or wrap"
+            " the model in one that returns one"
+        )
+    return layout.columns[0]
+
+
+def _arrow() -> Any:
+    return import_module("pyarrow")
+
+
+def _array(column: Column, plain: NDArray[Any]) -> Any:
+    pa = _arrow()
+    if 0 in column.shape:
+        raise UsageError(
+            f"{column.name!r} has no numbers in a row (shape {list(column.shape)}): Parquet cannot"
+            " hold it; write .npy"
+        )
+    try:
+        found = pa.array(plain.reshape(-1))
+    except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
+        raise UsageError(
+            f"{column.name!r} is {column.dtype}, which Parquet does not have: write .npy, or return"
+            " real numbers"
+        ) from None
+    for size in reversed(column.shape):
+        found = pa.FixedSizeListArray.from_arrays(found, size)
+    return found

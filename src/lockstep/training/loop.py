@@ -1,0 +1,207 @@
+"""The training loop: the one that a user would write with Loader and Stepper (README); around it
+stand evaluation, records and checkpoints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from lockstep.config.settings import Settings
+from lockstep.config.task import Task
+from lockstep.data.loader import ENDLESS
+from lockstep.data.windows import Window
+from lockstep.errors import LockstepError, Preempted
+from lockstep.step.forward import matmul_precision
+from lockstep.training.anatomy import AnatomyFile, begins
+from lockstep.training.announcements import mesh_in_words, say_resumed, say_start
+from lockstep.training.assembled import AssembledTraining
+from lockstep.training.journal import Journal
+from lockstep.training.result import Result
+from lockstep.training.run_directory import RunDirectory
+from lockstep.training.saving import Untimed
+from lockstep.world.world import World
+
+
+class Training(AssembledTraining):
+    """From where it has come to, to its end."""
+
+    def __init__(
+        self, task: Task, settings: Settings, world: World, run: RunDirectory | None
+    ) -> None:
+        super().__init__(task, settings, world, run)
+        self._times: AnatomyFile | Untimed = Untimed()
+        self._ranks = world.size
+
+    def run(self) -> Result:
+        self.world.heed_signals()
+        changed, resumed = self.resume()
+        with self._journal() as journal, matmul_precision(self.precision), self._timed():
+            say_start(self, journal)
+            began = time.perf_counter()
+            if resumed is not None:
+                say_resumed(self, journal, resumed, changed)
+            self._epochs(journal)
+            self._check_trained()
+            seconds = time.perf_counter() - began
+            if self.reached.stopped_early:
+                journal.event(
+                    "early stop",
+                    f"stopped early: {self.reached.stopped_early}",
+                    step=self.stepper.steps,
+                )
+            if (idle := self.placed.idle()) is not None:
+                journal.event("idle", idle)
+            journal.event("end", step=self.stepper.steps, seconds=seconds)
+            result = self._result(seconds)
+        self.saves.finish(result)
+        return result
+
+    def _journal(self) -> Journal:
+        return Journal(
+            self.task,
+            self.world,
+            self.directory,
+            steps=self.length.steps,
+            epochs=self.length.epochs,
+            says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
+            sent=lambda: self.stepper.bytes_sent,
+        )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        with self.saves.step_times(begins(self.stepper, self.task, self.settings)) as self._times:
+            yield
+
+    def _epochs(self, journal: Journal) -> None:
+        at = self.loader.state_dict()
+        if self.reached.unevaluated is not None:
+            self._evaluate(journal, self.reached.unevaluated)
+        elif at["epoch"] > self.reached.epochs:
+            # resumed from a checkpoint that was taken before its epoch's end was seen to
+            self._end_of_epoch(journal, at["epoch"], whole=True)
+        elif self._over() and self.reached.evaluated != self.stepper.steps:
+            self._end_of_epoch(journal, at["epoch"] + 1, whole=False)
+        if self._over():
+            return
+        for epoch in self.loader.epochs(self.length.epochs or ENDLESS):
+            whole = True
+            for window in epoch:
+                self._step(window, journal)
+                if self._at_last_step():
+                    whole = hasattr(epoch, "__len__") and self.stepper.steps % len(epoch) == 0
+                    break
+            self._end_of_epoch(journal, epoch.number + 1, whole=whole)
+            if self._over():
+                break
+
+    def _over(self) -> bool:
+        return self.reached.stopped_early is not None or self._at_last_step()
+
+    def _at_last_step(self) -> bool:
+        return self.stepper.steps == self.length.steps
+
+    def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
+        self.reached.epochs += whole
+        if self.task.scheduler_per == "epoch" and self.scheduler is not None:
+            self.scheduler.step()
+        self._evaluate(journal, epoch)
+
+    def _step(self, window: Window, journal: Journal) -> None:
+        if (moved := window.moved) is not None:
+            journal.event(
+                "balance",
+                str(moved),
+                step=window.step + 1,
+                micro_batches_by_rank=moved.by_rank,
+                seconds_by_rank=moved.seconds,
+            )
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        result = self.step(window)
+        self.reached.loss = result.loss
+        self._times.step(result, window, self.placed.activations)
+        if self.stepper.method.server is None:
+            journal.step(window, lr, result)
+        else:
+            journal.applied(result)
+            self._regroup(journal)
+        if result.stop and not self._at_last_step():
+            # at the end it is over anyway, but for the evaluation
+            self._stop(journal)
+        self.saves.after_step(self.state, last=self._at_last_step())
+
+    def _regroup(self, journal: Journal) -> None:
+        """Where ranks have died that can be done without, the rest go on, from a meeting on."""
+        before, now = self._ranks, self.world.size
+        if now == before:
+            return
+        line = f"{before - now} of {before} ranks died: the rest go on without"
+        journal.event("gone on", line, step=self.stepper.steps, workers=now)
+        self._ranks = now
+        self.evaluation = self.new_evaluation()
+        self.saves.regroup()
+
+    def _stop(self, journal: Journal) -> NoReturn:
+        """All ranks were asked to stop, and are here."""
+        steps, command = self.stepper.steps, self.saves.stop(self.state)
+        then = (
+            f"saved: {command} goes on"
+            if command
+            else "nothing is saved: there is no run directory"
+        )
+        journal.event(
+            "preempted",
+            f"stopped as asked after step {steps}{self.length.of_steps}, {then}",
+            step=steps,
+        )
+        raise Preempted(steps, command is not None)
+
+    def _evaluate(self, journal: Journal, epoch: int) -> None:
+        self.stepper.meet()  # an evaluation, and a result, are of one model
+        steps = self.stepper.steps
+        self.stepper.check_replicas(f"before the evaluation after step {steps}")
+        if self.evaluation is None:
+            return
+        began = time.perf_counter()
+        self.reached.unevaluated = epoch
+        metrics = self.evaluation()
+        if metrics is None:
+            self._stop(journal)
+        improved = self.reached.note(metrics, steps)
+        if improved is not None:
+            self.saves.best(self.state, improved.metric, improved.value)
+        journal.evaluated(steps, epoch, metrics, time.perf_counter() - began)
+
+    def _check_trained(self) -> None:
+        steps = self.stepper.steps
+        self.stepper.check_replicas(f"at the end, after step {steps}")
+        if not self.world.agree(steps == 0 or self.reached.applied + self.stepper.applied > 0):
+            raise LockstepError(
+                f"none of the {steps} steps was applied, so nothing was trained: the weights are"
+                " those of the start. The warning of the first skipped step says why"
+            )
+
+    def _result(self, seconds: float) -> Result:
+        """The training is over: its last checkpoint, and what it came to."""
+        digest = self.placed.digest()
+        reached = self.reached
+        return Result(
+            task=self.task.name or "task",
+            model=self.model,
+            metrics=reached.metrics,
+            best=reached.best.as_json() if reached.best else None,
+            loss=reached.loss,
+            headline=reached.headline(),
+            epochs=reached.epochs,
+            steps=self.stepper.steps,
+            workers=self.world.size,
+            update=", ".join(filter(None, [mesh_in_words(self), self.stepper.method.describe()])),
+            reduce=self.stepper.reducer.reduction.name,
+            seconds=seconds,
+            stopped_early=reached.stopped_early,
+            sha256=digest,
+            run=self.saves.path,
+            checkpoint=self.saves.end({**self.state(), "sha256": digest}),
+        )

@@ -1,0 +1,182 @@
+"""RUN/timeline.json: steps, phases and buckets of every rank for Perfetto (ui.perfetto.dev) and
+chrome://tracing.
+
+The trace-event format, as an object with `traceEvents`; times in microseconds from the first event.
+A rank is a process of the trace, with a lane for its phases and lanes for its buckets: what
+overlaps in part stands side by side, since complete events of one lane must nest.
+
+Clocks of several hosts differ. They are aligned by the moment at which a step's sums were there,
+which is the same on all ranks but for the transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.training.timeline.lanes import Anatomy, Lane
+from lockstep.training.timeline.lines import StepsLine
+
+FILE = "timeline.json"
+_PHASES, _BUCKETS = 1, 2
+"""The first lanes' numbers; a second lane of buckets is 3 and so on."""
+Event = dict[str, Any]
+
+
+def trace(anatomy: Anatomy) -> dict[str, Any]:
+    """What the file holds. Without events where no step was recorded with its times."""
+    behind = offsets(anatomy)
+    origin = min((began + behind[host] for host, began in _first(anatomy)), default=0.0)
+    events: list[Event] = []
+    hosts: dict[int, str] = {}
+    for number, generation in enumerate(anatomy.generations):
+        for rank, lane in generation.lanes.items():
+            hosts.setdefault(rank, lane.begin.host)
+            events += _of_lane(rank, lane, number, behind[lane.begin.host] - origin)
+    placed = list(_in_lanes(sorted(events, key=lambda event: (event["ts"], -event["dur"]))))
+    return {"traceEvents": [*_names(hosts, placed), *placed], "displayTimeUnit": "ms"}
+
+
+def write(run: Path, anatomy: Anatomy) -> Path:
+    """The trace of `anatomy` as timeline.json in `run`. Raises OSError."""
+    file = run / FILE
+    new = run / f"{FILE}.{os.getpid()}.unfinished"
+    new.write_text(json.dumps(trace(anatomy), separators=(",", ":")) + "\n", encoding="utf-8")
+    new.replace(file)
+    return file
+
+
+def offsets(anatomy: Anatomy) -> dict[str, float]:
+    """Seconds to add to each host's clock, so that it shows what the first host's does: the
+    median over the steps that both recorded.
+    """
+    arrived: dict[str, dict[tuple[int, int], list[float]]] = {}
+    for number, generation in enumerate(anatomy.generations):
+        for lane in generation.lanes.values():
+            of_host = arrived.setdefault(lane.begin.host, {})
+            for line in lane.steps:
+                if (moment := summed_at(line)) is not None:
+                    of_host.setdefault((number, line.first), []).append(moment)
+    hosts = list(arrived)
+    first = arrived[hosts[0]] if hosts else {}
+    found = {}
+    for host in hosts:
+        both = sorted(first.keys() & arrived[host].keys())
+        found[host] = (
+            statistics.median(max(first[key]) - max(arrived[host][key]) for key in both)
+            if both
+            else _by_start(anatomy, host)
+        )
+    return found
+
+
+def summed_at(line: StepsLine) -> float | None:
+    """When the sums of a step were there, on its rank's clock: its last bucket's, else the end
+    of its last communication.
+    """
+    done = [done for _, _, done in line.buckets if done is not None]
+    done = done or [ended for phase, _, ended in line.spans if phase in ("moving", "waits")]
+    return max(done) if done else None
+
+
+def _by_start(anatomy: Anatomy, host: str) -> float:
+    """Where no step tells: ranks of one generation began at about the same time."""
+    for generation in anatomy.generations:
+        starts = [lane.begin.at for lane in generation.lanes.values() if lane.begin.host == host]
+        if starts and generation.begin.host != host:
+            return generation.begin.at - min(starts)
+    return 0.0
+
+
+def _first(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
+    """Each host, and when something begins there, on its clock."""
+    for lane in (lane for generation in anatomy.generations for lane in generation.lanes.values()):
+        for line in lane.steps:
+            yield from ((lane.begin.host, began) for _, began, _ in line.spans)
+            yield from ((lane.begin.host, left) for _, left, _ in line.buckets)
+
+
+def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[Event]:
+    for line in lane.steps:
+        if line.spans:
+            began, ended = min(span[1] for span in line.spans), max(span[2] for span in line.spans)
+            facts = {
+                "step": line.first,
+                "generation": generation,
+                "samples": line.samples,
+                "micro_batches": line.micro_batches,
+            }
+            yield _event(
+                rank, _PHASES, f"step {line.first}", "step", began + offset, ended + offset, facts
+            )
+        for phase, began, ended in line.spans:
+            yield _event(
+                rank, _PHASES, phase, "phase", began + offset, ended + offset, {"step": line.first}
+            )
+        for index, left, done in line.buckets:
+            if done is not None:
+                size = lane.begin.buckets[index] if index < len(lane.begin.buckets) else None
+                facts = {"step": line.first, **({} if size is None else {"bytes": size})}
+                yield _event(
+                    rank, _BUCKETS, f"bucket {index}", "bucket", left + offset, done + offset, facts
+                )
+
+
+def _event(
+    rank: int, lane: int, name: str, kind: str, began: float, ended: float, facts: Mapping[str, Any]
+) -> Event:
+    """Whole microseconds, both ends rounded: what ended when the next began still does."""
+    start, end = round(1e6 * began), round(1e6 * ended)
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": lane,
+        "name": name,
+        "cat": kind,
+        "ts": start,
+        "dur": max(0, end - start),
+        "args": dict(facts),
+    }
+
+
+def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
+    """`events`, in order of time, each in the first lane of its kind in which it lies beside the
+    others or inside of them.
+    """
+    open_until: dict[tuple[int, int], list[int]] = {}
+    for event in events:
+        lane = int(event["tid"])
+        while not _fits(open_until.setdefault((event["pid"], lane), []), event):
+            lane += 2  # phases in odd lanes, buckets in even ones
+        open_until[event["pid"], lane].append(event["ts"] + event["dur"])
+        yield {**event, "tid": lane}
+
+
+def _fits(ends: list[int], event: Event) -> bool:
+    """Whether it starts after, or lies within, what has begun. `ends`: of those that are not
+    over, the innermost last.
+    """
+    while ends and ends[-1] <= event["ts"]:
+        ends.pop()
+    return not ends or event["ts"] + event["dur"] <= ends[-1]
+
+
+def _names(hosts: Mapping[int, str], events: Sequence[Event]) -> Iterator[Event]:
+    """How viewers call processes and lanes, and in which order they show them."""
+
+    def about(rank: int, lane: int, what: str, **said: Any) -> Event:
+        return {"ph": "M", "pid": rank, "tid": lane, "name": what, "args": said}
+
+    for rank, host in sorted(hosts.items()):
+        yield about(rank, 0, "process_name", name=f"rank {rank} ({host})")
+        yield about(rank, 0, "process_sort_index", sort_index=rank)
+    for rank, lane in sorted({(event["pid"], event["tid"]) for event in events}):
+        kind = "phases" if lane % 2 else "buckets"
+        yield about(
+            rank, lane, "thread_name", name=kind if lane < 3 else f"{kind} {(lane + 1) // 2}"
+        )
+        yield about(rank, lane, "thread_sort_index", sort_index=lane)

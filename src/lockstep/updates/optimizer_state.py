@@ -1,0 +1,228 @@
+"""The user's optimizer, whoever holds which part of its state: all of it here, or pieces of the
+parameters on each rank.
+
+Outside, the state is whole and in the form of torch's `Optimizer.state_dict()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.checkpoints.pieces import Piece
+from lockstep.errors import UsageError
+from lockstep.gradients.reducer import Reducer
+from lockstep.updates.shards import Shards, State, check_elementwise
+
+
+class OptimizerState(Protocol):
+    """What checkpoints and users see of the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's state in torch's form, on all ranks. Every rank calls it."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over such a state. Every rank calls it with the same."""
+        ...
+
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        """The parameters of every group of the optimizer, whole."""
+        ...
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        """The state, "state/parameter" by name: what all ranks have, and what only this one has."""
+        ...
+
+
+class WholeOptimizer:
+    """All of it is here."""
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer) -> None:
+        check_belongs(reducer, optimizer)
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(dict(state))
+
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        return (
+            whole_pieces(
+                self._optimizer, [each for members in self.wholes() for each in members], name_of
+            ),
+            [],
+        )
+
+
+class CutOptimizer:
+    """Its groups hold this rank's pieces of the parameters, and keep everything else. `cut()`
+    makes the shards, after each new layout.
+    """
+
+    def __init__(self, reducer: Reducer, optimizer: Optimizer, cut: Callable[[], Shards]) -> None:
+        check_elementwise(type(optimizer))
+        check_belongs(reducer, optimizer)
+        self._reducer, self._optimizer, self._make = reducer, optimizer, cut
+        self._wholes = [list(group["params"]) for group in optimizer.param_groups]
+        self._cut({id(parameter): state for parameter, state in optimizer.state.items()})
+
+    def follow(self) -> None:
+        """Cut again where the layout is new. Groups that were added to the optimizer hold whole
+        parameters. State moves parameter by parameter.
+        """
+        if self._reducer.layouts == self._layouts:
+            return
+        self._wholes += [
+            list(group["params"]) for group in self._optimizer.param_groups[len(self._wholes) :]
+        ]
+        old, frozen = self.shards, self._frozen()
+        self._cut(frozen)
+        for number, state in old.whole_states(self._optimizer):
+            for view in old.mine_of(old.parameters[number]):
+                self._optimizer.state.pop(view, None)
+            self._give(old.parameters[number], state)
+
+    def _cut(self, states: Mapping[int, State]) -> None:
+        """Put this rank's pieces in the place of the optimizer's parameters. `states`, by the
+        identity of whole parameters, are cut as well.
+        """
+        self._layouts = self._reducer.layouts
+        self.shards = self._make()
+        self._numbers = {
+            id(parameter): number for number, parameter in enumerate(self._reducer.parameters)
+        }
+        for group, wholes in zip(self._optimizer.param_groups, self._wholes, strict=True):
+            group["params"] = [
+                part
+                for whole in wholes
+                for part in (self.shards.mine_of(whole) if id(whole) in self._numbers else [whole])
+            ]
+            for whole in wholes:
+                self._optimizer.state.pop(whole, None)
+                if id(whole) in states:
+                    self._give(whole, states[id(whole)])
+
+    def _give(self, whole: Tensor, state: State) -> None:
+        """A parameter's state to whoever holds it now: the pieces, or, where it is frozen,
+        itself.
+        """
+        if id(whole) in self._numbers:
+            self.shards.cut_state(self._optimizer, self._numbers[id(whole)], state)
+        else:
+            self._optimizer.state[whole] = state
+
+    def _frozen(self) -> dict[int, State]:
+        """The state of parameters that were never cut, by their identity."""
+        return {
+            id(whole): self._optimizer.state[whole]
+            for wholes in self._wholes
+            for whole in wholes
+            if whole in self._optimizer.state
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        cut = {
+            id(self.shards.parameters[number]): state
+            for number, state in self.shards.whole_states(self._optimizer)
+        }
+        return pack(self._optimizer.param_groups, self._wholes, cut | self._frozen())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        options, states = unpack(state, self._wholes)
+        for group, option in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(option)
+        self._optimizer.state.clear()
+        self._cut(states)
+
+    def wholes(self) -> Sequence[Sequence[Tensor]]:
+        return self._wholes
+
+    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        wholes = [each for members in self._wholes for each in members]
+        return whole_pieces(self._optimizer, wholes, name_of), list(
+            self.shards.state_pieces(self._optimizer, name_of)
+        )
+
+
+def whole_pieces(
+    optimizer: Optimizer, parameters: Sequence[Tensor], name_of: Callable[[Tensor], str]
+) -> list[Piece]:
+    """What the optimizer keeps in tensors for these parameters."""
+    return [
+        Piece(f"{state}/{name_of(parameter)}", value)
+        for parameter in parameters
+        for state, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def check_belongs(reducer: Reducer, optimizer: Optimizer) -> None:
+    """Raise a UsageError for an optimizer over parameters that are not the reducer's."""
+    known = {id(parameter) for parameter in reducer.parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise UsageError(
+                    f"the optimizer's parameter group {number} holds a parameter of shape"
+                    f" {list(parameter.shape)} that the model does not have: build the optimizer"
+                    " from this model's parameters (without ignored ones), after moving or"
+                    " replacing them"
+                )
+
+
+def pack(
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Sequence[Sequence[Tensor]],
+    states: Mapping[int, State],
+) -> dict[str, Any]:
+    """The dict for parameter groups with these options, over these parameters; `states` by the
+    parameters' identity.
+    """
+    numbers: dict[int, int] = {}
+    packed = []
+    for group, members in zip(groups, parameters, strict=True):
+        numbers |= {id(parameter): len(numbers) + place for place, parameter in enumerate(members)}
+        packed.append(
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "params": [numbers[id(each)] for each in members],
+            }
+        )
+    return {
+        "state": {numbers[key]: states[key] for key in numbers if key in states},
+        "param_groups": packed,
+    }
+
+
+def unpack(
+    state: Mapping[str, Any], parameters: Sequence[Sequence[Tensor]]
+) -> tuple[list[dict[str, Any]], dict[int, State]]:
+    """The options of every group, and the states by the parameters' identity. Raises UsageError
+    for another optimizer's state.
+    """
+    saved = state["param_groups"]
+    counts = [len(group["params"]) for group in saved]
+    ours = [len(members) for members in parameters]
+    if counts != ours:
+        raise UsageError(
+            f"the optimizer's state is another's: its parameter groups hold {counts} parameters,"
+            f" here they hold {ours}"
+        )
+    known = {
+        number: id(each)
+        for group, members in zip(saved, parameters, strict=True)
+        for number, each in zip(group["params"], members, strict=True)
+    }
+    options = [
+        {name: value for name, value in group.items() if name != "params"} for group in saved
+    ]
+    return options, {known[number]: value for number, value in state["state"].items()}

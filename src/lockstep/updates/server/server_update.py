@@ -1,0 +1,314 @@
+"""This rank as a worker of a parameter server: it draws slots, pulls parameters, pushes gradients,
+and waits for nobody but by the bound.
+
+draw        what is next; a window that is complete is applied on the way, by whoever asks
+pull        the newest parameters of every shard, before the first forward
+push        sums, not means, to every shard: what a window is divided by is known when its last draw
+            is there
+meet        the same parameters and buffers on all ranks
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lockstep.collectives.tags import alive
+from lockstep.config.parallelism import Parallelism
+from lockstep.data.draws import Drawn
+from lockstep.data.windows import Plan, Window
+from lockstep.errors import UsageError
+from lockstep.gradients.facts import Facts
+from lockstep.launcher import asked
+from lockstep.runtime import status
+from lockstep.updates.applied import AppliedWindow, EndedWindow
+from lockstep.updates.meeting_buffers import MeetingBuffers
+from lockstep.updates.optimizer_state import CutOptimizer
+from lockstep.updates.server.all_shards import AllShards
+from lockstep.updates.server.counter import (
+    Answer,
+    Apply,
+    Counter,
+    Draw,
+    EpochCourse,
+    Meet,
+    Pushed,
+    WindowDone,
+)
+from lockstep.updates.server.serving import Desk, answer_of, question_header
+from lockstep.updates.server.shard import ServerShard
+from lockstep.updates.update import NOTHING, Update, Updated
+
+WHY = {
+    "weight": NOTHING,
+    "loss": "the loss is not finite: this update would make every weight nan",
+    "norm": "the gradient's norm is not finite",
+}
+
+
+class ServerUpdate(Update):
+    """The optimizer holds pieces of the parameters, as in the sharded update, in memory apart
+    from the model's.
+    """
+
+    name = "server"
+
+    def __init__(self, updated: Updated, method: Parallelism) -> None:
+        assert method.server is not None
+        self._updated, self._reducer = updated, updated.reducer
+        self._everyone = everyone = updated.everyone
+        self._rank = everyone.rank
+        owners = everyone.size if method.server.shards is None else method.server.shards
+        if owners > everyone.size:
+            raise UsageError(
+                f"update={method.update!r}: {owners} shards need as many ranks, and there are"
+                f" {everyone.size}"
+            )
+        self._shards = AllShards(everyone, owners)
+        self.optimizer: CutOptimizer = CutOptimizer(
+            self._reducer, updated.optimizer, lambda: self._shards.cut(self._reducer)
+        )
+        self._reducer.lay(self._reducer.order)  # and keep it: shards are slices of buckets
+        self._generation = self._reducer.generation
+        self._buffers = MeetingBuffers(updated.model, everyone)
+        self._together = True
+        # windows that were applied before the last meeting, over all epochs; None before the first
+        self._steps: int | None = None
+        self._step = 0  # that this rank was last seen at
+        # this rank's own, counted on from the step at which it began
+        self._windows: int | None = None
+        self._current: Draw | Meet | None = None
+        self._course: EpochCourse | None = None
+        self._said: Pushed | str | None = None
+        self._followed = 0  # steps of the optimizer that this rank's scheduler has followed
+        self._records: list[AppliedWindow] = []
+        self._shards.own(
+            updated.optimizer, by_age=method.server.lr == "by-age", stepped=self._step_scheduler
+        )
+        self._desk: Desk | None = None
+        self._open(Counter(everyone.size, method.bound))
+
+    def _open(self, counter: Counter) -> None:
+        """Start to serve. Every rank calls it."""
+        world = self._updated.world
+        pids = self._everyone.host.all_gather(
+            torch.tensor(os.getpid()), place="for the processes of a server"
+        ).tolist()
+        here = world.local_size == world.size
+        if self._rank == 0:
+            self._desk = Desk(
+                counter, self._shards.owners, lambda rank: here and not alive(pids[rank])
+            )
+        self._missable = here and self._rank >= self._shards.owners
+        self._shards.serve(world, self._desk)
+
+    def follow(self) -> None:
+        if self._reducer.generation != self._generation:
+            raise UsageError(
+                "parameters were added, frozen or unfrozen: a server's shards are cut once; begin a"
+                " new Stepper for that"
+            )
+        self.optimizer.follow()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._buffers.restart()
+
+    def _step_scheduler(self) -> None:
+        if self._updated.scheduler is not None:
+            self._updated.scheduler.step()
+
+    # -- what is next -----------------------------------------------------------------------------
+
+    def meet_before(self, window: int) -> None:
+        """Have all ranks meet when the windows below this number are applied. Every rank calls
+        it alike.
+        """
+        if self._desk is not None:
+            self._desk.meet_before(window)
+
+    def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> Drawn:
+        if self._current is not None:
+            raise UsageError(
+                "the next window was asked for before stepper.step() had ended the last one: call"
+                " it once after each window"
+            )
+        last = plan.at(plan.steps_per_epoch - 1, epoch, 0)
+        self._course = course = EpochCourse(
+            epoch, first, begin, plan.steps_per_epoch, plan.slots, len(last.filled(0, 1))
+        )
+        self._step = max(self._step, first + begin + 1 if self._steps is None else self._steps + 1)
+        status.step(self._step)
+        if self._together:
+            self._may_be_missed(True)
+        while isinstance(answer := self._ask(course), Apply):
+            self._apply_window(answer)
+        self._current = answer
+        if isinstance(answer, Meet):
+            self._may_be_missed(False)
+            return Drawn(answer.place, range(0), answer.over)
+        self._together = False
+        return Drawn(answer.place, range(answer.first, answer.last))
+
+    def _ask(self, course: EpochCourse) -> Answer:
+        said, self._said = self._said, None
+        stop = self._updated.wants_stop()
+        with status.inside("reduce"):
+            if self._desk is not None:
+                status.waits(True, messages=True)
+                answer: Answer | int | None = self._desk.ask(self._rank, course, said, stop=stop)
+                status.waits(False)
+                answer = self._desk.gone if answer is None else answer
+            else:
+                (header,) = self._shards.ask([0], question_header(course, said, stop=stop))
+                answer = answer_of(header)
+        if isinstance(answer, Draw | Apply | Meet):
+            self._shards.look_after_threads()
+            return answer
+        raise self._shards.missing(answer)
+
+    def _may_be_missed(self, yes: bool) -> None:
+        """Tell the launcher whether the rest can go on if this rank dies now."""
+        if self._missable:
+            asked.spare(yes)
+
+    # -- a draw -----------------------------------------------------------------------------------
+
+    @property
+    def dealer(self) -> ServerUpdate:
+        return self
+
+    @property
+    def together(self) -> bool:
+        """Between a meeting and the next draw."""
+        return self._together
+
+    @property
+    def between_meetings(self) -> bool:
+        return not self._together
+
+    def begin(self, window: object, steps: int) -> None:
+        if not isinstance(window, Window) or not window.drawn or self._current is None:
+            raise UsageError(
+                "with update='server' ranks draw what they compute: call stepper.draws(loader)"
+                " once, and walk the windows of that Loader's epochs, each once"
+            )
+        if isinstance(self._current, Draw):
+            self._step = window.step + 1
+            status.step(self._step)
+            with status.inside("reduce"):
+                self._shards.pull(self._reducer.buckets)
+        self._windows = steps if self._windows is None else self._windows
+
+    def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
+        """Push what was drawn; or, where nothing was, meet the others. Shards apply it, when all
+        of a window is there.
+        """
+        assert self._windows is not None
+        self._windows += 1
+        now, self._current = self._current, None
+        if isinstance(now, Meet):
+            steps = self._meet(now)
+            told = EndedWindow(
+                steps=steps,
+                number=self._windows,
+                loss=now.loss,
+                weight=now.weight,
+                stop=now.stop,
+                everyone=self._everyone,
+            )
+        else:
+            assert isinstance(now, Draw)
+            age = self._shards.push(now, facts.weight, self._reducer.buckets)
+            self._said = Pushed(
+                now, facts.weight, facts.loss, facts.samples_by_rank[0], self._shards.version
+            )
+            self._buffers.learned(facts.weight)
+            told = EndedWindow(
+                steps=steps,
+                number=self._windows,
+                loss=facts.loss,
+                weight=facts.weight,
+                stop=False,
+                gradient_age=age,
+            )
+        self._note_applied()
+        records, self._records = self._records, []
+        return replace(told, windows=tuple(records))
+
+    # -- a window ---------------------------------------------------------------------------------
+
+    def _apply_window(self, window: Apply) -> None:
+        """All of its draws are there: have every shard step on it."""
+        clip = self._updated.clip
+        with status.inside("optimizer"):
+            reason, divisor = "", window.weight
+            if window.weight == 0:
+                reason = "weight"
+            elif not math.isfinite(window.loss):
+                reason = "loss"
+            elif clip is not None:
+                norm = math.sqrt(self._shards.squares(window.place)) / window.weight
+                reason = "" if math.isfinite(norm) else "norm"
+                divisor = (
+                    window.weight / min(1.0, clip / (norm + 1e-6)) if not reason else window.weight
+                )
+            self._shards.apply(window.place, divisor, skip=bool(reason))
+            self._said = reason
+
+    def _note_applied(self) -> None:
+        """On rank 0: record the windows that were applied since this was called last."""
+        if self._desk is not None and self._shards.mine is not None and self._course is not None:
+            self._records += [
+                _record(each, at, self._shards.mine, self._course)
+                for each, at in self._desk.applied()
+            ]
+
+    # -- a meeting --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _meet(self, met: Meet) -> int:
+        """All ranks are here, and everything is applied. Those that have died since are missed
+        from now on. The steps that were taken.
+        """
+        assert self._course is not None
+        with status.inside("reduce"):
+            if len(met.living) < self._everyone.size:
+                self._everyone = self._updated.world.go_on_among(met.living)
+                self._shards.move(self._everyone)
+                self._buffers.move(self._everyone)
+            self._shards.pull(self._reducer.buckets)
+            if self._shards.mine is None:
+                for _ in range(self._shards.steps - self._followed):
+                    self._step_scheduler()
+                self._followed = self._shards.steps
+            changed = self._buffers.changed(wanted=True)
+            facts = torch.tensor([self._buffers.since, *changed], dtype=torch.float64)
+            self._everyone.host.all_reduce_small(facts, place="for the facts of a meeting").wait()
+            total, *moved = facts.tolist()
+            self._buffers.meet(moved, total)
+        self._note_applied()
+        if self._shards.mine is not None:
+            self._shards.mine.forget_rates()
+        self._steps = self._course.first + met.place
+        self._together = True
+        return self._steps
+
+
+def _record(each: WindowDone, at: float, shard: ServerShard, course: EpochCourse) -> AppliedWindow:
+    return AppliedWindow(
+        step=course.first + each.place,
+        epoch=course.epoch,
+        loss=each.loss / each.weight if each.weight else math.nan,
+        weight=each.weight,
+        samples_by_rank=each.samples_by_rank,
+        age=each.age,
+        lr=shard.rates.pop(each.place, math.nan),
+        at=at,
+        reason=WHY.get(each.reason, ""),
+    )

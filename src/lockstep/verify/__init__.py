@@ -1,1 +1,0 @@
-"""Whether the same task gives the same bits at any number of workers; where not, what differs first, and why."""

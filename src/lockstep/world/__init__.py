@@ -1,0 +1,12 @@
+"""The ranks that train together: init, World, groups, rendezvous."""
+
+from __future__ import annotations
+
+
+def __getattr__(name: str) -> object:
+    """`lockstep.world` was a module: its two public names, for one release."""
+    if name in ("World", "init"):
+        from lockstep.world import world
+
+        return getattr(world, name)
+    raise AttributeError(f"module 'lockstep.world' has no attribute {name!r}")

@@ -1,0 +1,189 @@
+"""What a world gives to each of its groups: tags that are compared, memory of its host, a twin
+on the CPU, and what algorithms are chosen by.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.collectives.choose import Tuning
+from lockstep.collectives.exchanged_tags import ExchangedTags
+from lockstep.collectives.group import Group, Hosts
+from lockstep.collectives.shared_memory.operations import possible, share_memory
+from lockstep.collectives.tags import share_page
+from lockstep.errors import UsageError
+from lockstep.runtime.environment import Placement
+from lockstep.world.hosts import find_hosts
+from lockstep.world.rendezvous import loopback
+
+Tagging = Literal["host", "all", "off"]
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
+
+
+class Owner(Protocol):
+    """The world: how many ranks it has now, in all and on this host, and who closes a resource
+    at its own end.
+    """
+
+    size: int
+    local_size: int
+
+    def own(self, resource: C) -> C: ...
+
+
+class WorldGroups:
+    """Makes a world's groups and fits them out; every member of a group calls the same. What has to
+    end is handed to `owner`.
+
+    `subgroup(ranks, one_host)` makes a group of world ranks.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        store: dist.Store,
+        place: Placement,
+        device: torch.device,
+        *,
+        timeout: timedelta,
+        tags: Tagging,
+        tuning: Tuning,
+        subgroup: Callable[[Sequence[int], bool], Group],
+    ) -> None:
+        self.made: list[Group] = []
+        """All that were fitted out, twins too."""
+        self._owner, self._store, self._device = owner, store, device
+        self._local_size, self._node = place.local_size, place.node
+        self._timeout, self._tags, self._tuning = timeout, tags, tuning
+        self._subgroup = subgroup
+        self._turns: dict[str, int] = {}  # so far, by ranks
+        self._hosts_of: dict[Group, Hosts | None] = {}
+
+    @property
+    def on_one_host(self) -> bool:
+        return self._owner.local_size == self._owner.size
+
+    def make(self, ranks: Sequence[int], rank: int, *, one_host: bool) -> Group:
+        """A group of ranks as the whole world numbers them, made by its members only, of whom
+        this one is `rank`.
+        """
+        self._same_number_of_groups(ranks, rank)
+        with loopback(self.on_one_host):
+            group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
+        assert group is not None
+        return self.take(Group.of(group), one_host=one_host)
+
+    def take(self, group: Group, *, one_host: bool = False) -> Group:
+        """Fit out a group that is there. `one_host`: its ranks are on one, those of the world
+        are not.
+        """
+        self.made.append(group)
+        group.within = dist.group.WORLD
+        self._describe(group)
+        self._share_tags(group, one_host=one_host)
+        self._share_host(group)
+        return group
+
+    def twin(self, group: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
+        """Another process group of the same ranks, over gloo."""
+        with loopback(self.on_one_host):
+            twin: dist.ProcessGroup | None = dist.new_group(
+                list(group.ranks),
+                timeout=timeout,
+                backend="gloo",
+                use_local_synchronization=True,
+                sort_ranks=False,
+            )
+        assert twin is not None
+        return twin
+
+    def _same_number_of_groups(self, ranks: Sequence[int], rank: int) -> None:
+        """torch names a group by its ranks and by how many groups a rank has already: where that
+        differs the members would wait for ever.
+        """
+        count = len(dist.distributed_c10d._world.pg_names)
+        key = f"subgroup/{'-'.join(map(str, ranks))}"
+        self._turns[key] = turn = self._turns.get(key, 0) + 1
+        self._store.set(f"{key}/{turn}/{rank}", str(count))
+        counts = {each: int(self._store.get(f"{key}/{turn}/{each}")) for each in ranks}
+        if len(set(counts.values())) > 1:
+            raise UsageError(
+                f"subgroup of ranks {list(ranks)}: its members belong to different numbers of"
+                f" groups ({counts}), which torch cannot name; make subgroups that overlap in"
+                " rounds in which every rank makes one"
+            )
+
+    def _describe(self, group: Group) -> None:
+        """What the choice of an algorithm depends on: the thresholds, and how many ranks in a
+        row share a host.
+        """
+        group.tuning = self._tuning
+        first = group.ranks[0] // self._local_size
+        group.ranks_per_node = sum(rank // self._local_size == first for rank in group.ranks)
+        group.find_hosts = lambda: self._hosts(group)
+
+    def _hosts(self, group: Group) -> Hosts | None:
+        """Asked once a group. On one host, with tensors elsewhere than on the CPU, or without
+        tags there is nothing to ask.
+        """
+        if group not in self._hosts_of:
+            several = (
+                not self.on_one_host
+                and self._device.type == "cpu"
+                and group.size > 1
+                and self._tags != "off"
+            )
+            self._hosts_of[group] = (
+                find_hosts(group, self._node, self._subgroup) if several else None
+            )
+        return self._hosts_of[group]
+
+    def _share_tags(self, group: Group, *, host: bool = False, one_host: bool = False) -> None:
+        """Have every collective of the group compared before it is issued: on a page of memory
+        where all ranks are on one host.
+
+        `host`: the group's tensors are on the CPU, whatever the world's device.
+        """
+        group.waits = host or self._device.type == "cpu"
+        if group.size == 1 or group.tags is not None or self._tags == "off":
+            return
+        name = group.process_group.group_name
+        if sys.platform == "linux" and (one_host or self.on_one_host):
+            group.tags = self._owner.own(
+                share_page(self._store, name, group.rank, group.ranks, self._timeout)
+            )
+            self._share_memory(group, name)
+        elif self._tags == "all":
+            group.tags = self._owner.own(
+                ExchangedTags(self._store, name, self.twin(group), group.ranks, self._timeout)
+            )
+        if group.tags is not None:
+            group.timeout = self._timeout
+
+    def _share_memory(self, group: Group, name: str) -> None:
+        """Where tensors are on the CPU of one host, they may travel through its memory."""
+        if group.waits and possible():
+            group.memory = self._owner.own(
+                share_memory(self._store, f"memory/{name}", group, self._timeout)
+            )
+
+    def _share_host(self, group: Group) -> None:
+        """On GPUs, give the group a twin for CPU tensors."""
+        if self._device.type == "cpu" or group.host is not group:
+            return
+        group.host = Group.of(self.twin(group))
+        group.host.within = group.within
+        self.made.append(group.host)
+        self._share_tags(group.host, host=True)

@@ -1,0 +1,187 @@
+"""Command lines from configurations, their help, and files of options beneath them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from lockstep.cli import app
+from lockstep.cli.options import GivenNames, Only
+from lockstep.config.launching import Launch, RunChoice
+from lockstep.config.settings import Config
+from lockstep.errors import UsageError
+from tests.cli.command import taken
+
+
+def asked(choice: RunChoice, config: Config, launch: Launch, given: GivenNames) -> None:
+    """A command."""
+
+
+def test_what_is_not_given_is_the_defaults() -> None:
+    found = taken(asked)
+    assert (found["choice"], found["config"], found["launch"]) == (RunChoice(), Config(), Launch())
+    assert found["given"] == set()
+
+
+def test_options_become_the_fields_of_their_configuration() -> None:
+    found = taken(
+        asked,
+        "-n",
+        "2:4",
+        "--set",
+        "a=1",
+        "--set",
+        "b=2",
+        "--mesh",
+        "data=2",
+        "--no-compile",
+        "--exact",
+        "--stall-after",
+        "5",
+    )
+    assert (found["choice"].workers, found["choice"].overrides) == ("2:4", {"a": "1", "b": "2"})
+    assert (str(found["config"].mesh), found["config"].compile, found["config"].exact) == (
+        "data=2",
+        False,
+        True,
+    )
+    assert found["launch"].stall_after == 5
+    assert found["given"] == {"workers", "overrides", "mesh", "compile", "exact", "stall_after"}
+
+
+def test_only_some_knobs() -> None:
+    def some(config: Annotated[Config, Only("steps")]) -> None:
+        """A command."""
+
+    assert taken(some, "--steps", "3")["config"] == Config(steps=3)
+    with pytest.raises(Exception, match="--epochs"):
+        taken(some, "--epochs", "3")
+
+
+def _help(*line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", ["lockstep", *line])
+    with pytest.raises(SystemExit) as left:
+        app.main()
+    assert not left.value.code
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_common_options_and_help_all_every_one_in_groups(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = _help("train", "--help", monkeypatch=monkeypatch, capsys=capsys)
+    whole = _help("train", "--help-all", monkeypatch=monkeypatch, capsys=capsys)
+    options = [line.split()[0] for line in short.splitlines() if line.startswith("  -")]
+    assert len(options) == 12  # ten, --help-all and --help
+    assert "--sync-every" not in short
+    assert "--sync-every" in whole
+    titles = [line for line in whole.splitlines() if line.startswith("Options: ")]
+    groups = [
+        "run",
+        "training",
+        "gradients",
+        "model split",
+        "faults",
+        "checkpoints",
+        "cluster",
+        "debug",
+    ]
+    assert titles == [f"Options: {group}:" for group in groups]
+
+
+# -- --config ------------------------------------------------------------------------------------
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+TOML = (
+    'workers = 2\nsync-every = 8\nmesh = "data=2"\nstall_after = 5\nrun = "runs/mine"\n[set]\nlr ='
+    " 0.05\n"
+)
+YAML = "workers: 2\nsync_every: 8\nmesh: data=2\nstall_after: 5\nrun: runs/mine\nset: {lr: 0.05}\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", TOML), ("a.yaml", YAML)])
+def test_a_file_says_what_options_say(
+    tmp_path: Path, name: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = taken(asked, "--config", written(tmp_path, name, text))
+    line = [
+        "--workers",
+        "2",
+        "--sync-every",
+        "8",
+        "--mesh",
+        "data=2",
+        "--stall-after",
+        "5",
+        "--run",
+        "runs/mine",
+        "--set",
+        "lr=0.05",
+    ]
+    expected = taken(asked, *line)
+    assert found["config"] == expected["config"]
+    assert found["launch"] == expected["launch"]
+    assert (found["choice"].run, found["choice"].overrides) == (Path("runs/mine"), {"lr": "0.05"})
+    assert found["given"] == expected["given"]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_line_comes_first_and_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, "a.toml", 'sync_every = 8\nreduce = "native"\nsteps = 3\n')
+    found = taken(
+        asked, "--config", file, "--sync-every", "4", "--reduce", "central", "--steps", "3"
+    )
+    assert (found["config"].sync_every, found["config"].reduce) == (4, "central")
+    assert (
+        capsys.readouterr().err
+        == f"{file}: the command line comes first: sync_every=4 replaces 8; reduce=central replaces"
+        " native\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.toml", "sync_evry = 4\n", "there is no option 'sync_evry'; did you mean sync_every?"),
+        (
+            "a.toml",
+            'sync_every = "four"\n',
+            "sync_every='four': give a whole number of steps of at least 1",
+        ),
+        ("a.toml", "mesh = 2\n", "mesh=2: give AXIS=N,..."),
+        ("a.toml", "exact = 1\n", "exact=1: give true or false"),
+        ("a.toml", "set = 3\n", "overrides=3: give KEY=VALUE"),
+        ("a.toml", "steps = \n", "is not TOML: "),
+        ("a.yaml", "[1, 2]\n", "holds a list: give names of options and their values"),
+        ("a.yaml", "a: [\n", "is not YAML: "),
+        ("a.json", "{}\n", "give a file that ends in .toml, .yaml or .yml"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    file = written(tmp_path, name, text)
+    with pytest.raises(UsageError) as refused:
+        taken(asked, "--config", file)
+    assert file in str(refused.value)
+    assert said in str(refused.value)
+    with pytest.raises(UsageError, match="cannot be read"):
+        taken(asked, "--config", f"{tmp_path}/missing.toml")
+
+
+def test_yaml_is_refused_where_its_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(UsageError, match="needs PyYAML: install it"):
+        taken(asked, "--config", written(tmp_path, "a.yaml", "steps: 1\n"))

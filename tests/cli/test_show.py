@@ -1,0 +1,286 @@
+"""`lockstep show`: what tools/show draws, with the options as given; collectives before and
+after, word for word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli.app import app
+from lockstep.collectives.algorithms import schedule
+from lockstep.errors import UsageError
+from lockstep.tools.show import data_picture as picture
+from lockstep.tools.show import schedule_picture
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ([], {"split": "interleaved"}),
+        (["--split", "blocks", "--epochs", "2"], {"split": "blocks", "epochs": 2}),
+        (
+            ["--drop-last", "--shuffle", "--seed", "3"],
+            {"split": "interleaved", "drop_last": True, "shuffle": True, "seed": 3},
+        ),
+    ],
+)
+def test_data(args: list[str], options: dict[str, object]) -> None:
+    defaults = {"drop_last": False, "epochs": 1, "shuffle": False, "seed": 0}
+    done = CliRunner().invoke(app, ["show", "data", "--samples", "10", "--workers", "4", *args])
+    assert done.exit_code == 0, done.output
+    assert done.output == picture.show(10, 4, **(defaults | options)) + "\n"  # type: ignore[arg-type]
+
+
+def test_an_unknown_split_is_refused() -> None:
+    done = CliRunner().invoke(app, ["show", "data", "--split", "stripes"])
+    assert done.exit_code == 2
+    assert "stripes" in done.output
+
+
+# -- collectives ---------------------------------------------------------------------------------
+
+
+def shown(*args: str) -> str:
+    done = CliRunner().invoke(app, ["show", *args])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    "name", ["ring", "tree", "recursive-doubling", "halving-doubling", "direct", "central"]
+)
+def test_an_algorithm(name: str) -> None:
+    drawn = schedule_picture.text(schedule("all_reduce", name.replace("-", "_"), 3))
+    assert shown(name, "--workers", "3") == drawn + "\n"
+    assert drawn.startswith(f"{name} all-reduce, 3 ranks: ")
+
+
+def test_hierarchical_takes_the_ranks_of_a_node() -> None:
+    expected = schedule_picture.text(schedule("all_reduce", "hierarchical", 6, ranks_per_node=3))
+    assert shown("hierarchical", "-n", "6", "--ranks-per-node", "3") == expected + "\n"
+
+
+def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
+    file = tmp_path / "ring.svg"
+    assert (
+        shown("ring", "--out", str(file))
+        == f"{file}: ring all-reduce, 4 ranks: 6 steps, 24 messages in all\n"
+    )
+    assert file.read_text() == schedule_picture.drawing(schedule("all_reduce", "ring", 4)).svg()
+
+
+@pytest.mark.parametrize(
+    ("args", "lines"),
+    [
+        (
+            ["all-reduce"],
+            [
+                "all-reduce, sum, by ring",
+                "        before     after",
+                "rank 0  [1 2 3]    [12 15 18]",
+                "rank 1  [4 5 6]    [12 15 18]",
+                "rank 2  [7 8 9]    [12 15 18]",
+            ],
+        ),
+        (
+            [
+                "all-reduce",
+                "--values",
+                "1,2.5;3,4",
+                "--op",
+                "mean",
+                "--algorithm",
+                "recursive-doubling",
+            ],
+            [
+                "all-reduce, mean, by recursive-doubling",
+                "        before     after",
+                "rank 0  [1 2.5]    [2 3.25]",
+                "rank 1  [3 4]      [2 3.25]",
+            ],
+        ),
+        (
+            ["all-reduce", "--values", "1,2"],  # one rank
+            ["all-reduce, sum, by ring", "        before    after", "rank 0  [1 2]     [1 2]"],
+        ),
+        (
+            ["broadcast", "--values", "1,2;3,4", "--root", "1"],
+            [
+                "broadcast, root 1, by tree",
+                "        before    after",
+                "rank 0  [1 2]     [3 4]",
+                "rank 1  [3 4]     [3 4]",
+            ],
+        ),
+        (
+            ["reduce", "--values", "1,2;3,4", "--op", "max"],
+            [
+                "reduce, max, root 0, by tree",
+                "        before    after",
+                "rank 0  [1 2]     [3 4]",
+                "rank 1  [3 4]     [3 4]",
+            ],
+        ),
+        (
+            ["scatter", "--values", "1,2;3"],
+            [
+                "scatter, root 0, by tree",
+                "        before       after",
+                "rank 0  [1 2] [3]    [1 2]",
+                "rank 1  nothing      [3]",
+            ],
+        ),
+        (
+            ["gather", "--values", "1,2;3", "--algorithm", "central"],
+            [
+                "gather, root 0, by central",
+                "        before    after",
+                "rank 0  [1 2]     [1 2] [3]",
+                "rank 1  [3]       nothing",
+            ],
+        ),
+        (
+            ["all-gather", "--values", "1,2;3"],
+            [
+                "all-gather, by ring",
+                "        before    after",
+                "rank 0  [1 2]     [1 2] [3]",
+                "rank 1  [3]       [1 2] [3]",
+            ],
+        ),
+        (
+            ["reduce-scatter", "--values", "1,2,3;4,5,6"],
+            [
+                "reduce-scatter, sum, by ring",
+                "        before     after",
+                "rank 0  [1 2 3]    [5 7]",
+                "rank 1  [4 5 6]    [9]",
+            ],
+        ),
+        (
+            ["all-to-all", "--values", "1,2;3,4"],
+            [
+                "all-to-all, by direct",
+                "        before    after",
+                "rank 0  [1 2]     [1 3]",
+                "rank 1  [3 4]     [2 4]",
+            ],
+        ),
+    ],
+    ids=lambda value: " ".join(value[:1]),
+)
+def test_a_collective(args: list[str], lines: list[str]) -> None:
+    assert shown(*args).splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["all-reduce", "--values", "a,b;c,d"],
+            '--values "a,b;c,d": give numbers, rows split by semicolons, such as "1,2,3;4,5,6"',
+        ),
+        (["all-reduce", "--values", "1,2;"], "give numbers, rows split by semicolons"),
+        (
+            ["all-reduce", "--values", "1,2;3"],
+            "rows of 2, 1 numbers: in an all-reduce all ranks have equally many",
+        ),
+        (["all-reduce", "--op", "mean"], "op='mean' of int64 would have to round"),
+        (
+            ["all-reduce", "--values", "99999999999999999999;1"],
+            "99999999999999999999 does not fit into 64 bits",
+        ),
+        (["broadcast", "--op", "sum"], "--op sum: broadcast adds nothing up"),
+        (["all-gather", "--root", "1"], "--root 1: in all-gather no rank is special"),
+        (
+            ["ring", "--ranks-per-node", "2"],
+            "--ranks-per-node is for hierarchical: to ring all ranks are alike",
+        ),
+        (
+            ["all-reduce", "--op", "median"],
+            "op='median' is unknown: choose one of sum, mean, max, min, prod",
+        ),
+        (
+            ["all-reduce", "--algorithm", "rong"],
+            "'rong' is no algorithm of an all-reduce: choose one of central, ring, tree",
+        ),
+        (
+            ["all-to-all", "--values", "1,2"],
+            "in an all-to-all every rank has one number for each of the 1 rank",
+        ),
+        (
+            ["all-to-all", "--values", "1,2,3;4,5,6"],
+            "in an all-to-all every rank has one number for each of the 2 ranks",
+        ),
+        (["broadcast", "--root", "3"], "root=3 is not one of the 3 ranks: they are 0 to 2"),
+        (["ring", "--workers", "0"], "--workers 0: give at least 1"),
+        (["hierarchical", "--ranks-per-node", "0"], "--ranks-per-node 0"),
+        (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a file that ends in .svg or .png"),
+    ],
+)
+def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["show", *args])
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("rings", "ring"),
+        ("all_reduce", "all-reduce"),
+        ("allreduce", "all-reduce"),
+        ("brodcast", "broadcast"),
+        ("gater", "gather"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_right_one(typed: str, meant: str) -> None:
+    done = CliRunner().invoke(app, ["show", typed])
+    assert done.exit_code == 2
+    assert f"'{typed}'" in done.output
+    assert f"Did you mean '{meant}'" in done.output
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+
+def test_a_mesh(tmp_path: Path) -> None:
+    from lockstep.config.mesh import Mesh
+    from lockstep.tools.show import mesh_picture
+
+    assert (
+        shown("mesh", "--mesh", "data=2,tensor=2", "--nodes", "2")
+        == mesh_picture.text(Mesh(data=2, tensor=2), 2) + "\n"
+    )
+    file = tmp_path / "mesh.svg"
+    assert (
+        shown("mesh", "--mesh", "shard=3", "--out", str(file))
+        == f"{file}: {mesh_picture.title(Mesh(shard=3), 1)}\n"
+    )
+    assert file.read_text() == mesh_picture.drawing(Mesh(shard=3)).svg()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh", "data=2,rows=2"], "there is no axis 'rows'"),
+        (["--mesh", "data=4", "--nodes", "3"], "--nodes 3: 4 ranks"),
+        (
+            ["--mesh", "data=4", "--out", "mesh.pdf"],
+            "--out mesh.pdf: give a file that ends in .svg or .png",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_be_shown(args: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["show", "mesh", *args])
+    assert isinstance(done.exception, UsageError)
+    assert message in str(done.exception)
+
+
+def test_the_layers_of_a_task() -> None:
+    found = shown("mesh", "--mesh", "pipeline=2", "--task", "text")
+    assert "rank 0   share 0 of 1   stage 0 of 2: bytes" in found
+    assert found.splitlines()[4].endswith("head")

@@ -1,0 +1,121 @@
+"""Knobs: what a field's annotation says, which values it takes, and that a new field is
+everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+from lockstep.config.documented import field_docstrings
+from lockstep.config.knob import GROUPS, Knob, knobs, known
+from lockstep.config.launching import Cluster, Launch, RunChoice
+from lockstep.config.mesh import Mesh
+from lockstep.config.reference import TRAIN, page
+from lockstep.config.settings import Config, Settings
+from lockstep.errors import UsageError
+from tests.cli.command import taken
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wider(Settings):
+    """With a knob more."""
+
+    task: str = "digits"
+    colour: Annotated[str, Knob("debug", unit="NAME")] = "blue"
+    """Colour of the ranks."""
+
+
+def test_a_new_field_is_on_the_command_line_in_settings_json_and_in_the_reference(
+    tmp_path: Path,
+) -> None:
+    def paint(wider: Wider) -> None:
+        """A command."""
+
+    assert taken(paint, "--colour", "red")["wider"].colour == "red"
+    assert taken(paint)["wider"].colour == "blue"
+    (tmp_path / "paint.toml").write_text('colour = "green"\n')
+    assert taken(paint, "--config", str(tmp_path / "paint.toml"))["wider"].colour == "green"
+    Wider(task="digits", colour="red").write(tmp_path)
+    assert json.loads((tmp_path / "settings.json").read_text())["colour"] == "red"
+    assert Wider.read(tmp_path).colour == "red"
+    assert "| `--colour` | `NAME` | Colour of the ranks. Default: blue. |" in page(Wider)
+    with pytest.raises(UsageError, match="colour=3: give a text"):
+        Wider(task="digits", colour=3)
+
+
+def test_a_knob_of_a_training_is_declared_once() -> None:
+    """In one class of config/; the others inherit it. No file of the package names another
+    field, parameter or list of that name.
+    """
+    sources = Path(__file__).parents[2] / "src" / "lockstep"
+    declared = [
+        file
+        for file in sources.rglob("*.py")
+        if re.search(r"^ +sync_every: ", file.read_text(), re.MULTILINE)
+    ]
+    assert [str(file.relative_to(sources)) for file in declared] == ["config/parallelism.py"]
+
+
+@pytest.mark.parametrize("cls", [RunChoice, Config, Launch, Cluster])
+def test_every_field_of_a_configuration_is_a_knob_that_says_what_it_is(cls: type[Any]) -> None:
+    found = knobs(cls)
+    assert list(found) == [each.name for each in fields(cls)]
+    for field in found.values():
+        assert field.knob.group in GROUPS
+        sentence = field_docstrings(cls)[field.name]
+        assert sentence.endswith(".")
+        assert len(sentence.split()) <= 20, field.name
+
+
+def test_ten_are_common() -> None:
+    found = [field for cls in TRAIN for field in knobs(cls).values() if field.knob.common]
+    assert len(found) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": "2"}, "epochs='2': give a whole number of at least 1"),
+        ({"loader_workers": 1.5}, "loader_workers=1.5: give a whole number of at least 0"),
+        ({"exact": "yes"}, "exact='yes': give true or false"),
+        ({"compile": 1}, "compile=1: give true or false"),
+        ({"checkpoint_every": 0}, "checkpoint_every=0: give a whole number of steps of at least 1"),
+        ({"device": 1}, "device=1 is unknown: choose one of auto, cpu, cuda"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_what_is_expected(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        Config(**changes)
+    assert str(refused.value) == said
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        UsageError, match=r"config: there is no option 'sync_evry'; did you mean sync_every\?"
+    ):
+        Config().replaced({"sync_evry": 4})
+    with pytest.raises(UsageError, match="here: there is no option 'x'; there are one, two"):
+        known(["one", "two"], ["x"], "here")
+
+
+def test_a_mesh_may_be_given_as_text_and_is_written_as_text(tmp_path: Path) -> None:
+    settings = Settings(task="digits", workers=4, mesh="data=2,pipeline=2")
+    assert settings.mesh == Mesh(data=2, pipeline=2)
+    settings.write(tmp_path)
+    assert json.loads((tmp_path / "settings.json").read_text())["mesh"] == "data=2,pipeline=2"
+    assert Settings.read(tmp_path) == settings
+
+
+def test_the_reference_is_as_the_knobs_say() -> None:
+    """Written by `python -m lockstep.config.reference > docs/guide/options.md`."""
+    assert (Path(__file__).parents[2] / "docs" / "guide" / "options.md").read_text(
+        encoding="utf-8"
+    ) == page(*TRAIN)

@@ -1,0 +1,105 @@
+"""The grid of ranks, over every way to factor a world."""
+
+import re
+from itertools import product
+
+import pytest
+
+from lockstep.config.mesh import AXES, Coordinates, Mesh
+from lockstep.errors import UsageError
+
+
+def factorisations(size: int) -> list[Mesh]:
+    counts = [count for count in range(1, size + 1) if size % count == 0]
+    meshes = (
+        Mesh(data=d, shard=s, pipeline=p, tensor=t) for d, s, p, t in product(counts, repeat=4)
+    )
+    return [mesh for mesh in meshes if mesh.size == size]
+
+
+EVERY = [mesh for size in (1, 2, 3, 4, 6, 8, 12, 16) for mesh in factorisations(size)]
+
+
+@pytest.mark.parametrize("mesh", EVERY, ids=str)
+def test_ranks_and_places_are_one_to_one(mesh):
+    places = [mesh.at(rank) for rank in range(mesh.size)]
+    assert len(set(places)) == mesh.size
+    assert [mesh.rank(place) for place in places] == list(range(mesh.size))
+
+
+@pytest.mark.parametrize("mesh", EVERY, ids=str)
+@pytest.mark.parametrize("axis", AXES)
+def test_lines_along_an_axis_tile_the_world(mesh, axis):
+    lines = {mesh.line(rank, axis) for rank in range(mesh.size)}
+    assert sorted(rank for line in lines for rank in line) == list(range(mesh.size))
+    for line in lines:
+        assert [getattr(mesh.at(rank), axis) for rank in line] == list(range(getattr(mesh, axis)))
+
+
+@pytest.mark.parametrize("mesh", EVERY, ids=str)
+def test_ranks_of_one_share_hold_one_model_between_them(mesh):
+    for rank in range(mesh.size):
+        together = mesh.line(rank, "pipeline", "tensor")
+        assert {mesh.share(each) for each in together} == {mesh.share(rank)}
+        assert len(together) == mesh.pipeline * mesh.tensor
+    assert {mesh.share(rank) for rank in range(mesh.size)} == set(range(mesh.replicas))
+
+
+def test_the_tensor_axis_is_innermost():
+    mesh = Mesh(data=2, pipeline=2, tensor=2)
+    assert [mesh.at(rank) for rank in (0, 1, 2, 4)] == [
+        Coordinates(0, 0, 0, 0),
+        Coordinates(0, 0, 0, 1),
+        Coordinates(0, 0, 1, 0),
+        Coordinates(1, 0, 0, 0),
+    ]
+    assert mesh.line(5, "pipeline", "tensor") == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh"),
+    [
+        ("data=2,pipeline=2", Mesh(data=2, pipeline=2)),
+        (" tensor=2 , shard=3 ", Mesh(shard=3, tensor=2)),
+        ("data=1", Mesh()),
+    ],
+)
+def test_read(text, mesh):
+    assert Mesh.read(text) == mesh
+    assert Mesh.read(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "data",
+            (
+                "mesh='data': 'data' is no axis; write it as data=2,pipeline=2 (axes: data, shard,"
+                " pipeline, tensor)"
+            ),
+        ),
+        ("", "mesh='': '' is no axis; write it as"),
+        ("data=-1", "mesh='data=-1': 'data=-1' is no axis"),
+        ("data=0", "mesh: data=0 is no number of ranks: give a whole number of at least 1"),
+        (
+            "pipe=2",
+            "mesh='pipe=2': there is no axis 'pipe'; there are data, shard, pipeline, tensor",
+        ),
+        ("data=2,data=2", "mesh='data=2,data=2': data is given twice"),
+    ],
+)
+def test_what_is_no_mesh_is_refused(text, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Mesh.read(text)
+
+
+def test_another_number_of_ranks_is_refused_with_the_product():
+    with pytest.raises(
+        UsageError,
+        match=re.escape(
+            "mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), and the run has 3: make the"
+            " two equal"
+        ),
+    ):
+        Mesh(data=2, tensor=2).check_size(3)

@@ -1,0 +1,67 @@
+"""Ray Train starts the workers and restarts them at another size; the weights are those of one
+process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from tests.clusters import ON_LOOPBACK, Cluster, cluster
+from tests.integrations import ray_script
+
+# Ray Train looks every 2 s whether its workers live; what else it starts beside them costs this
+# test time.
+QUICK = {
+    **ON_LOOPBACK,
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+}
+
+
+@pytest.fixture
+def one() -> Iterator[Cluster]:
+    with cluster(nodes=1) as made:
+        yield made
+
+
+def test_a_worker_is_killed_and_ray_restarts_at_another_size_with_the_same_bits(
+    one: Cluster, tmp_path: Path
+) -> None:
+    """More than 5 s: a cluster, a driver, a controller, one worker and then two. Each of these
+    processes imports torch.
+    """
+    alone, folder = tmp_path / "alone", tmp_path / "ray"
+    folder.mkdir()
+    driver = one.python(ray_script.__file__, one.address, str(folder), cwd=tmp_path, **QUICK)
+    with lockstep.init():
+        ray_script.train_fn({"folder": str(alone), "killed": False})
+    before = (alone / "end").read_text()
+    assert before.startswith("1 workers, from step None: ")
+    driver.wait_for(folder / "waiting")
+    one.add_node()
+    (folder / "added").touch()
+    code, _, err = driver.end()
+    assert code == 0, err
+    assert (folder / "end").read_text() == before.replace(
+        "1 workers, from step None", "2 workers, from step 6"
+    )
+
+
+def test_without_ray_the_import_names_the_command_that_installs_it(tmp_path: Path) -> None:
+    (tmp_path / "ray.py").write_text("raise ImportError('no Ray here')")
+    code = (
+        "from lockstep.errors import UsageError\ntry:\n    import"
+        " lockstep.integrations.ray_train\nexcept UsageError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "(no Ray here): pip install " in done.stdout
+    assert "[ray]" in done.stdout

@@ -1,0 +1,162 @@
+"""The process that forks ranks: what it refuses to fork from, what it says where it cannot, and
+that nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.launcher.seat import Seat
+from lockstep.launcher.server import WARM, Answer, Server, ServerGone
+from tests.launcher.telling import of_itself
+
+_OURS = ("lockstep.launcher.seat",)  # imported by every server anyway
+
+
+def _without_warm_server() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(WARM)}
+
+
+@contextmanager
+def _server(*imports: str, **variables: str) -> Iterator[Server]:
+    """One that imports as good as nothing."""
+    forking = Server.start([*_OURS, *imports], {**_without_warm_server(), **variables}, cold=False)
+    try:
+        yield forking
+    finally:
+        forking.close()
+
+
+@pytest.fixture(autouse=True)
+def of_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes find the tests' modules."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def _told(forking: Server, **how: Any) -> Any:
+    """What a child tells of itself: forked warm?, open files, streams."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as stream:
+        pid = forking.fork(Seat(work=Answer(of_itself)), (0, 1, 2, writing), **how)
+        os.close(writing)
+        said = json.loads(stream.read())
+    forking.release(pid)
+    return said
+
+
+def test_a_child_has_its_own_descriptors_and_no_other() -> None:
+    with _server() as forking:
+        for cold in (False, True):
+            warm, opened, _ = _told(forking, cold=cold)
+            assert (warm, len(opened), opened[:3]) == (not cold, 4, [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (
+            (
+                "import threading, time; threading.Thread(target=time.sleep, args=(1000,),"
+                " daemon=True).start()"
+            ),
+            "has started a thread",
+        ),
+        ("pass", ""),
+        ("raise RuntimeError('is said by the rank that imports it')", ""),
+    ],
+)
+def test_what_an_import_starts_forbids_forking(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], does: str, said: str
+) -> None:
+    (tmp_path / "users_module.py").write_text(does)
+    with _server("users_module", PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}") as forking:
+        forking.ready()
+        stderr = capfd.readouterr().err
+        assert ("users_module" in stderr, said in stderr) == (bool(said), True)
+        assert _told(forking)[0] is not bool(said)
+
+
+def test_a_module_of_the_users_that_is_named_like_an_imported_one_makes_a_fresh_process() -> None:
+    with _server("colorsys") as forking:
+        assert _told(forking, beside=["colours"])[0] is True
+        assert _told(forking, beside=["colorsys"])[0] is False
+
+
+def test_a_system_that_lets_it_fork_no_more_is_named_and_nothing_is_left_open() -> None:
+    with _server() as forking:
+        forking.ready()
+        assert _told(forking)
+        before = len(os.listdir(f"/proc/{forking.pid}/fd"))
+        soft, hard = resource.prlimit(forking.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(forking.pid, resource.RLIMIT_NOFILE, (before + 2, hard))
+        with pytest.raises(ServerGone, match="open files"):
+            forking.fork(Seat(work=Answer(of_itself)), (0, 1, 2))
+        resource.prlimit(forking.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert len(os.listdir(f"/proc/{forking.pid}/fd")) == before
+        assert _told(forking)  # it goes on
+
+
+def test_more_descriptors_than_the_system_passes_are_refused() -> None:
+    with _server() as forking, pytest.raises(UsageError, match="300"):
+        forking.fork(Seat(work=print), [0] * 300)
+
+
+def _hear_for_ever(forking: Server) -> None:
+    while True:
+        forking.wait(1)
+
+
+def test_one_that_is_killed_is_named_and_takes_its_children_along(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with _server() as forking:
+        pid = forking.fork(Seat(work=signal.pause))
+        child = psutil.Process(pid)
+        os.kill(forking.pid, signal.SIGKILL)
+        with pytest.raises(ServerGone, match=f"{forking.pid}.*SIGKILL"):
+            _hear_for_ever(forking)
+        child.wait(10)
+    assert capfd.readouterr().err == ""
+
+
+def test_one_that_was_stopped_forks_nevertheless() -> None:
+    with _server() as forking:
+        forking.ready()
+        os.kill(forking.pid, signal.SIGSTOP)
+        assert _told(forking)
+
+
+def test_streams_that_the_caller_has_closed_are_empty(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with subprocess.Popen(
+        [sys.executable, "-c", _DAEMON, str(said)], env=_without_warm_server()
+    ) as daemon:
+        assert daemon.wait() == 0
+    assert json.loads(said.read_text())[2] == ["/dev/null"] * 3
+
+
+_DAEMON = """
+import os, sys
+from pathlib import Path
+from lockstep.launcher import server
+from tests.launcher.telling import of_itself
+
+for number in range(3):
+    os.close(number)
+forking = server.Server.start(["lockstep.launcher.seat"], os.environ, cold=False)
+Path(sys.argv[1]).write_bytes(forking.answer(of_itself))
+forking.close()
+"""

@@ -1,0 +1,428 @@
+"""`lockstep.launch`: results by rank, the cause of a failure with its traceback, and nobody left
+over.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep.errors import LaunchTimeout, UsageError, WorkerFailed
+from lockstep.launcher.launch import launch, start_ranks
+from lockstep.testing import run_ranks
+from lockstep.world.world import World
+from tests.ending import end, wait_gone
+
+
+def _sum_over_ranks(factor: float, *, offset: float = 0.0) -> tuple[int, float]:
+    dist.init_process_group("gloo")
+    value = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item() * factor + offset
+
+
+def test_results_come_back_by_rank_from_plain_torch() -> None:
+    assert launch(_sum_over_ranks, workers=3, args=(10.0,), kwargs={"offset": 1.0}) == [
+        (0, 31.0),
+        (1, 31.0),
+        (2, 31.0),
+    ]
+
+
+def _with_lockstep() -> tuple[int, int]:
+    world = lockstep.init()  # left open: launch closes it
+    return world.rank, world.size
+
+
+def test_lockstep_init_needs_no_arguments_and_a_world_left_open_is_closed() -> None:
+    assert lockstep.launch(_with_lockstep, workers=2) == [(0, 2), (1, 2)]
+
+
+LINES = """
+import lockstep
+def say():
+    print("one", "line")
+if __name__ == "__main__":
+    lockstep.launch(say, 2)
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-u",)])
+def test_ranks_print_whole_lines(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """They share what they print to, such as a notebook's cell. A pipe in packet mode keeps
+    pieces apart.
+    """
+    (tmp_path / "script.py").write_text(LINES)
+    reading, writing = os.pipe2(os.O_DIRECT)
+    subprocess.run(
+        [sys.executable, *options, "script.py"], cwd=tmp_path, stdout=writing, check=True
+    )
+    os.close(writing)
+    assert [os.read(reading, 100) for _ in range(3)] == [b"one line\n", b"one line\n", b""]
+    os.close(reading)
+
+
+def test_the_environment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST", "here")
+    assert run_ranks(_variables, 2) == [("here", "0", "0", "2"), ("here", "1", "1", "2")]
+
+
+def _variables(world: World) -> tuple[str, ...]:
+    return tuple(
+        os.environ[name] for name in ("LOCKSTEP_TEST", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+
+
+def _add_one(world: World, model: torch.nn.Linear) -> float:
+    world.barrier()
+    with torch.no_grad():
+        model.weight += 1
+    world.barrier()
+    return model.weight.item()
+
+
+def test_tensors_are_copied_never_shared() -> None:
+    model = torch.nn.Linear(1, 1)
+    before = model.weight.item()
+    assert run_ranks(_add_one, 3, args=(model,)) == [before + 1] * 3
+    assert model.weight.item() == before
+
+
+def _put_rank(world: World, queue: Queue[int]) -> None:
+    queue.put(world.rank)
+    queue.close()
+    queue.join_thread()
+
+
+def test_queues_can_be_handed_over() -> None:
+    queue = multiprocessing.get_context("spawn").Queue()
+    run_ranks(_put_rank, 2, args=(queue,))
+    assert {queue.get(timeout=20), queue.get(timeout=20)} == {0, 1}
+    queue.close()
+    queue.join_thread()
+
+
+def _raise_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("boom on one")
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def test_the_failing_rank_is_named_and_not_its_victims() -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"rank 1 \(pid \d+, .*\) failed: ValueError: boom on one"
+    ) as caught:
+        run_ranks(_raise_on_one, 3)
+    assert caught.value.rank == 1
+    assert caught.value.traceback.splitlines()[1].startswith(f'  File "{__file__}"')
+    assert caught.value.traceback in str(caught.value) + "\n"
+
+
+def cut_connections() -> None:
+    """What the others see when a process dies, while this one lives on."""
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_ESTABLISHED:
+            with socket.fromfd(connection.fd, connection.family, connection.type) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _unwind_slowly(world: World) -> None:
+    if world.rank == 1:
+        try:
+            raise ValueError("the true cause")
+        finally:  # the others see the lost connection long before this rank can say why
+            cut_connections()
+            time.sleep(0.3)
+    dist.all_reduce(torch.ones(3))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However loaded the machine is: what a rank has to say comes in time."""
+    monkeypatch.setattr("lockstep.launcher.engine._SETTLE_SECONDS", 300.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_complaint_about_a_peer_waits_for_the_peers_own_word() -> None:
+    with pytest.raises(WorkerFailed, match="the true cause"):
+        run_ranks(_unwind_slowly, 2)
+
+
+def _killed(world: World) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def _leave_a_name_behind() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    Path("/dev/shm", f"torch_{child}_1_0").touch()  # as torch's loader workers do, for a moment
+    raise ValueError(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
+def test_what_a_killed_process_of_a_rank_has_named_in_shared_memory_is_removed() -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        launch(_leave_a_name_behind, 1)
+    child = str(caught.value).splitlines()[0].rpartition(" ")[2]
+    assert not Path("/dev/shm", f"torch_{child}_1_0").exists()
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"rank 1 .* was killed by signal 9 \(SIGKILL\)"
+    ) as caught:
+        run_ranks(_killed, 3)
+    assert (caught.value.rank, caught.value.traceback) == (1, "")
+
+
+def _leaves(world: World) -> None:
+    if world.rank == 1:
+        os._exit(0)
+    world.group.all_reduce(torch.ones(3)).wait()
+
+
+def test_a_rank_that_leaves_early_is_named() -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"rank 1 .* exited with code 0: before it returned a result"
+    ):
+        run_ranks(_leaves, 2)
+
+
+def _returns_early(world: World) -> None:
+    if world.rank == 0:
+        world.group.all_reduce(torch.ones(3)).wait()
+    else:
+        dist.destroy_process_group()
+        world._open.clear()  # as a rank that never opened one
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_that_returned_early_is_noted() -> None:
+    with pytest.raises(
+        WorkerFailed,
+        match="rank 1 had finished before that: do all ranks take the same number of steps",
+    ):
+        run_ranks(_returns_early, 2)
+
+
+def _generator(world: World) -> Iterator[int]:
+    return (number for number in range(world.rank))
+
+
+def test_a_result_that_cannot_be_sent_back_is_a_sentence() -> None:
+    with pytest.raises(
+        WorkerFailed,
+        match=r"returned a generator, which cannot be sent back .*; return tensors, numbers",
+    ):
+        run_ranks(_generator, 2)
+
+
+def _hang_on_one(world: World, directory: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    said = Path(directory, f"{world.rank}.writing")
+    said.write_text(f"{os.getpid()} {child.pid}")
+    said.rename(said.with_suffix(".pids"))
+    if world.rank == 1:
+        signal.pause()
+    world.barrier()
+
+
+def test_a_timeout_names_the_ranks_that_still_run_and_ends_them_with_their_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        """An hour later as soon as both ranks are where they hang."""
+
+        @staticmethod
+        def monotonic() -> float:
+            return time.monotonic() + 3600 * (len(list(tmp_path.glob("*.pids"))) == 2)
+
+    monkeypatch.setattr("lockstep.launcher.launch.time", Clock)
+    with pytest.raises(
+        LaunchTimeout, match=r"ranks 0 and 1 of 2 were still running after timeout=1800 s"
+    ) as caught:
+        run_ranks(_hang_on_one, 2, args=(str(tmp_path),), timeout=timedelta(minutes=30))
+    assert caught.value.running == (0, 1)
+    wait_gone([int(pid) for file in tmp_path.glob("*.pids") for pid in file.read_text().split()])
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True])
+def test_workers_must_be_a_whole_number_above_zero(workers: int) -> None:
+    with pytest.raises(UsageError, match=f"workers={workers!r}: give a whole number"):
+        launch(_with_lockstep, workers=workers)
+
+
+def test_a_lambda_is_refused_with_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"fn=.*<lambda>: ranks import the function by its name"):
+        launch(lambda: 1)
+
+
+def test_arguments_that_cannot_be_sent_are_refused_with_a_sentence() -> None:
+    with pytest.raises(
+        UsageError, match="the function or its arguments cannot be sent to other processes"
+    ):
+        launch(print, args=((number for number in range(3)),))
+
+
+def test_ranks_with_variables_of_their_own_are_fresh_interpreters() -> None:
+    seeds = start_ranks(
+        _hash_seed, 2, (), {}, timeout=None, variables=lambda rank: {"PYTHONHASHSEED": str(rank)}
+    )
+    assert seeds == [("0", 0), ("1", 1)]
+
+
+def _hash_seed() -> tuple[str, int]:
+    return os.environ["PYTHONHASHSEED"], int(sys.flags.hash_randomization)
+
+
+def test_a_rank_starts_processes_as_its_caller_does() -> None:
+    # and not as the rank was started: loader workers that are spawned take seconds
+    mine = multiprocessing.get_start_method()
+    assert lockstep.launch(multiprocessing.get_start_method, workers=1) == [mine]
+    assert run_ranks(_start_method, 1) == [mine]
+
+
+def _start_method(world: World) -> str:
+    return str(multiprocessing.get_start_method())
+
+
+def _script(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "script.py").write_text(textwrap.dedent(text))
+    return subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, check=False
+    )
+
+
+def test_a_script_without_the_guard_is_told_so(tmp_path: Path) -> None:
+    done = _script(
+        tmp_path,
+        """
+        import os, lockstep
+        def rank(): return os.environ["RANK"]
+        lockstep.launch(rank, workers=2)
+        """,
+    )
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_function_of_the_script_itself_can_be_launched(tmp_path: Path) -> None:
+    done = _script(
+        tmp_path,
+        """
+        import os, lockstep
+        from dataclasses import dataclass
+        @dataclass
+        class Result:
+            rank: str
+        def rank(): return Result(os.environ["RANK"])
+        if __name__ == "__main__":
+            print(lockstep.launch(rank, workers=2))
+        """,
+    )
+    assert (done.stdout, done.stderr) == ("[Result(rank='0'), Result(rank='1')]\n", "")
+
+
+def test_loader_workers_that_die_with_a_failed_rank_leave_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as temporary:  # short: a socket's address may not be long
+        monkeypatch.setenv("TMPDIR", temporary)
+        done = _script(
+            tmp_path,
+            """
+            import lockstep, torch
+            def rank():
+                global batches  # its workers live as long
+                data = torch.utils.data.TensorDataset(torch.arange(64.0))
+                batches = iter(torch.utils.data.DataLoader(data, num_workers=1))
+                next(batches)
+                raise ValueError("boom")
+            if __name__ == "__main__":
+                lockstep.launch(rank, workers=1)
+            """,
+        )
+        assert "ValueError: boom" in done.stderr
+        assert not list(Path(temporary).glob("pymp-*"))
+
+
+NOTEBOOK = """
+import lockstep, torch
+class Found:
+    def __init__(self, rank, total): self.rank, self.total = rank, total
+def train(values):
+    with lockstep.init() as world:
+        return Found(world.rank, lockstep.collectives.all_reduce(values * (world.rank + 1)).sum().item())
+print([(found.rank, found.total) for found in lockstep.launch(train, 2, (torch.ones(2),)) if isinstance(found, Found)])
+
+"""
+
+
+@pytest.mark.parametrize(("args", "read"), [(["-c", NOTEBOOK], ""), (["-"], NOTEBOOK)])
+def test_a_function_of_a_notebook_travels_by_value(args: list[str], read: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *args], input=read, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[(0, 6.0), (1, 6.0)]\n", "")
+
+
+CELL = """
+import linecache
+source = "import lockstep\\ndef fails():\\n    return 1 / 0  # of a cell\\nlockstep.launch(fails, 1)\\n"
+linecache.cache["/tmp/ipykernel_1/2.py"] = len(source), None, source.splitlines(True), "/tmp/ipykernel_1/2.py"  # as IPython does
+exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"))
+"""
+
+
+def test_a_traceback_shows_the_lines_of_a_notebooks_cell() -> None:
+    done = subprocess.run([sys.executable, "-c", CELL], capture_output=True, text=True, check=False)
+    ranks_own = done.stderr.partition("lockstep.errors.WorkerFailed")[2]
+    assert (
+        '  File "/tmp/ipykernel_1/2.py", line 3, in fails\n    return 1 / 0  # of a cell\n'
+        in ranks_own
+    ), done.stderr
+
+
+@pytest.mark.parametrize("how", ["launch", "run_ranks"])
+def test_ranks_die_with_their_killed_parent(tmp_path: Path, how: str) -> None:
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(f"""
+            import os, signal, lockstep
+            from lockstep.testing import run_ranks
+            def rank(*_):
+                os.write(1, f"{{os.getpid()}}\\n".encode())  # in one piece
+                signal.pause()
+            if __name__ == "__main__":
+                lockstep.{"launch" if how == "launch" else "testing.run_ranks"}(rank, 2)
+            """)
+    )
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+        wait_gone(pids)
+    finally:
+        end(parent)

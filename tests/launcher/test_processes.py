@@ -1,0 +1,45 @@
+"""Was it memory? What a control group counts, and what is said of a rank that was killed
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep.launcher import failures, processes
+from lockstep.launcher.processes import oom_kills
+from lockstep.launcher.stopping import Stop
+from lockstep.launcher.watch import Stalls, Watch
+
+
+def group(folder: Path, kills: int) -> tuple[Path, Path]:
+    (folder / "groups" / "a" / "b").mkdir(parents=True, exist_ok=True)
+    (folder / "groups" / "a" / "b" / "memory.events").write_text(
+        f"low 0\noom 4\noom_kill {kills}\noom_group_kill 0\n"
+    )
+    (folder / "cgroup").write_text("12:cpu:/x\n0::/a/b\n")
+    return folder / "cgroup", folder / "groups"
+
+
+def test_what_the_group_counts(tmp_path: Path) -> None:
+    assert oom_kills(*group(tmp_path, 3)) == 3
+    (tmp_path / "groups" / "a" / "b" / "memory.events").write_text("low 0\n")
+    assert oom_kills(tmp_path / "cgroup", tmp_path / "groups") == 0
+    (tmp_path / "cgroup").write_text("12:cpu:/x\n")
+    assert oom_kills(tmp_path / "cgroup", tmp_path / "groups") == 0
+    assert oom_kills(tmp_path / "nowhere") == 0
+
+
+@pytest.mark.parametrize(("more", "number", "said"), [(2, 9, True), (0, 9, False), (1, 11, False)])
+def test_a_kill_is_said_to_be_for_memory_only_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, number: int, said: bool
+) -> None:
+    counts = iter([5, 5 + more, 5 + more])
+    monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
+    found = Watch(tmp_path, Stop(), Stalls()).explained(failures.of_exit(-number, 0, 100))
+    text = failures.render(found)
+    assert (f"cgroup oom_kill +{more}: the host's memory ran out" in text) is said
+    assert signal.Signals(number).name in text

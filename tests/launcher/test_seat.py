@@ -1,0 +1,252 @@
+"""A rank that was forked from a warm server, one that is a fresh interpreter and plain Python
+describe themselves: they find the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DESCRIBE = """
+import os
+
+descriptors = {number: None for number in os.listdir("/proc/self/fd")}
+for number in descriptors:
+    try:
+        descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        pass
+
+import asyncio, concurrent.futures, faulthandler, gc, json, logging, multiprocessing, pickle, random, resource, signal, subprocess, sys, warnings
+from pathlib import Path
+
+
+class Mine:
+    pass
+
+
+def own(value):
+    return type(value).__name__, os.environ.get("RANK")
+
+
+def stream(each):
+    return [each.encoding, each.errors, each.newlines, each.name, each.mode, each.isatty(), each.fileno()]
+
+
+def main():
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    umask = os.umask(0)
+    os.umask(umask)
+    found = {
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "umask": umask,
+        "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
+        "nice": os.nice(0),
+        "blocked": status["SigBlk"],
+        "ignored": status["SigIgn"],
+        "SIGINT": str(signal.getsignal(signal.SIGINT)),
+        "SIGTERM": str(signal.getsignal(signal.SIGTERM)),
+        "SIGCHLD": str(signal.getsignal(signal.SIGCHLD)),
+        "wakeup": signal.set_wakeup_fd(-1),
+        "streams": [stream(sys.stdin), stream(sys.stdout), stream(sys.stderr)],
+        "stdin": sys.stdin.read(),
+        "flags": {name: getattr(sys.flags, name) for name in dir(sys.flags) if name[0] != "_" and name not in ("safe_path", "count", "index")},
+        "options": [sys._xoptions, sys.warnoptions, __debug__],
+        "argv": sys.argv,
+        "orig_argv": sys.orig_argv[1:],
+        "path": sys.path,
+        "main": {name: str(value) for name, value in globals().items() if name in
+            ("__name__", "__file__", "__package__", "__spec__", "__doc__")},
+        "loader": type(__loader__).__name__,
+        "is main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled": type(pickle.loads(pickle.dumps(Mine()))) is Mine,
+        "gc": [gc.isenabled(), gc.get_threshold(), gc.get_debug()],
+        "logging": [logging.root.level, len(logging.root.handlers), logging.root.manager.disable],
+        "recursion": sys.getrecursionlimit(),
+        "hooks": [sys.gettrace(), sys.getprofile()],
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "process": [multiprocessing.current_process().name, multiprocessing.parent_process()],
+        "asyncio": asyncio.run(asyncio.sleep(0, "slept")),
+        "subprocess": subprocess.run(["sh", "-c", "ulimit -n; umask; echo $MARK"], capture_output=True, text=True).stdout,
+    }
+    import torch
+
+    found["torch"] = [torch.get_num_threads(), torch.get_num_interop_threads(), torch.is_grad_enabled(), torch.cuda.is_initialized()]
+    for method in ("fork", "spawn", "forkserver"):
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            found[method] = pool.submit(own, Mine()).result()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found["thread"] = pool.submit(own, Mine()).result()
+    import numpy
+
+    private = {
+        "descriptors": descriptors,
+        "random": [random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()],
+        "name": Path("/proc/self/comm").read_text().strip(),
+        "child": subprocess.run(["cat", f"/proc/self/comm"], capture_output=True, text=True).stdout.strip(),
+        "group": os.getpgid(0) == os.getsid(0) == os.getpid(),
+        "threads": int(status["Threads"]),
+        "stack": faulthandler.is_enabled(),
+    }
+    target = Path(os.environ["TARGET"] + os.environ.get("RANK", ""))
+    target.write_text(json.dumps({"found": found, "private": private}))
+
+
+if __name__ == "__main__":
+    main()
+"""
+# begin the names of its variables
+_OF_A_RANK = {
+    "GROUP_",
+    "LOCAL_",
+    "LOCKSTEP_",
+    "MASTER_",
+    "RANK",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "WORLD_",
+}
+_SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"  # as it is imported
+
+
+@dataclass
+class Described:
+    found: dict[str, Any]
+    """What is to be the same."""
+    private: dict[str, Any]
+
+
+def _read(file: Path) -> Described:
+    described = Described(**json.loads(file.read_text()))
+    variables = described.found["environment"]
+    for name in [*variables]:
+        if name in ("TARGET", _SET_BY_TORCH) or any(name.startswith(start) for start in _OF_A_RANK):
+            del variables[name]
+    # flags that a variable has set are among the rest
+    described.found["orig_argv"] = described.found["orig_argv"][-3:]
+    described.found["fork"] = described.found["fork"][0]
+    for method in ("spawn", "forkserver", "thread"):
+        described.found[method] = described.found[method][0]
+    return described
+
+
+def _beginning() -> None:
+    """Of the shell, so to say, that starts the command."""
+    os.umask(0o027)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 700), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGWINCH])
+
+
+def _started(folder: Path, kind: str, flags: Sequence[str], environment: dict[str, str]) -> None:
+    command = (
+        []
+        if kind == "plain"
+        else ["-m", "lockstep", "run", "--workers", "2", *(["--cold"] if kind == "cold" else [])]
+    )
+    subprocess.run(
+        [sys.executable, *flags, *command, "describe.py", "-x", "a b"],
+        cwd=folder,
+        env={**os.environ, "TARGET": str(folder / kind), "MARK": "set", **environment},
+        input="typed\n",
+        text=True,
+        check=True,
+        preexec_fn=_beginning,
+    )
+
+
+def _described(
+    folder: Path, kinds: Sequence[str], *flags: str, **environment: str
+) -> dict[str, list[Described]]:
+    """By "plain", "cold" and "warm"."""
+    (folder / "describe.py").write_text(_DESCRIBE)
+    for kind in kinds:
+        _started(folder, kind, flags, environment)
+    return {
+        kind: [_read(folder / f"{kind}{rank}") for rank in (("",) if kind == "plain" else (0, 1))]
+        for kind in kinds
+    }
+
+
+def test_ranks_find_what_plain_python_finds(tmp_path: Path) -> None:
+    """Takes seconds: plain Python and cold ranks import torch, which is what warm ones are
+    compared with.
+    """
+    described = _described(tmp_path, ["plain", "cold", "warm"])
+    (plain,) = described["plain"]
+    assert plain.found["stdin"] == "typed\n"
+    for kind in ("cold", "warm"):
+        first, second = described[kind]
+        for found in (first.found, second.found):
+            # they share it, and one of them has read it
+            assert found.pop("stdin") in ("typed\n", "")
+        assert (
+            first.found
+            == second.found
+            == {name: value for name, value in plain.found.items() if name != "stdin"}
+        ), kind
+    for number, rank in enumerate(described["warm"]):
+        assert (rank.private["name"], rank.private["child"]) == (f"rank {number}", "cat")
+        assert (rank.private["group"], rank.private["threads"], rank.private["stack"]) == (
+            True,
+            1,
+            True,
+        )
+        assert not [
+            file
+            for file in rank.private["descriptors"].values()
+            if file and file.startswith(("socket:", "/memfd:", "anon_inode:"))
+        ]
+        assert sorted(rank.private["descriptors"]) == sorted(
+            described["cold"][number].private["descriptors"]
+        )
+    drawn = [each.private["random"] for ranks in described.values() for each in ranks]
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == len(drawn)
+
+
+def test_flags_and_variables_of_python_and_of_libraries_are_theirs_too(tmp_path: Path) -> None:
+    """Takes seconds: with other flags and variables nothing is warm, and torch is imported
+    twice.
+    """
+    (tmp_path / "elsewhere").mkdir()
+    environment = {
+        "PYTHONHASHSEED": "7",
+        "PYTHONWARNINGS": "error::FutureWarning",
+        "PYTHONPATH": str(tmp_path / "elsewhere"),
+        "PYTHONIOENCODING": "latin-1",
+        "OMP_NUM_THREADS": "1",
+        "LC_ALL": "C",
+    }
+    flags = [
+        "-X",
+        "dev",
+        "-X",
+        "int_max_str_digits=5000",
+        "-W",
+        "error::BytesWarning",
+        "-W",
+        "ignore::ResourceWarning",
+        "-O",
+        "-u",
+    ]
+    described = _described(tmp_path, ["plain", "warm"], *flags, **environment)
+    (plain,) = described["plain"]
+    assert plain.found["torch"][0] == 1
+    assert plain.found["options"][0]["dev"] is True
+    for rank in described["warm"]:
+        for found in (rank.found, plain.found):
+            found.pop("stdin", None)
+        assert rank.found == plain.found

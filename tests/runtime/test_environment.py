@@ -1,0 +1,178 @@
+"""A rank's place, as launchers spell it, and the contradictions that must not reach a
+rendezvous.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.runtime.environment import Placement, placement, rank_and_size, started_by_others
+from lockstep.testing import run_ranks
+from lockstep.world.world import World
+
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def test_nothing_set_is_no_placement() -> None:
+    assert placement({}) is None
+    assert placement({"RANK": "", "WORLD_SIZE": " "}) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        pytest.param(
+            {
+                "RANK": "5",
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "4",
+                "GROUP_RANK": "1",
+            },
+            (5, 8, 1, 4, 1),
+            id="torchrun",
+        ),
+        pytest.param(
+            {"RANK": "3", "WORLD_SIZE": "4"},
+            (3, 4, 3, 4, 0),
+            id="PyTorchJob without local numbers is one host",
+        ),
+        pytest.param(
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+            (3, 4, 0, 1, 3),
+            id="local rank 0 of rank 3: a host each",
+        ),
+        pytest.param(
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "6",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            (2, 6, 0, 2, 1),
+            id="Open MPI",
+        ),
+        pytest.param(
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            (1, 2, 1, 2, 0),
+            id="MPICH",
+        ),
+        pytest.param(
+            {"RANK": "0", "WORLD_SIZE": "1", "PMI_RANK": "1", "PMI_SIZE": "2"},
+            (0, 1, 0, 1, 0),
+            id="RANK comes first",
+        ),
+        pytest.param(
+            {"RANK": "3", "WORLD_SIZE": "4", "PET_NNODES": "4", "PET_NODE_RANK": "3"},
+            (3, 4, 0, 1, 3),
+            id="PyTorchJob: a rank a pod",
+        ),
+        pytest.param(
+            {
+                "RANK": "5",
+                "WORLD_SIZE": "8",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "4",
+                "GROUP_RANK": "1",
+                "PET_NNODES": "2",
+            },
+            (5, 8, 1, 4, 1),
+            id="torchrun in a PyTorchJob",
+        ),
+        pytest.param(SRUN, (5, 6, 2, 3, 1), id="srun"),
+        pytest.param(
+            {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "6"}, (5, 6, 2, 3, 1), id="srun --mpi=pmi2"
+        ),
+        pytest.param(
+            {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"},
+            (1, 2, 1, 2, 0),
+            id="mpiexec inside of a job",
+        ),
+        pytest.param(
+            {**SRUN, "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 1, 2, 0), id="RANK before SLURM"
+        ),
+    ],
+)
+def test_launchers(env: dict[str, str], expected: tuple[int, ...]) -> None:
+    place = placement(env)
+    assert isinstance(place, Placement)
+    assert (place.rank, place.size, place.local_rank, place.local_size, place.node) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "1"}, "RANK=1 is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK=2 does not lie in 0\.\.1, but WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 does not lie"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 is below 1"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not an integer"),
+        ({"OMPI_COMM_WORLD_RANK": "4", "OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_RANK=4"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE=4"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"},
+            (
+                "PET_NNODES=2, PET_NPROC_PER_NODE=4 and WORLD_SIZE=8 but no LOCAL_RANK: 1 process"
+                " started in this pod, torchrun expected"
+            ),
+        ),
+        (
+            {**SRUN, "SLURM_PROCID": "6"},
+            r"SLURM_PROCID=6 does not lie in 0\.\.5, but SLURM_NTASKS=6",
+        ),
+        (
+            {**SRUN, "SLURM_LOCALID": "3"},
+            r"SLURM_LOCALID=3 does not lie in 0\.\.2, but tasks on this node=3",
+        ),
+    ],
+)
+def test_contradictions_name_variables_and_values(env: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        placement(env)
+
+
+def test_who_was_started_by_another_launcher_is_a_rank() -> None:
+    assert started_by_others(SRUN) == placement(SRUN)
+    assert started_by_others({**SRUN, "LOCKSTEP_PARENT": "1"}) is None
+    assert started_by_others({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert started_by_others({}) is None
+
+
+def test_rank_and_size_of_a_plain_process() -> None:
+    assert rank_and_size() == (0, 1)
+
+
+def test_rank_and_size_refuses_a_rank_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        UsageError,
+        match=(
+            r"RANK=1 and WORLD_SIZE=4 are set but no process group is open; call lockstep\.init\(\)"
+            r" first"
+        ),
+    ):
+        rank_and_size()
+
+
+def test_rank_and_size_of_an_open_group() -> None:
+    assert run_ranks(_place, 2) == [(0, 2), (1, 2)]
+
+
+def _place(world: World) -> tuple[int, int]:
+    return rank_and_size()

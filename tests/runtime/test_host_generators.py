@@ -1,0 +1,46 @@
+"""A look at a generator shows whether something was drawn, and puts all of its state back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.runtime.host_generators import Numpy, Random, Torch
+from tests.data.datasets import draw_from
+from tests.data.test_generators import _leave_states_alone, everything
+
+__all__ = ["_leave_states_alone"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "draw"),
+    [(Torch, "torch"), (Numpy, "numpy"), (Numpy, "normal"), (Random, "random"), (Random, "gauss")],
+)
+def test_a_look_shows_a_draw_and_puts_the_state_back(kind: Any, draw: str) -> None:
+    generator = kind()
+    generator.seed(5)
+    for count in (1, 623, 1, 624, 1248):
+        look, before = generator.look(), everything()
+        assert not generator.drawn(look)
+        for _ in range(count):
+            draw_from(draw)
+        assert generator.drawn(look)
+        generator.put_back(look)
+        assert everything() == before
+
+
+@pytest.mark.parametrize("kind", [Numpy, Random])
+@pytest.mark.parametrize("stored", [0, 1])
+def test_a_normal_number_in_store_is_put_back_and_no_other_is_left(kind: Any, stored: int) -> None:
+    generator, draw = kind(), {Numpy: "normal", Random: "gauss"}[kind]
+    generator.seed(5)
+    for _ in range(stored):
+        draw_from(draw)
+    look, before = generator.look(), everything()
+    for count in (1, 2):
+        generator.seed(6)
+        for _ in range(count):
+            draw_from(draw)
+        generator.put_back(look)
+        assert everything() == before

@@ -1,0 +1,78 @@
+"""Private directories: nobody else's eyes, and nothing left although their owners may be killed."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from lockstep.launcher import stalls
+from lockstep.runtime import private
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_run_directory_is_private_and_goes_with_the_run() -> None:
+    def fail_inside() -> None:
+        with private.run_directory() as directory:
+            made.append(directory)
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+            (directory / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    made: list[Path] = []
+    with pytest.raises(KeyboardInterrupt):
+        fail_inside()
+    assert not made[0].exists()
+
+
+def test_a_killed_runs_directory_goes_with_the_next_and_a_living_ones_stays(
+    temporary: Path,
+) -> None:
+    code = (
+        "import os, signal; from lockstep.runtime import private\nwith private.run_directory():"
+        " os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(temporary)}, check=False
+    )
+    (left,) = private.user_directory().iterdir()
+    with private.run_directory() as mine:
+        assert not left.exists()
+        with private.run_directory() as other:
+            assert mine.exists()
+            assert other != mine
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/shm")
+def test_names_in_shared_memory_of_dead_loader_workers_go_with_the_runs_directory() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    files = {pid: Path("/dev/shm", f"torch_{pid}_1_0") for pid in (ended.pid, os.getpid())}
+    try:
+        with private.run_directory() as directory:
+            for pid, file in files.items():
+                stalls.stack_of(directory, 0, pid).touch()
+                file.touch()
+        assert {pid for pid, file in files.items() if file.exists()} == {os.getpid()}
+    finally:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+
+
+def test_start_time_tells_the_living_from_the_dead() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert private.start_time(process.pid) == private.start_time(process.pid) > 0
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert private.start_time(process.pid) == 0  # a zombie
+    assert private.start_time(process.pid) == 0

@@ -1,0 +1,136 @@
+"""Streams are keyed by what they are for: equal for equal keys, unrelated for others, and a
+fetch leaves the process as it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.runtime import randomness
+
+STREAMS: list[Callable[[], None]] = [
+    lambda: randomness.shared(0),
+    lambda: randomness.shared(1),
+    lambda: randomness.step(0, 0, 1),
+    lambda: randomness.step(0, 1, 0),
+    lambda: randomness.step(1, 0, 0),
+    lambda: randomness.sample(0, 0, 1),
+    lambda: randomness.sample(0, 1, 0),
+    lambda: randomness.collate(0, 0, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def _leave_states_alone() -> Iterator[None]:
+    with randomness.preserved():
+        yield
+
+
+def draw() -> tuple[float, float, float]:
+    return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+
+def test_a_key_gives_the_same_64_bits_on_every_machine() -> None:
+    # Recorded once: a change of these numbers changes every training that anybody has recorded.
+    assert randomness.derive(0) == 0xE220A8397B1DCDAF  # splitmix64's first output for state 0
+    assert randomness.derive(0, 1) == 0x25BA33CC39C0E800
+    assert randomness.derive(7, 3, 12, 5) == 0xCF74F08CF49DD919
+    assert randomness.order(7, 3) == randomness.derive(7, 5, 3)
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4),
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4),
+)
+def test_different_keys_give_different_numbers(one: list[int], other: list[int]) -> None:
+    assert 0 <= randomness.derive(*one) < 2**64
+    assert (randomness.derive(*one) == randomness.derive(*other)) == (one == other)
+
+
+def test_small_keys_do_not_collide() -> None:
+    numbers = {
+        randomness.derive(seed, kind, a, b)
+        for seed in range(8)
+        for kind in range(4)
+        for a in range(32)
+        for b in range(32)
+    }
+    assert len(numbers) == 8 * 4 * 32 * 32
+
+
+def test_one_changed_bit_changes_half_of_all_bits() -> None:
+    flipped = [
+        (randomness.derive(0, 2, step, 0) ^ randomness.derive(0, 2, step ^ 1 << bit, 0)).bit_count()
+        for step in range(100)
+        for bit in range(20)
+    ]
+    assert sum(flipped) / len(flipped) == pytest.approx(32, abs=0.5)
+
+
+def test_a_stream_is_the_same_whatever_was_drawn_before() -> None:
+    for enter in STREAMS:
+        enter()
+        first = draw(), draw()
+        draw()
+        enter()
+        assert (draw(), draw()) == first
+
+
+def test_streams_differ_in_torch_in_numpy_and_in_random() -> None:
+    drawn = []
+    for enter in STREAMS:
+        enter()
+        drawn.append(draw())
+    for library in range(3):
+        assert len({values[library] for values in drawn}) == len(STREAMS)
+
+
+def test_a_stream_begins_with_the_number_of_its_key() -> None:
+    for enter, key in (
+        (randomness.shared, (1,)),
+        (randomness.step, (2, 4, 5)),
+        (randomness.sample, (3, 4, 5)),
+        (randomness.collate, (4, 4, 5)),
+    ):
+        enter(7, *key[1:])
+        drawn = draw()
+        randomness.seed_all(randomness.derive(7, *key))
+        assert draw() == drawn
+
+
+def test_seed_all_is_torchs_own_manual_seed() -> None:
+    randomness.seed_all(2**64 - 3)
+    ours = torch.rand(4)
+    torch.manual_seed(2**64 - 3)
+    assert torch.equal(ours, torch.rand(4))
+
+
+def _draw_and_fail() -> None:
+    with randomness.preserved():
+        randomness.sample(0, 0, 0)
+        draw()
+        raise RuntimeError("from inside")
+
+
+def test_preserved_puts_the_states_back_also_after_an_error() -> None:
+    randomness.shared(3)
+    expected = draw()
+    randomness.shared(3)
+    with pytest.raises(RuntimeError, match="from inside"):
+        _draw_and_fail()
+    assert draw() == expected
+
+
+def test_the_key_of_an_order_seeds_nothing() -> None:
+    randomness.shared(3)
+    expected = draw()
+    randomness.shared(3)
+    assert len({randomness.order(seed, epoch) for seed in range(10) for epoch in range(10)}) == 100
+    assert draw() == expected

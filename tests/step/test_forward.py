@@ -1,0 +1,115 @@
+"""What the task's functions return is checked where it arrives, and half precision ends before
+the loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.task import Precision
+from lockstep.errors import TaskError
+from lockstep.step.forward import Forward, as_float32, grad_scaler, matmul_precision
+from tests.training import toy
+
+BATCH = toy.data(4, 0)[:]
+CPU = torch.device("cpu")
+
+
+def forward(precision: Precision = "fp32", **changes: Any) -> Forward:
+    return Forward(toy.Net().eval(), toy.task(**changes), precision, CPU)
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (torch.tensor(1.0), "a Tensor"),
+        ((1.0, 2), "a tuple of float, int"),
+        ((torch.tensor(1.0),), "a tuple of Tensor"),
+        ({"loss": 1.0}, "a dict of 'loss': float"),
+        ((), "a tuple of nothing"),
+    ],
+)
+def test_a_loss_that_is_no_pair(returned: Any, shown: str) -> None:
+    with pytest.raises(
+        TaskError, match=f"loss returned {shown}; it must return \\(sum of the losses, weight\\)"
+    ):
+        forward(loss=lambda output, batch: returned).loss(None, BATCH)
+
+
+def test_metrics_that_are_no_sums() -> None:
+    with pytest.raises(
+        TaskError,
+        match="metrics returned a dict of 'accuracy': float; it must return a dict of name -> ",
+    ):
+        forward(metrics=lambda output, batch: {"accuracy": 0.5}).metrics(None, BATCH)
+    both = forward(metrics=lambda output, batch: {"loss": (1.0, 2)})
+    with pytest.raises(TaskError, match="'loss': that name is the evaluated loss"):
+        both.metrics(both(BATCH), BATCH)
+
+
+def test_inputs_may_be_keywords() -> None:
+    inside = forward(inputs=lambda batch: {"input": batch[0]})
+    inside.model = nn.Linear(BATCH[0].shape[1], 2)
+    assert torch.equal(inside(BATCH), inside.model(BATCH[0]))
+    with pytest.raises(TaskError, match="takes positional arguments"):
+        inside.inputs(BATCH)
+
+
+def test_inputs_that_are_no_arguments() -> None:
+    with pytest.raises(
+        TaskError, match=r"Task: inputs returned a Tensor: return the model's arguments as a tuple"
+    ):
+        forward(inputs=lambda batch: batch[0])(BATCH)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_covers_the_model_and_the_output_is_float32(precision: Precision) -> None:
+    seen = []
+    inside = forward(precision)
+    inside.model.last.register_forward_hook(lambda module, args, output: seen.append(output.dtype))  # type: ignore[union-attr,operator]
+    output = inside(BATCH)
+    assert seen == [torch.bfloat16 if precision == "bf16" else torch.float16]
+    assert output.dtype == torch.float32
+    assert not torch.equal(output, Forward(inside.model, toy.task(), "fp32", CPU)(BATCH))
+
+
+def test_only_half_precision_is_made_float32() -> None:
+    half = torch.ones(2, dtype=torch.bfloat16)
+    found = as_float32({"a": (half, [half, "text"]), "b": torch.ones(1, dtype=torch.float64)})
+    assert found["a"][0].dtype == found["a"][1][0].dtype == torch.float32
+    assert found["a"][1][1] == "text"
+    assert found["b"].dtype == torch.float64
+
+
+def test_only_fp16_scales() -> None:
+    assert [
+        grad_scaler(precision, CPU) is not None for precision in ("fp32", "bf16", "fp16", "tf32")
+    ] == [False, False, True, False]
+
+
+def test_tf32_is_put_back_also_after_an_exception() -> None:
+    before = torch.get_float32_matmul_precision()
+    inside = ""
+
+    def fail() -> None:
+        nonlocal inside
+        with matmul_precision("tf32"):
+            inside = torch.get_float32_matmul_precision()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert (inside, torch.get_float32_matmul_precision()) == ("high", before)
+    with matmul_precision("fp32"):
+        assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_module_that_is_called_sees_its_inputs() -> None:
+    two = Forward(
+        nn.Bilinear(6, 6, 1), toy.task(inputs=lambda batch: (batch[0], batch[0])), "fp32", CPU
+    )
+    assert two(BATCH).shape == (4, 1)

@@ -1,0 +1,47 @@
+"""Scaling rules and the warm-up, against the numbers of the paper they come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import UsageError
+from lockstep.step.learning_rate import warmup
+
+
+def test_the_linear_rule_is_goyals() -> None:
+    assert lockstep.scale_lr(0.1, 256, 8192) == pytest.approx(3.2)
+
+
+def test_the_square_root_rule() -> None:
+    assert lockstep.scale_lr(3e-4, 256, 1024, rule="sqrt") == pytest.approx(6e-4)
+
+
+def test_an_unchanged_batch_changes_nothing() -> None:
+    assert lockstep.scale_lr(0.3, 64, 64) == 0.3
+
+
+@pytest.mark.parametrize(
+    "arguments", [(0.1, 0, 64), (0.1, 64, -1), (0.0, 64, 64), (0.1, 64, 64, "cubic")]
+)
+def test_nonsense_is_refused(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(UsageError):
+        lockstep.scale_lr(*arguments)  # type: ignore[arg-type]
+
+
+def test_the_warmup_rises_in_a_straight_line_and_stays() -> None:
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3.2)
+    scheduler = warmup(sgd, steps=4, start=1 / 32)
+    rates = []
+    for _ in range(7):
+        rates.append(sgd.param_groups[0]["lr"])
+        sgd.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.1, 0.875, 1.65, 2.425, 3.2, 3.2, 3.2])
+
+
+@pytest.mark.parametrize(("steps", "start"), [(0, 0.5), (5, 0.0), (5, 1.5)])
+def test_a_warmup_of_nothing_is_refused(steps: int, start: float) -> None:
+    with pytest.raises(UsageError):
+        warmup(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), steps, start)

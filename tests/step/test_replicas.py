@@ -1,0 +1,397 @@
+"""Replicas in one process, against one process over the same chunks and over one big batch, and
+against torch's DataParallel.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.errors import ReplicaDivergence, UsageError
+from lockstep.tasks.digits import Net
+
+ALGORITHMS = ["ring", "central", "tree", "recursive_doubling", "halving_doubling", "direct"]
+COUNTS = [1, 2, 3, 4]
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    bundle = load_digits()
+    return torch.tensor(bundle.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(
+        bundle.target
+    )
+
+
+def small(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 5, generator=generator), torch.randint(
+        0, 3, (size,), generator=generator
+    )
+
+
+def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="sum")
+
+
+def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def test_the_module_itself_is_not_touched() -> None:
+    module = small()
+    before = weights_of(module)
+    replicas = lockstep.Replicas(module, 2)
+    replicas.optimize(sgd)
+    replicas.gradients(batch(8), loss_sum)
+    replicas.average_gradients()
+    replicas.update()
+    torch.testing.assert_close(weights_of(module), before, rtol=0, atol=0)
+    assert not torch.equal(replicas.master[0].weight, module[0].weight)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size", [8, 7, 2, 1])
+def test_gradients_and_weights_equal_those_of_one_big_batch(size: int, algorithm: str) -> None:
+    """Sizes that do not divide, and fewer samples than replicas."""
+    for count in COUNTS:
+        plain = small().double()
+        replicas = lockstep.Replicas(plain, count, algorithm=algorithm)
+        replicas.optimize(sgd)
+        one = sgd(list(plain.parameters()))
+        for step in range(3):
+            x, y = batch(size, seed=step)
+            loss = F.cross_entropy(plain(x.double()), y)
+            one.zero_grad()
+            loss.backward()
+            ours = replicas.gradients((x.double(), y), loss_sum)
+            replicas.average_gradients()
+            assert ours == pytest.approx(loss.item(), rel=1e-12)
+            for replica in replicas.replicas:
+                for (name, a), b in zip(
+                    replica.named_parameters(), plain.parameters(), strict=True
+                ):
+                    torch.testing.assert_close(
+                        a.grad,
+                        b.grad,
+                        rtol=1e-11,
+                        atol=1e-13,
+                        msg=lambda text, name=name: f"{name}: {text}",
+                    )
+            one.step()
+            replicas.update()
+        replicas.check()
+        for copied in (replicas.master, *replicas.replicas):
+            torch.testing.assert_close(
+                weights_of(copied), weights_of(plain), rtol=1e-11, atol=1e-13
+            )
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "central"])
+def test_an_epoch_of_digits_ends_with_the_weights_of_one_process_over_the_same_chunks(
+    algorithm: str,
+) -> None:
+    """BatchNorm normalises by its chunk, so the plain process takes the chunks too, and adds up
+    their losses.
+    """
+    torch.manual_seed(0)
+    plain = Net(width=8, dropout=0.0)
+    replicas = lockstep.Replicas(plain, 3, algorithm=algorithm)
+    one = torch.optim.SGD(plain.parameters(), lr=0.05)
+    replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    x, y = digits()
+    for start in range(0, len(x), 64):
+        inputs, labels = x[start : start + 64], y[start : start + 64]
+        chunks = zip(inputs.tensor_split(3), labels.tensor_split(3), strict=True)
+        loss = sum(loss_sum(plain, *chunk) for chunk in chunks) / len(inputs)
+        one.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        one.step()
+        ours = replicas.gradients((inputs, labels), loss_sum)
+        replicas.average_gradients()
+        replicas.update()
+        assert ours == pytest.approx(loss.item(), abs=1e-5)  # type: ignore[union-attr]
+    replicas.check()
+    torch.testing.assert_close(weights_of(replicas.master), weights_of(plain), rtol=0, atol=1e-6)
+
+
+def test_the_loop_of_data_parallel() -> None:
+    """On a CPU torch's DataParallel is the plain module; tests/gpu/test_replicas.py compares on
+    GPUs.
+    """
+    theirs = nn.DataParallel(small())
+    replicas = lockstep.Replicas(small(), 3)
+    replicas.optimize(sgd)
+    one = sgd(list(theirs.parameters()))
+    for step in range(3):
+        x, y = batch(10, seed=step)
+        one.zero_grad()
+        F.cross_entropy(theirs(x), y).backward()
+        one.step()
+        replicas.zero_grad()
+        F.cross_entropy(replicas(x), y).backward()
+        replicas.sum_gradients()
+        replicas.update()
+    replicas.check()
+    torch.testing.assert_close(replicas.state_dict(), theirs.module.state_dict())
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 12])
+def test_outputs_come_back_in_order(size: int) -> None:
+    module = small()
+    x, _ = batch(size)
+    for count in COUNTS:
+        torch.testing.assert_close(lockstep.Replicas(module, count)(x), module(x))
+
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+class Nested(nn.Module):
+    def forward(
+        self, pair: Pair, options: dict[str, object], scale: Tensor, *, flag: str
+    ) -> dict[str, object]:
+        assert flag == "same for all"
+        assert options["name"] == "also"
+        mask = options["mask"]
+        assert isinstance(mask, Tensor)
+        assert len(pair.a) == len(mask)
+        return {"sum": (pair.a + pair.b) * scale, "more": [mask, Pair(pair.a, (pair.b,))]}
+
+
+def test_nested_arguments_and_outputs() -> None:
+    a, b, mask = torch.arange(7.0), torch.arange(7.0) * 2, torch.arange(7) % 2 == 0
+    found = lockstep.Replicas(Nested(), 3)(
+        Pair(a, b), {"mask": mask, "name": "also"}, torch.tensor(2.0), flag="same for all"
+    )
+    assert torch.equal(found["sum"], (a + b) * 2)
+    assert torch.equal(found["more"][0], mask)
+    assert isinstance(found["more"][1], Pair)
+    assert torch.equal(found["more"][1].b[0], b)
+
+
+def test_chunks_are_cut_as_torch_cuts() -> None:
+    x, y = batch(7)
+    chunks = lockstep.Replicas(small(), 3).scatter((x, y))
+    assert [chunk[0].tolist() for chunk in chunks] == [part.tolist() for part in x.tensor_split(3)]
+    assert [chunk[1].tolist() for chunk in chunks] == [part.tolist() for part in y.tensor_split(3)]
+
+
+def test_chunks_count_by_their_weights() -> None:
+    """A loss over tokens: chunk 0 has 2 samples with 9 tokens, chunk 1 has 1 with 1."""
+    plain = small()
+    x, y = batch(3)
+    tokens = torch.tensor([4.0, 5.0, 1.0])
+
+    def by_token(model: nn.Module, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+        return (F.cross_entropy(model(x), y, reduction="none") * tokens).sum()
+
+    expected = by_token(plain, x, y, tokens) / 10
+    expected.backward()
+    replicas = lockstep.Replicas(plain, 2)
+    assert replicas.gradients((x, y, tokens), by_token, weights=[9, 1]) == pytest.approx(
+        expected.item(), rel=1e-6
+    )
+    replicas.average_gradients()
+    for a, b in zip(replicas.replicas[1].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+class Partly(nn.Module):
+    """Uses `sometimes` for samples above 0 only, `never` never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Parameter(torch.tensor(2.0))
+        self.never = nn.Parameter(torch.tensor(3.0))
+        self.frozen = nn.Parameter(torch.tensor(4.0), requires_grad=False)
+        self.always = nn.Parameter(torch.tensor(1.0))
+        self.tied = self.always
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.tied * (self.sometimes if x.max() > 0 else self.frozen)
+
+
+def test_parameters_used_by_some_replicas_or_by_none() -> None:
+    replicas = lockstep.Replicas(Partly(), 2)
+    replicas.optimize(sgd)
+    replicas.gradients((torch.tensor([1.0, 2.0, -1.0]),), lambda model, x: model(x).sum())
+    replicas.average_gradients()
+    for replica in replicas.replicas:
+        assert replica.sometimes.grad == 1.0  # type: ignore[comparison-overlap]
+        assert replica.always.grad == torch.tensor((3 * 2 - 1 * 4) / 3)  # type: ignore[comparison-overlap]
+        assert replica.never.grad is None
+        assert replica.frozen.grad is None
+    replicas.update()
+    replicas.check()
+    assert replicas.master.never == 3.0  # type: ignore[comparison-overlap]
+
+
+def test_every_replica_has_its_own_batch_norm_until_they_are_made_equal() -> None:
+    replicas = lockstep.Replicas(nn.Sequential(nn.BatchNorm1d(2, momentum=1.0)), 2)
+    x = torch.arange(12.0).view(6, 2)
+    replicas(x)
+    means = [replica[0].running_mean for replica in replicas.replicas]  # type: ignore[index]
+    assert [mean.tolist() for mean in means] == [x[:3].mean(0).tolist(), x[3:].mean(0).tolist()]
+    replicas.sync_buffers()
+    for module in (replicas.master, *replicas.replicas):
+        torch.testing.assert_close(module[0].running_mean, x.mean(0))  # type: ignore[index]
+        assert module[0].num_batches_tracked == 1  # type: ignore[index]
+
+
+def test_state_goes_out_of_the_master_and_into_every_replica() -> None:
+    replicas = lockstep.Replicas(small(0), 3)
+    other = small(1)
+    replicas.load_state_dict(other.state_dict())
+    replicas.check()
+    torch.testing.assert_close(replicas.state_dict(), other.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(replicas.replicas[2]), weights_of(other), rtol=0, atol=0)
+
+
+def test_train_and_eval_reach_every_copy() -> None:
+    replicas = lockstep.Replicas(nn.Dropout(0.5), 2).eval()
+    assert torch.equal(replicas(torch.ones(8)), torch.ones(8))
+    assert all(module.training for module in (replicas.train().master, *replicas.replicas))
+
+
+def test_a_replica_that_differs_is_named() -> None:
+    replicas = lockstep.Replicas(small(), 3)
+    replicas.check()
+    with torch.no_grad():
+        replicas.replicas[2][2].bias[1] += 1e-6  # type: ignore[index]
+    with pytest.raises(
+        ReplicaDivergence, match=r"parameter '2.bias' of replicas 2 differs from replica 0's"
+    ) as caught:
+        replicas.check()
+    assert (caught.value.parameter, caught.value.ranks) == ("2.bias", (2,))
+
+
+def test_nan_everywhere_is_no_difference() -> None:
+    module = small()
+    with torch.no_grad():
+        module[0].weight[0, 0] = float("nan")  # type: ignore[index]
+    lockstep.Replicas(module, 2).check()
+
+
+def test_several_devices_work_in_threads_and_one_does_not() -> None:
+    """A CPU has one device, so the replicas are told that theirs differ."""
+    seen: list[str] = []
+
+    def noting(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        seen.append(threading.current_thread().name)
+        return loss_sum(model, x, y)
+
+    replicas = lockstep.Replicas(small(), 2)
+    replicas.gradients(batch(4), noting)
+    assert set(seen) == {threading.main_thread().name}
+    seen.clear()
+    replicas.devices[1] = torch.device("cpu", 0)
+    replicas.gradients(batch(4), noting)
+    assert len(seen) == 2
+    assert all(name.startswith("replica") for name in seen)
+    with torch.no_grad():
+        assert not replicas(batch(4)[0]).requires_grad
+
+
+def test_devices_are_repeated_for_more_replicas() -> None:
+    assert lockstep.Replicas(small(), 3, ["cpu"]).devices == [torch.device("cpu")] * 3
+    assert len(lockstep.Replicas(small(), devices=["cpu", "cpu"])) == 2
+
+
+def test_a_loss_that_raises_leaves_nothing_to_average() -> None:
+    replicas = lockstep.Replicas(small(), 2)
+    with pytest.raises(UsageError, match=r"loss_sum returned a tensor of shape \[2\]"):
+        replicas.gradients(
+            batch(4), lambda model, x, y: F.cross_entropy(model(x), y, reduction="none")
+        )
+    with pytest.raises(UsageError, match="without new gradients"):
+        replicas.average_gradients()
+
+
+def ready() -> lockstep.Replicas:
+    replicas = lockstep.Replicas(small(), 2)
+    replicas.optimize(sgd)
+    return replicas
+
+
+def forgotten_average() -> None:
+    replicas = ready()
+    replicas.gradients(batch(4), loss_sum)
+    replicas.update()
+
+
+def averaged_twice() -> None:
+    replicas = ready()
+    replicas.gradients(batch(4), loss_sum)
+    replicas.average_gradients()
+    replicas.average_gradients()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lockstep.Replicas(small(), 0), "replicas=0: there must be at least one"),
+        (lambda: lockstep.Replicas(small(), devices=[]), r"devices=\[\]: name at least one"),
+        (
+            lambda: lockstep.Replicas(small(), 2, algorithm="rong"),
+            "algorithm='rong' is unknown for all_reduce",
+        ),
+        (
+            lambda: lockstep.Replicas(small(), 2, algorithm="hierarchical"),
+            "algorithm='hierarchical' is for several nodes",
+        ),
+        (lambda: ready()(3), "there is no tensor to cut"),
+        (
+            lambda: ready().scatter((torch.ones(3), torch.ones(4))),
+            "tensors of 3, 4 samples in one batch",
+        ),
+        (lambda: ready().gradients(batch(0), loss_sum), "the batch has no samples"),
+        (
+            lambda: ready().gradients(batch(4), loss_sum, weights=[1]),
+            r"weights=\[1.0\] for 2 replicas: give one for each",
+        ),
+        (
+            lambda: ready().gradients(batch(4), loss_sum, weights=[1, -1]),
+            r"weights=\[1.0, -1.0\]: they must be 0 or more",
+        ),
+        (lambda: ready().gradients(batch(4), loss_sum, weights=[0, 0]), "not all 0"),
+        (lambda: lockstep.Replicas(small(), 2).update(), r"update\(\) without optimizers"),
+        (lambda: ready().average_gradients(), "without new gradients"),
+        (forgotten_average, r"call average_gradients\(\) first"),
+        (averaged_twice, "once for each average"),
+        (
+            lambda: lockstep.Replicas(Mean(), 2)(torch.ones(4)),
+            "the module returned a 0-d tensor: only tensors of samples can be joined",
+        ),
+    ],
+)
+def test_what_cannot_work_is_said(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+def test_a_copy_of_a_trained_master_is_a_plain_module() -> None:
+    replicas = ready()
+    assert isinstance(copy.deepcopy(replicas.master), nn.Sequential)

@@ -1,0 +1,211 @@
+"""ShardedOptimizer in the place of torch's ZeroRedundancyOptimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.errors import UsageError
+from lockstep.testing import run_ranks
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(40, 70), nn.Tanh(), nn.Linear(70, 30), nn.Tanh(), nn.Linear(30, 1)
+    )
+
+
+def optimizer_of(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    groups = [
+        {"params": model[0].parameters(), "lr": 3e-2},
+        {"params": [*model[2].parameters(), *model[4].parameters()]},
+    ]  # type: ignore[index]
+    if kind == "plain":
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    if kind == "torch":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            [p for p in model.parameters()], torch.optim.AdamW, lr=1e-2, weight_decay=0.1
+        )
+    return lockstep.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+def trained(
+    world: lockstep.World, kind: str, wrapper: str
+) -> tuple[list[Tensor], dict[str, Any] | None]:
+    model = net()
+    wrapped = (
+        nn.parallel.DistributedDataParallel(model)
+        if wrapper == "torch"
+        else lockstep.DistributedDataParallel(model)
+    )
+    optimizer = optimizer_of(kind, model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for step in range(5):
+        optimizer.zero_grad()
+        x = torch.randn(4, 40, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        wrapped(x).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    if isinstance(optimizer, lockstep.ShardedOptimizer):
+        optimizer.consolidate_state_dict(to=0)
+    state = optimizer.state_dict() if world.rank == 0 else None
+    return [parameter.detach().clone() for parameter in model.parameters()], state
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "lockstep"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_weights_and_state_are_the_plain_optimizers(wrapper: str, workers: int) -> None:
+    plain = run_ranks(trained, workers, args=("plain", wrapper))
+    sharded = run_ranks(trained, workers, args=("sharded", wrapper))
+    for weights, _ in [*plain, *sharded]:
+        assert all(map(torch.equal, weights, plain[0][0]))
+    expected, state = plain[0][1], sharded[0][1]
+    assert expected is not None
+    assert state is not None
+    assert [group["lr"] for group in state["param_groups"]] == [
+        group["lr"] for group in expected["param_groups"]
+    ]
+    for number, values in expected["state"].items():
+        assert all(torch.equal(values[name], state["state"][number][name]) for name in values)
+
+
+def equals_torch(world: lockstep.World) -> float:
+    models = {}
+    for kind in ("sharded", "torch"):
+        models[kind] = net()
+        parameters = list(models[kind].parameters())
+        if kind == "sharded":
+            optimizer: Any = lockstep.ShardedOptimizer(parameters, torch.optim.Adam, lr=1e-2)
+        else:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=1e-2)
+        for step in range(4):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(100 * step + number)
+                )
+            optimizer.step()
+    return max(
+        (a - b).abs().max().item()
+        for a, b in zip(*(model.parameters() for model in models.values()), strict=True)
+    )
+
+
+def test_it_does_what_torchs_does() -> None:
+    assert max(run_ranks(equals_torch, 3)) == 0
+
+
+def without_collectives(world: lockstep.World) -> list[Tensor]:
+    """Steps right after one another: a slow rank still reads what a fast one wants to write."""
+    model = nn.Linear(600, 600)
+    nn.init.ones_(model.weight)
+    optimizer = lockstep.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    for _ in range(200):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return [model.weight.unique()]
+
+
+def test_no_rank_overtakes_another() -> None:
+    assert [weights[0].tolist() for weights in run_ranks(without_collectives, 3)] == [[-199.0]] * 3
+
+
+def resumed(world: lockstep.World, state: dict[str, Any] | None) -> tuple[list[Tensor], float]:
+    model = net()
+    optimizer = optimizer_of("sharded", model) if world.size > 1 else optimizer_of("plain", model)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()], optimizer.param_groups[
+        0
+    ]["lr"]
+
+
+def test_its_state_loads_into_the_plain_optimizer_and_at_another_number_of_ranks() -> None:
+    state = run_ranks(trained, 3, args=("sharded", "torch"))[0][1]
+    expected = run_ranks(resumed, 1, args=(state,))[0]
+    for weights, lr in run_ranks(resumed, 2, args=(state,)):
+        assert lr == expected[1]
+        assert all(map(torch.equal, weights, expected[0]))
+
+
+def grown(world: lockstep.World) -> list[float]:
+    first, second = nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(2000))
+    optimizer = lockstep.ShardedOptimizer([first], torch.optim.SGD, lr=1.0, momentum=0.5)
+    for step in range(2):
+        first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+        optimizer.step()
+        if step == 0:
+            optimizer.add_param_group({"params": [second], "lr": 2.0})
+    return [first.unique().item(), second.unique().item()]
+
+
+def test_a_group_is_added() -> None:
+    assert run_ranks(grown, 2) == [[1 - 1 - 1.5, -1.0]] * 2
+
+
+def test_a_closure_is_called_with_gradients() -> None:
+    with lockstep.init(backend="gloo"):
+        weight = nn.Parameter(torch.tensor([2.0]))
+        optimizer = lockstep.ShardedOptimizer([weight], torch.optim.SGD, lr=0.25)
+
+        def closure() -> Tensor:
+            loss = weight.square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() == 4.0
+        assert weight.item() == 1.0
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with lockstep.init(backend="gloo"):
+        parameters = [nn.Parameter(torch.ones(3))]
+        with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):
+            lockstep.ShardedOptimizer(parameters, torch.optim.LBFGS)
+        with pytest.raises(
+            UsageError, match="overlap_with_ddp=True hands the step to torch's own hook"
+        ):
+            lockstep.ShardedOptimizer(parameters, torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        optimizer = lockstep.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+        with pytest.raises(
+            UsageError,
+            match=(
+                r"rank 0 holds its own shard only: call consolidate_state_dict\(to=0\) on every"
+                r" rank first"
+            ),
+        ):
+            optimizer.state_dict()
+        other = torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))], lr=0.1)
+        with pytest.raises(
+            UsageError,
+            match=r"is another's: its parameter groups hold \[2\] parameters, here they hold \[1\]",
+        ):
+            optimizer.load_state_dict(other.state_dict())
+
+
+def in_a_subgroup(world: lockstep.World) -> list[float]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    weight = nn.Parameter(torch.full((3000,), float(world.rank // 2)))
+    optimizer = lockstep.ShardedOptimizer(
+        [weight], torch.optim.SGD, process_group=groups[world.rank // 2], lr=1.0
+    )
+    weight.grad = torch.ones(3000)
+    optimizer.step()
+    return weight.detach().unique().tolist()
+
+
+def test_it_works_in_a_group_of_torchs() -> None:
+    assert run_ranks(in_a_subgroup, 3) == [[-1.0], [-1.0], [0.0]]

@@ -1,0 +1,350 @@
+"""Collectives measured: every algorithm gives what it must, a wrong element is counted, and the
+fastest is what a tuning chooses.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import collectives
+from lockstep.collectives.algorithms import algorithms_of
+from lockstep.collectives.choose import Tuning
+from lockstep.collectives.schedule import Kind
+from lockstep.errors import UsageError
+from lockstep.runtime.extras import install
+from lockstep.testing import run_ranks
+from lockstep.tools.bench import collectives as measured
+from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor, thresholds
+from lockstep.world.world import World
+
+
+def one(**changed: Any) -> CollectiveTime:
+    return CollectiveTime(
+        **{
+            "collective": "all_reduce",
+            "algorithm": "ring",
+            "size": 4000,
+            "workers": 4,
+            "runs": 9,
+            "p50": 2e-6,
+            "p99": 4e-6,
+            "wrong": 0,
+            **changed,
+        }
+    )
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [
+        ("all_reduce", 1.5),
+        ("broadcast", 1),
+        ("reduce", 1),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(collective: str, factor: float) -> None:
+    assert bus_factor(collective, 4) == factor
+    found = one(collective=collective)
+    assert math.isclose(found.algbw, 2.0)  # 4000 bytes in 2 us
+    assert math.isclose(found.busbw, 2.0 * factor)
+    assert found.as_json() == {
+        "collective": collective,
+        "algorithm": "ring",
+        "size": 4000,
+        "workers": 4,
+        "runs": 9,
+        "p50": 2e-6,
+        "p99": 4e-6,
+        "wrong": 0,
+        "algbw": found.algbw,
+        "busbw": found.busbw,
+    }
+
+
+def test_a_table_has_a_line_each_and_compares_with_the_backend_at_the_same_size() -> None:
+    rows = [
+        one(algorithm="native", p50=4e-6),
+        one(p50=2e-6, wrong=3),
+        one(size=8000, algorithm="native", p50=5e-6),
+        one(size=8000, p50=10e-6),
+        one(collective="broadcast"),
+    ]
+    lines = measured.table(rows).splitlines()
+    assert lines[0].split() == [
+        "collective",
+        "algorithm",
+        "size",
+        "time",
+        "p99",
+        "algbw",
+        "busbw",
+        "#wrong",
+        "vs",
+        "native",
+    ]
+    assert lines[1].split() == ["(B)", "(us)", "(us)", "(GB/s)", "(GB/s)"]
+    assert [line.split() for line in lines[2:]] == [
+        ["all_reduce", "native", "4000", "4.0", "4.0", "1.00", "1.50", "0", "1.00x"],
+        ["all_reduce", "ring", "4000", "2.0", "4.0", "2.00", "3.00", "3", "2.00x"],
+        ["all_reduce", "native", "8000", "5.0", "4.0", "1.60", "2.40", "0", "1.00x"],
+        ["all_reduce", "ring", "8000", "10.0", "4.0", "0.80", "1.20", "0", "0.50x"],
+        ["broadcast", "ring", "4000", "2.0", "4.0", "2.00", "2.00", "0"],
+    ]
+    assert len({len(line) for line in (lines[0], *lines[2:6])}) == 1
+
+
+# -- tuning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pairs"),
+    [
+        ({100: {"native": 10, "ring": 8}}, [(math.inf, "ring")]),
+        ({100: {"native": 10, "ring": 9}}, [(math.inf, "native")]),  # not clearly faster
+        ({100: {"native": 10, "ring": 5, "tree": 4}}, [(math.inf, "tree")]),
+        (
+            {100: {"native": 10, "ring": 5}, 400: {"native": 10, "ring": 20}},
+            [(200.0, "ring"), (math.inf, "native")],
+        ),
+        (
+            {400: {"native": 10, "ring": 20}, 100: {"native": 10, "ring": 5}},
+            [(200.0, "ring"), (math.inf, "native")],
+        ),
+        (
+            {
+                size: {"native": 10, "ring": 20 - step, "tree": 5 + step}
+                for step, size in enumerate([1, 4, 16, 64])
+            },
+            [(math.inf, "tree")],
+        ),
+        (
+            {
+                1: {"native": 9, "a": 1, "b": 5},
+                4: {"native": 9, "a": 1, "b": 5},
+                16: {"native": 9, "a": 5, "b": 1},
+                64: {"native": 1, "a": 5, "b": 5},
+            },
+            [(8.0, "a"), (32.0, "b"), (math.inf, "native")],
+        ),
+    ],
+)
+def test_thresholds_lie_between_the_sizes_where_the_fastest_changes(
+    seconds: dict[int, dict[str, float]], pairs: list[tuple[float, str]]
+) -> None:
+    assert thresholds(seconds) == pairs
+
+
+def test_a_tuning_measures_every_collective_and_chooses_what_was_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def times(
+        kind: Kind, workers: int, sizes: Any, algorithms: Any, runs: None = None
+    ) -> list[CollectiveTime]:
+        asked.append((kind, workers, tuple(sizes)))
+        assert algorithms[0] == "native"
+        # what sums in another order, and what is several of the others
+        assert {"central", "hierarchical"}.isdisjoint(algorithms)
+        fastest = {100: algorithms[-1], 400: "native"}
+        return [
+            one(
+                collective=kind,
+                algorithm=name,
+                size=size,
+                p50=1.0 if name == fastest[size] else 3.0,
+            )
+            for size in sizes
+            for name in algorithms
+        ]
+
+    monkeypatch.setattr(measured, "measure", times)
+    tuning, found = measured.tune(4, [100, 400], "here.json")
+    assert asked == [(kind, 4, (100, 400)) for kind in KINDS]
+    assert {each.collective for each in found} == set(KINDS) == set(KINDS)
+    assert (tuning.world, tuning.source) == (4, "here.json")
+    read = Tuning.from_json(tuning.as_json(), "file")
+    for kind in KINDS:
+        last = [name for name in algorithms_of(kind) if name not in ("central", "hierarchical")][-1]
+        assert [read.choose(kind, size, 4) for size in (1, 200, 201, 10**9)] == [
+            last,
+            last,
+            "native",
+            "native",
+        ]
+
+
+# -- what is timed -------------------------------------------------------------------------------
+
+
+def everything(world: World) -> list[CollectiveTime]:
+    """Every algorithm of every collective: of one element, of fewer than ranks, of a number that
+    ranks do not divide.
+    """
+    return [
+        each
+        for kind in KINDS
+        for size in (1, 8, 4 * 101)
+        for each in measured._one_size(world, kind, size, ["native", *algorithms_of(kind)], 3)
+    ]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_every_algorithm_gives_what_it_must(workers: int) -> None:
+    ranks = run_ranks(everything, workers)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert {(each.collective, each.algorithm) for each in ranks[0]} >= {
+        (kind, name) for kind in KINDS for name in ("native", *algorithms_of(kind))
+    }
+    for each in ranks[0]:
+        assert (each.wrong, each.runs, each.workers) == (0, 3, workers), each
+        assert 0 < each.p50 <= each.p99
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with lockstep.init(backend="gloo") as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_elements_are_counted_over_all_runs(
+    world: World, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(collectives, kind)
+
+    def off_by_one(tensor: Any, **options: Any) -> Any:
+        found = right(tensor, **options)
+        (found[0] if isinstance(found, list) else found)[:2] += 1
+        return found
+
+    (fine,) = measured._one_size(world, kind, 40, ["native"], 5)
+    monkeypatch.setattr(collectives, kind, off_by_one)
+    (bad,) = measured._one_size(world, kind, 40, ["native"], 5)
+    assert (fine.wrong, bad.wrong) == (0, 2 * 5)
+
+
+def test_times_are_the_slowest_ranks_median_and_last(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([100.0, 100.0, 5.0, 1.0, 4.0, 2.0, 3.0])  # two warm up
+
+    monkeypatch.setattr(measured._Case, "run", lambda case, algorithm, run: (next(seconds), 0))
+    (found,) = measured._one_size(world, "all_reduce", 40, ["native"], 5)
+    assert (found.p50, found.p99, found.runs) == (3.0, 5.0, 5)
+
+
+def test_algorithms_take_turns_and_each_run_has_numbers_of_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, list[float]]] = []
+    right = collectives.all_reduce
+
+    def noting(tensor: torch.Tensor, algorithm: str) -> Any:
+        given.append((algorithm, tensor.tolist()))
+        return right(tensor, algorithm=algorithm)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collectives, "all_reduce", noting)
+    measured._one_size(world, "all_reduce", 8, ["native", "ring"], 2)
+    assert [name for name, _ in given] == [
+        "ring",
+        "native",
+        "native",
+        "ring",
+        "ring",
+        "native",
+        "native",
+        "ring",
+    ]
+    assert given[4][1] == given[5][1] != given[6][1]
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithms", "runs", "message"),
+    [
+        (
+            "all_redcue",
+            ["native"],
+            None,
+            "collective 'all_redcue' is unknown: choose one of " + ", ".join(KINDS),
+        ),
+        (
+            "broadcast",
+            ["native", "recursive_doubling"],
+            None,
+            "algorithm 'recursive_doubling' is unknown for broadcast: choose one of native, auto,"
+            " shared_memory, " + ", ".join(algorithms_of("broadcast")),
+        ),
+        ("all_reduce", ["native"], 0, "runs=0: give a whole number, 1 or more"),
+        ("all_reduce", ["native"], -1, "runs=-1: give a whole number, 1 or more"),
+    ],
+)
+def test_what_there_is_not_is_refused_before_ranks_start(
+    kind: Any,
+    algorithms: list[str],
+    runs: int | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured, "launch", None)
+    with pytest.raises(UsageError) as caught:
+        measured.measure(kind, 2, [4], algorithms, runs)
+    assert str(caught.value) == message
+
+
+# -- the picture ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_a_picture_is_written(tmp_path: Path, suffix: str, begin: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"times.{suffix}"
+    rows = [
+        one(collective=kind, algorithm=name, size=size)
+        for kind in KINDS[:2]
+        for name in ("native", "ring")
+        for size in (4, 16)
+    ]
+    measured.plot(rows, str(file))
+    content = file.read_bytes()
+    assert content.startswith(begin)
+    if suffix == "svg":
+        assert all(
+            f"<!-- {text} -->".encode() in content
+            for text in ("native", "ring", "broadcast, 4 ranks on one host")
+        )
+
+
+@pytest.mark.parametrize("name", ["times.nonsense", "missing/times.png"])
+def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UsageError, match=rf"--plot .*{name} cannot be written: "):
+        measured.plot([one()], str(tmp_path / name))
+
+
+def test_without_matplotlib_it_is_said_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(
+        UsageError, match=f"^--plot needs matplotlib: {re.escape(install('plot'))}$"
+    ):
+        measured.plot([one()], str(tmp_path / "times.png"))

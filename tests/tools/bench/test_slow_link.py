@@ -1,0 +1,215 @@
+"""benchmarks/slow_link.py: what it reads, counts and prints, a reason where it cannot run, and
+one run of two hosts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("slow_link")
+
+
+def test_methods_are_options_of_train(bench: Any) -> None:
+    assert bench.methods_of(" native;  --sync-every 50   --outer nesterov; ") == [
+        "native",
+        "--sync-every 50 --outer nesterov",
+    ]
+    assert bench.options_of("central") == ["--reduce", "central"]
+    assert bench.options_of("--compress bf16") == ["--compress", "bf16"]
+    for wrong in ("", " ; ", "native; native"):
+        with pytest.raises(ValueError, match="--methods"):
+            bench.methods_of(wrong)
+
+
+def test_the_usual_methods_are_methods(bench: Any) -> None:
+    from lockstep.tools.plan.methods import method_of
+
+    for method in bench.methods_of(bench.METHODS):
+        method_of(method)
+
+
+@pytest.mark.parametrize("rate", ["fast", "1mbit", "10gbit", "100", "-5mbit", "100mbit;"])
+def test_a_rate_is_one_that_can_be_had(bench: Any, rate: str) -> None:
+    with pytest.raises(ValueError, match=r"give a rate from 10mbit to 1gbit, such as 100mbit"):
+        bench.namespaces.bits_per_second(rate)
+    assert bench.namespaces.bits_per_second("100mbit") == 100e6
+
+
+def notes(
+    rank: int, *, step: float, sent: int, metrics: tuple[float, float]
+) -> list[dict[str, Any]]:
+    """Two epochs of four steps, with an evaluation of 100 s and 10^6 bytes after each."""
+    found: list[dict[str, Any]] = [
+        {"kind": "task", "metric": "bits", "mode": "min", "at": 0.0, "tx": 0}
+    ]
+    at, tx = 50.0, 7_000_000  # the start has taken and sent something too
+    for number in range(1, 9):
+        at, tx = at + step, tx + sent
+        found.append({"kind": "step", "step": number, "at": at, "tx": tx, "sent": sent - 100})
+        if number % 4 == 0:
+            at, tx = at + 100, tx + 10**6
+            found.append(
+                {
+                    "kind": "evaluate",
+                    "step": number,
+                    "at": at,
+                    "tx": tx,
+                    "metrics": {"bits": metrics[number // 4 - 1]},
+                }
+            )
+    return found
+
+
+def test_steps_are_told_apart_from_evaluations_and_the_start(bench: Any) -> None:
+    found = bench.found_in(
+        "x",
+        [
+            notes(0, step=0.5, sent=1000, metrics=(4.0, 3.0)),
+            notes(1, step=9, sent=3000, metrics=(0, 0)),
+        ],
+        warm_up=2,
+    )
+    assert (found.steps, found.sent, found.counted) == (8, 3000, 2900)
+    assert (found.median, found.mean) == pytest.approx((0.5, 0.5))
+    assert found.curve == [(1.5, 4.0), (3.5, 3.0)]
+    assert found.final == 3.0
+    assert bench.time_to(4.1, "min", found) == 1.5
+    assert bench.time_to(2.9, "min", found) is None
+    assert bench.time_to(4.0, "max", found) == 1.5
+    assert bench.target_of(found, "min") == pytest.approx(3.06)
+    assert bench.target_of(found, "max") == pytest.approx(2.94)
+
+
+def test_the_meeting_before_an_evaluation_belongs_to_the_last_step(bench: Any) -> None:
+    lines = notes(0, step=1.0, sent=0, metrics=(5.0, 4.0))
+    for line in lines:
+        line["sent"] = 0
+    first = next(place for place, line in enumerate(lines) if line["kind"] == "evaluate")
+    before = lines[first - 1]
+    lines.insert(
+        first, {"kind": "met", "at": before["at"] + 2, "tx": before["tx"] + 7000, "sent": 6900}
+    )
+    found = bench.found_in("m", [lines], warm_up=0)
+    assert found.sent == pytest.approx(7000 / 7)
+    assert found.counted == pytest.approx(6900 / 7)
+    assert found.curve[0] == (5.0, 5.0)
+
+
+def test_the_table(bench: Any) -> None:
+    baseline = bench.Found(
+        method="torch DDP", sent=6e6, median=0.4, mean=0.4, curve=[(10.0, 4.0), (20.0, 3.0)]
+    )
+    local = bench.Found(
+        method="local", sent=1e5, counted=9e4, median=0.1, mean=0.2, curve=[(2.0, 4.0), (5.0, 3.05)]
+    )
+    never = bench.Found(
+        method="never", sent=1e5, counted=9e4, median=0.1, mean=0.1, curve=[(2.0, 4.0)]
+    )
+    broken = bench.Found(method="broken", problem="error: no such thing")
+    lines = bench.table([baseline, local, never, broken], "bits", "min").splitlines()
+    assert (
+        " ".join(lines[1].split()) == "torch DDP 6.000 MB 400.0 ms 400.0 ms 1.00 20.0 s 1.00 3.0000"
+    )
+    assert (
+        " ".join(lines[2].split())
+        == "local 0.100 MB 0.090 MB 100.0 ms 200.0 ms 2.00 5.0 s 4.00 3.0500"
+    )
+    assert lines[3].split()[-2:] == ["never", "4.0000"]
+    assert lines[4].endswith("left out: error: no such thing")
+    assert lines[5] == "target: bits <= 3.0600, the baseline's last, less 2 %"
+
+
+def test_without_root_it_says_why_and_goes(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.namespaces.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["slow_link.py"])
+    bench.main()
+    assert capsys.readouterr().out == "skipped: network namespaces and rates need root\n"
+    monkeypatch.setattr(bench.namespaces.shutil, "which", lambda tool: None)
+    bench.main()
+    assert capsys.readouterr().out == "skipped: ip and tc not found: install iproute2\n"
+
+
+@pytest.mark.timeout(300)
+def test_two_hosts_train_and_what_left_them_is_counted(bench: Any, tmp_path: Path) -> None:
+    if reason := bench.namespaces.why_not():
+        pytest.skip(reason)
+    small = [
+        word
+        for pair in (
+            "width=32",
+            "depth=1",
+            "length=32",
+            "train_bytes=3000",
+            "eval_bytes=1000",
+            "global_batch=4",
+        )
+        for word in ("--set", pair)
+    ]
+    out = tmp_path / "slow.json"
+    words = [
+        "--workers",
+        "2",
+        "--rate",
+        "100mbit",
+        "--steps",
+        "10",
+        "--methods",
+        "native; central --nonsense",
+        "--ddp-buckets",
+        "5",
+    ]
+    done = subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "slow_link.py"), *words, *small, "--json", str(out)]
+    )
+    assert done.wait(timeout=250) == 0
+    ddp, native, broken = json.loads(out.read_text())["rows"]
+    assert native["counted"] == pytest.approx(ddp["sent"], rel=0.25)
+    assert 1 < native["sent"] / native["counted"] < 1.3  # headers
+    assert native["curve"][-1][1] == pytest.approx(ddp["curve"][-1][1], rel=1e-3)
+    assert "is no option of" in broken["problem"]
+    left = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"lsl{done.pid}" not in left
+
+
+def test_a_benchmark_that_is_ended_leaves_no_host(bench: Any) -> None:
+    if reason := bench.namespaces.why_not():
+        pytest.skip(reason)
+
+    def here() -> bool:
+        return (
+            f"lsl{running.pid}h1"
+            in subprocess.run(
+                ["ip", "netns", "list"], capture_output=True, text=True, check=True
+            ).stdout
+        )
+
+    running = subprocess.Popen(
+        [sys.executable, str(BENCHMARKS / "slow_link.py"), "--collectives", "--workers", "2"],
+        stderr=subprocess.PIPE,
+    )
+    while not here():
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.terminate()
+    assert running.communicate()[1] == b"ended by SIGTERM\n"
+    assert not here()

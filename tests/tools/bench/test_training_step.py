@@ -1,0 +1,355 @@
+"""Training steps measured: every way makes the same update, one that does not is named, and what
+DDP cannot do is refused in a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.errors import TaskError, UsageError
+from lockstep.testing import run_ranks
+from lockstep.tools.bench import baselines, step_table, training_step
+from lockstep.tools.bench.training_step import BASELINES, StepComparison, StepRow, measure
+from lockstep.tools.bench.weighed import WeighedWindow, feed
+from lockstep.world.world import World
+
+OURS = ["wrapper:native", "wrapper:shared", "stepper:native", "stepper:shared", "stepper:sharded"]
+EVERY = [name for name in (*BASELINES, *OURS) if baselines.why_not(name, 2, "cpu") is None]
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+        )
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(F.dropout(x, self.dropout, self.training))
+        return found
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Samples weigh 1, 2 or 3, as texts of different lengths do."""
+    return (F.cross_entropy(output, batch[1], reduction="none") * batch[2]).sum(), batch[2].sum()
+
+
+def task(dropout: float = 0.0, samples: int = 110, **changed: Any) -> lockstep.Task:
+    """Five micro-batches a step, the last one smaller: on two ranks 3 and 2, of unequal weight."""
+    random = torch.Generator().manual_seed(0)
+    data = (
+        torch.randn(samples, 6, generator=random),
+        torch.randint(0, 3, (samples,), generator=random),
+    )
+    fields: dict[str, Any] = {
+        "name": "small",
+        "model": lambda: Net(dropout),
+        "train_data": TensorDataset(*data, torch.randint(1, 4, (samples,), generator=random)),
+        "loss": loss,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "scheduler": lambda optimizer, steps: torch.optim.lr_scheduler.LinearLR(
+            optimizer, total_iters=steps
+        ),
+        "clip": 0.5,
+        "global_batch": 22,
+        "micro_batch": 5,
+    }
+    return lockstep.Task(**fields | changed)
+
+
+# -- the same update -----------------------------------------------------------------------------
+
+
+def after_steps(
+    world: World, dropout: float, precision: Any
+) -> tuple[dict[str, list[Tensor]], list[list[int]]]:
+    """The parameters after two rounds through the windows, by way, and what each window was."""
+    made = task(dropout)
+    given = feed(made, precision, world)
+    assert given.draws == (dropout > 0)
+    setting = baselines.Setting(
+        task=made, world=world, precision=precision, steps=8, keyed=given.draws
+    )
+    built = baselines.build([name for name in EVERY if name != "local"], setting, {})
+    for _ in range(2):
+        for window in given.given:
+            for way in built.values():
+                way(window)
+    cut = [[len(window.batches), window.window.samples] for window in given.given]
+    return {
+        name: [parameter.detach().clone() for parameter in way.model.parameters()]
+        for name, way in built.items()
+    }, cut
+
+
+def in_one_process(dropout: float) -> list[Tensor]:
+    """The same steps by hand: all micro-batches of all ranks, one after the other."""
+    made = task(dropout)
+    lockstep.runtime.randomness.shared(made.seed)
+    model = made.model()
+    optimizer = made.optimizer(model)
+    assert made.scheduler is not None
+    scheduler = made.scheduler(optimizer, 8)
+    loader = lockstep.Loader(
+        made.train_data, global_batch=22, micro_batch=5, seed=made.seed, rank=0, size=1
+    )
+    windows = [list(window) for window in next(loader.epochs(1))][:4]
+    for step in range(8):
+        optimizer.zero_grad()
+        found = []
+        for slot, batch in enumerate(windows[step % 4]):
+            lockstep.runtime.randomness.step(made.seed, step % 4, slot)
+            found.append(made.loss(model(*made.inputs(batch)), batch))
+        (sum(part for part, _ in found) / sum(weight for _, weight in found)).backward()  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_all_ways_make_the_update_of_one_process(dropout: float) -> None:
+    ranks = run_ranks(after_steps, 2, args=(dropout, "fp32"))
+    assert [cut for _, cut in ranks] == [[[3, 15]] * 4, [[2, 7]] * 4]
+    expected = in_one_process(dropout)
+    for found, _ in ranks:
+        assert {"ddp:5", *OURS} <= set(found)
+        for name, parameters in found.items():
+            for ours, theirs in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(
+                    ours,
+                    theirs,
+                    rtol=1e-4,
+                    atol=1e-6,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )
+
+
+class Unweighted(baselines.TorchDDP):
+    """What is often written: each rank's mean, averaged."""
+
+    def scale(self, given: WeighedWindow) -> float:
+        return 1 / given.own
+
+
+def apart(world: World, *, wrong: bool) -> dict[str, float]:
+    made = task()
+    given = feed(made, "fp32", world)
+    setting = baselines.Setting(task=made, world=world, precision="fp32", steps=8, keyed=False)
+    built = baselines.build(["ddp:25", "local", "stepper:native"], setting, {})
+    if wrong:
+        built["ddp:100"] = Unweighted(setting, 100)
+    start = [parameter.detach().clone() for parameter in built["ddp:25"].model.parameters()]
+    for window in given.given:
+        for way in built.values():
+            way(window)
+    return training_step._apart({name: way.model for name, way in built.items()}, start, world)
+
+
+def test_ways_that_train_something_else_lie_far_above_the_tolerance() -> None:
+    found, other = run_ranks(partial(apart, wrong=True), 2)
+    assert found == other
+    assert found["stepper:native"] < 1e-4
+    assert found["local"] > 0.3  # bfloat16's tolerance
+    assert found["ddp:100"] > 0.1
+
+
+# -- the measurement -----------------------------------------------------------------------------
+
+
+def test_measured_on_ranks_with_memory() -> None:
+    found = measure(task, workers=2, variants=["ddp:25", "stepper:shared"], steps=2, memory=True)
+    assert [row.variant for row in found.rows] == ["ddp:25", "stepper:shared"]
+    assert found.recipe == "global batch 22 = 5 micro-batches x 5, the last 2; 2 ranks: 3, 2"
+    assert found.gradient_mib == pytest.approx(4 * (6 * 16 + 16 + 32 + 16 * 3 + 3) / 2**20)
+    assert [len(row.seconds) for row in found.rows] == [2, 2]
+    assert all(row.peak_mib is not None and row.peak_mib > 0 for row in found.rows)
+    reference, ours = (row.apart for row in found.rows)
+    assert reference is None
+    assert ours is not None
+    assert ours < 1e-4
+    assert (found.wrong, found.notes) == ([], [])
+
+
+def test_on_one_rank_the_bare_loop_is_compared_and_nobody_shares_memory() -> None:
+    found = measure(
+        partial(task, 0.3),
+        workers=1,
+        variants=["local", "stepper:native", "stepper:shared"],
+        steps=1,
+    )
+    assert found.left_out == {"stepper:shared": "one rank has nobody to share memory with"}
+    assert found.rows[0].apart is None
+    assert found.rows[1].apart == pytest.approx(0, abs=1e-6)
+    assert [note.partition(":")[0] for note in found.notes] == ["the model draws random numbers"]
+
+
+def test_with_fp16_weights_are_not_compared() -> None:
+    found = measure(
+        partial(task, precision="fp16", scheduler=None),
+        workers=1,
+        variants=["ddp:25", "stepper:native"],
+        steps=1,
+    )
+    assert [row.apart for row in found.rows] == [None, None]
+    assert "not compared" in found.notes[0]
+
+
+def comparison(**changed: Any) -> StepComparison:
+    rows = [
+        StepRow(variant="local", seconds=[0.1, 0.1, 0.1]),
+        StepRow(variant="ddp:5", seconds=[0.4, 0.3, 0.2], peak_mib=9.5),
+        StepRow(variant="ddp:25", seconds=[0.2, 0.2, 0.2], apart=1e-8),
+        StepRow(variant="stepper:shared", seconds=[0.1, 0.1, 0.1], apart=0.2),
+    ]
+    fields: dict[str, Any] = {
+        "task": "small",
+        "recipe": "as it is",
+        "workers": 2,
+        "device": "cpu",
+        "precision": "fp32",
+        "steps": 3,
+        "gradient_mib": 1.5,
+        "rows": rows,
+        "left_out": {"fabric": "not there"},
+        "notes": ["a note"],
+    }
+    return StepComparison(**fields | changed)
+
+
+def test_json_holds_every_figure() -> None:
+    found = json.loads(json.dumps(comparison().as_json()))
+    assert set(found) == {
+        "task", "recipe", "workers", "device", "precision", "steps", "gradient_mib", "rows", "left_out", "notes", "tolerance", "best", "cores",
+        "versions",
+    }  # fmt: skip
+    assert (found["best"], found["tolerance"]) == ("ddp:25", 0.1)
+    assert found["versions"]["torch"] == torch.__version__
+    assert [row["ratio"] for row in found["rows"]] == pytest.approx([2, 2 / 3, 1, 2])
+    assert found["rows"][1] == {
+        "variant": "ddp:5", "seconds": [0.4, 0.3, 0.2], "apart": None, "peak_mib": 9.5, "median": 0.3, "p25": 0.2, "ratio": 0.2 / 0.3,
+    }  # fmt: skip
+
+
+def test_the_table_names_what_trained_something_else() -> None:
+    lines = step_table.text(comparison()).splitlines()
+    assert [line.split()[:2] for line in lines[3:7]] == [
+        ["local", "100.0"],
+        ["ddp:5", "300.0"],
+        ["ddp:25", "200.0"],
+        ["stepper:shared", "100.0"],
+    ]
+    assert lines[4].split()[-1] == "9.5"
+    assert lines[7:9] == ["fabric is left out: not there", "a note"]
+    assert (
+        lines[9]
+        == "stepper:shared trained something else: its weights lie 0.2 of the way that they moved"
+        " from those of ddp:5, and more than 0.1 is no rounding"
+    )
+    # within what 8 bits round
+    assert len(step_table.text(comparison(precision="bf16")).splitlines()) == 9
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    step_table.plot([comparison(), comparison(task="other")], tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- refused -------------------------------------------------------------------------------------
+
+SAME = Net(0.0)
+
+
+def shared_model(world: World) -> str:
+    setting = baselines.Setting(
+        task=task(model=lambda: SAME), world=world, precision="fp32", steps=1, keyed=False
+    )
+    with pytest.raises(TaskError) as refused:
+        baselines.build(["local", "stepper:native"], setting, {})
+    return str(refused.value)
+
+
+def test_a_model_that_is_returned_twice() -> None:
+    assert run_ranks(shared_model, 1)[0].startswith(
+        "Task: model returned the model that it had returned before"
+    )
+
+
+def test_windows_without_weight() -> None:
+    assert (
+        run_ranks(weightless, 2)[0]
+        == "task small: loss gives a window the weight 0: there is nothing to divide its sum by"
+    )
+
+
+def weightless(world: World) -> str:
+    with pytest.raises(UsageError) as refused:
+        feed(task(loss=lambda output, batch: (output.sum(), 0)), "fp32", world)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"variants": ["dpd:5"]},
+            "variant 'dpd:5' is unknown: choose some of ddp:MB (the size of a bucket), local",
+        ),
+        ({"variants": ["ddp:0"]}, "variant 'ddp:0' is unknown"),
+        ({"variants": ["ddp:many"]}, "variant 'ddp:many' is unknown"),
+        ({"variants": ["stepper"]}, "variant 'stepper' is unknown"),
+        (
+            {"variants": ["ddp:5", "ddp:5"]},
+            "variants=ddp:5,ddp:5: one is there twice; name each once",
+        ),
+        (
+            {"variants": ["stepper:shared"], "workers": 1},
+            "stepper:shared is left out: one rank has nobody to share memory with; name other",
+        ),
+        (
+            {"workers": 5, "device": "cuda", "variants": ["ddp:5"]},
+            "workers=5 with device='cuda': torch can use ",
+        ),
+        ({"steps": 0}, "steps=0: give a whole number, 1 or more"),
+        (
+            {"workers": 6},
+            (
+                "workers=6: a step of task small (global_batch=22, micro_batch=5) has no"
+                " micro-batch for some of them"
+            ),
+        ),
+    ],
+)
+def test_mistakes_start_nothing(
+    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_step, "launch", None)
+    with pytest.raises(UsageError) as refused:
+        measure(task, **{"workers": 2, **changed})
+    assert str(refused.value).startswith(message)
+
+
+def test_a_data_set_that_does_not_fill_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_step, "launch", None)
+    with pytest.raises(UsageError, match=r"^workers=2: .* has no micro-batch for some of them"):
+        measure(partial(task, samples=7), workers=2)
+
+
+def test_ranks_on_gpus_share_no_memory() -> None:
+    assert (
+        baselines.why_not("wrapper:shared", 2, "cuda")
+        == "ranks on GPUs do not share the host's memory"
+    )
+    assert baselines.why_not("ddp:5", 2, "cuda") is None

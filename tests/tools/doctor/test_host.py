@@ -1,0 +1,134 @@
+"""What a host gives to its ranks, from planted files and figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.tools.doctor import host
+from lockstep.tools.doctor.host import GIB, MIB
+
+
+@pytest.mark.parametrize(
+    ("given", "level", "said"),
+    [
+        ((8, None, 2, None), "ok", ""),
+        ((8, None, 2, "4"), "ok", ""),
+        ((8, None, 16, None), "warn", "16 ranks share 8 cores, and take turns: start at most 8"),
+        (
+            (8, None, 4, "8"),
+            "warn",
+            "OMP_NUM_THREADS=8 and 4 ranks want 32 cores of 8: set OMP_NUM_THREADS=2, or unset it",
+        ),
+        (
+            (64, 4.0, 2, None),
+            "warn",
+            (
+                "torch counts 64 cores, but the cgroup stops the process after the time of 4: set"
+                " OMP_NUM_THREADS=2"
+            ),
+        ),
+        ((64, 4.0, 2, "2"), "ok", ""),
+        (
+            (8, None, 2, "1"),
+            "warn",
+            "OMP_NUM_THREADS=1 leaves 6 of 8 cores idle: set OMP_NUM_THREADS=4, or unset it",
+        ),
+        ((2, 0.5, 1, "1"), "ok", ""),
+    ],
+)
+def test_cores_against_threads(
+    given: tuple[int, float | None, int, str | None], level: str, said: str
+) -> None:
+    found = host.cores(*given)
+    assert (found.level, found.fix) == (level, said)
+
+
+def test_the_quota_is_read_from_the_control_group(tmp_path: Path) -> None:
+    (tmp_path / "job" / "1").mkdir(parents=True)
+    (tmp_path / "of-process").write_text("12:cpu:/old\n0::/job/1\n")
+    group = host.cgroup(tmp_path / "of-process", tmp_path)
+    assert group == tmp_path / "job" / "1"
+    assert host.quota(group / "cpu.max") is None
+    (group / "cpu.max").write_text("150000 100000\n")
+    assert host.quota(group / "cpu.max") == 1.5
+    (group / "cpu.max").write_text("max 100000\n")
+    assert host.quota(group / "cpu.max") is None
+    assert host.cgroup(tmp_path / "nowhere", tmp_path) == tmp_path
+
+
+def _memory(folder: Path, free: int, workers: int, **files: str) -> host.Finding:
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(text)
+    return host.memory(free, 64 * GIB, folder, workers)
+
+
+def test_memory_that_is_enough(tmp_path: Path) -> None:
+    found = _memory(tmp_path, 32 * GIB, 2, max="max\n")
+    assert (found.level, found.value) == ("ok", "32.0 GiB free of 64.0 GiB")
+
+
+def test_memory_that_the_control_group_does_not_give(tmp_path: Path) -> None:
+    found = _memory(tmp_path, 32 * GIB, 2, max=f"{4 * GIB}\n", current=f"{4 * GIB - 200 * MIB}\n")
+    assert found.level == "fix"
+    assert (
+        found.value
+        == "32.0 GiB free of 64.0 GiB; the cgroup allows 4.0 GiB, of which 200 MiB are left"
+    )
+    assert found.fix.startswith(
+        "100 MiB for each of 2 ranks is less than the 300 MiB that torch alone takes"
+    )
+
+
+def test_memory_that_is_little_or_has_run_out_before(tmp_path: Path) -> None:
+    assert _memory(tmp_path, GIB, 2).fix.startswith("512 MiB for each of 2 ranks is little")
+    found = _memory(tmp_path, 32 * GIB, 2, events="low 0\noom 4\noom_kill 3\n")
+    assert (found.level, found.fix[:57]) == (
+        "warn",
+        "memory has run out here 3 times before, and processes wer",
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "level"),
+    [(8 * GIB, 8 * GIB, "ok"), (64 * MIB, 64 * MIB, "warn"), (8 * GIB, MIB, "fix")],
+)
+def test_shared_memory(size: int, free: int, level: str) -> None:
+    found = host.shared_memory(size, free)
+    assert found.level == level
+    assert ("--shm-size=8g" in found.fix) == (level != "ok")
+
+
+def test_limits() -> None:
+    many = {"open files": 65536, "locked memory": 8 * MIB, "processes": 2**62}
+    assert host.limits(many, infiniband=False).level == "ok"
+    assert (
+        host.limits(many, infiniband=False).value
+        == "open files 65536, locked memory 8 MiB, processes unlimited"
+    )
+    pinned = host.limits(many, infiniband=True)
+    assert (pinned.level, "ulimit -l unlimited" in pinned.fix) == ("fix", True)
+    few = host.limits({**many, "open files": 256, "processes": 100}, infiniband=False)
+    assert few.level == "warn"
+    assert (
+        few.fix
+        == "256 open files may not do for loader workers and connections: `ulimit -n 65536`; "
+        "100 processes and threads of this user may not do: `ulimit -u 65536`"
+    )
+    assert set(host.current_limits()) == set(many)
+
+
+def test_clock() -> None:
+    assert host.clock(1e-9, True).level == "ok"
+    assert host.clock(0.015, True).level == "warn"
+
+
+def test_this_host_can_be_looked_at() -> None:
+    assert [found.name for found in host.findings(2)] == [
+        "cores",
+        "memory",
+        "/dev/shm",
+        "limits",
+        "clock",
+    ]

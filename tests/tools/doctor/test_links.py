@@ -1,0 +1,140 @@
+"""Which link is slow, from planted figures; what ranks measure, and whether wrong sums are seen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+import torch
+
+from lockstep import World, collectives
+from lockstep.testing import run_ranks
+from lockstep.tools.doctor import links, sums
+from lockstep.tools.doctor.links import Link
+from lockstep.tools.finding import Finding
+
+
+def _links(**slow: float) -> list[Link]:
+    """Three hosts whose links carry 1 GB/s, but for those given as a_b."""
+    pairs = [(a, b) for a in "abc" for b in "abc" if a != b]
+    return [Link(a, b, 50e-6, slow.get(f"{a}_{b}", 1e9)) for a, b in pairs]
+
+
+def test_even_links_are_well() -> None:
+    assert links.judge(_links(), hosts=True).level == "ok"
+    assert links.judge([], hosts=False).level == "ok"
+
+
+def test_the_slow_link_is_named_and_only_it() -> None:
+    found = links.judge(_links(b_c=0.4e9), hosts=True)
+    assert found.level == "fix"
+    assert found.fix.startswith(
+        "slow link, b to c: 400.0 MB/s, 0.05 ms, where 1.00 GB/s or more was to be expected"
+    )
+    assert links.judge(_links(b_c=0.6e9), hosts=True).level == "ok"
+    assert links.judge(_links(b_c=0.4e9), hosts=False).level == "warn"
+
+
+def test_links_that_are_all_slow_are_named_between_hosts() -> None:
+    both = [Link("a", "b", 1e-3, 5e6), Link("b", "a", 1e-3, 5e6)]
+    found = links.judge(both, hosts=True)
+    assert (
+        "slow links, a to b: 5.0 MB/s, 1.00 ms; b to a: 5.0 MB/s, 1.00 ms, where 60.0 MB/s or more"
+        in found.fix
+    )
+    assert links.judge(both, hosts=False).level == "ok"
+
+
+def test_the_table() -> None:
+    assert links.table(_links(b_c=5e6)).splitlines() == [
+        "MB/s from            a          b          c",
+        "a                    -      1,000      1,000",
+        "b                1,000          -          5",
+        "c                1,000      1,000          -",
+        "",
+        "us from          a        b        c",
+        "a                -       50       50",
+        "b               50        -       50",
+        "c               50       50        -",
+    ]
+    assert not links.table([])
+
+
+def _measure(world: World) -> tuple[list[Link], list[str]]:
+    algorithms = ["native", "shared_memory"]
+    return links.measure(world.group, ["x", "y", "z"], world.device, hosts=False), sums.wrong(
+        world.group, world.device, algorithms
+    )
+
+
+def test_every_pair_is_measured_in_both_directions_and_sums_are_right() -> None:
+    answers = run_ranks(_measure, 3)
+    assert answers[0] == answers[1] == answers[2]
+    found, wrong = answers[0]
+    assert [(link.source, link.target) for link in found] == [
+        (a, b) for a in "xyz" for b in "xyz" if a != b
+    ]
+    assert all(link.latency > 0 and link.bandwidth > 0 for link in found)
+    assert wrong == []
+
+
+LATE = 1.2  # seconds: 64 MiB, the most that is sent, are then slower than a link may be
+
+
+def _with_a_late_rank(world: World, late: Sequence[int]) -> tuple[list[Link], Finding]:
+    """Rank 1 takes its time for these of the long messages that rank 0 sends it. Each
+    measurement has two: a probe, and one that counts.
+    """
+    numbers, receive = count(), world.group.receive
+
+    def slowly(tensor: torch.Tensor, source: int) -> None:
+        if (
+            world.rank == 1
+            and source == 0
+            and tensor.dtype == torch.uint8
+            and next(numbers) in late
+        ):
+            time.sleep(LATE)
+        receive(tensor, source)
+
+    world.group.receive = slowly  # type: ignore[method-assign]  # in this rank's process only
+    found = links.measure(world.group, ["x", "y", "z"], world.device, hosts=True)
+    return found, links.judge(found, hosts=True)
+
+
+@pytest.mark.parametrize(("late", "blamed"), [([1], False), ([1, 3, 5], True)])
+def test_a_link_is_slow_that_is_slow_every_time(late: list[int], blamed: bool) -> None:
+    answers = run_ranks(_with_a_late_rank, 3, [late])
+    assert answers[0] == answers[1] == answers[2]
+    found, finding = answers[0]
+    [x_to_y] = [link for link in found if (link.source, link.target) == ("x", "y")]
+    assert (x_to_y.bandwidth < links.SLOWEST, "x to y" in finding.fix) == (blamed, blamed)
+
+
+def _with_a_broken_rank(world: World) -> list[str]:
+    right = collectives.all_gather
+
+    def broken(tensor: torch.Tensor, **options: object) -> torch.Tensor:
+        found: torch.Tensor = right(tensor, **options)
+        return found + (world.rank == 1) * (torch.arange(len(found)) == 5)
+
+    collectives.all_gather = broken  # type: ignore[assignment]  # in this rank's process only
+    return sums.wrong(world.group, world.device, ["native"])
+
+
+def test_one_wrong_element_on_one_rank_is_seen_by_all() -> None:
+    assert run_ranks(_with_a_broken_rank, 2) == [["all_gather by native"]] * 2
+    found = sums.judge(["all_gather by native"], ["native"], 2, "rank")
+    assert (found.level, found.fix[:42]) == ("fix", "all_gather by native gave wrong numbers: d")
+
+
+@pytest.mark.parametrize("what", ["rank", "host"])
+def test_right_sums_say_what_was_added_up(what: str) -> None:
+    found = sums.judge([], ["native", "shared_memory"], 2, what)
+    assert (
+        found.value
+        == f"all_reduce, broadcast, all_gather, reduce_scatter over 2 {what}s by native and"
+        " shared_memory"
+    )

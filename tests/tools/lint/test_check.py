@@ -1,0 +1,169 @@
+"""A file through all rules: suppression, what cannot be read, and that our own code is clean."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.errors import UsageError
+from lockstep.tools.lint import RULES, LintFinding, check_file, check_source
+
+ROOT = Path(__file__).parents[3]
+CONCERNED = re.compile(
+    r"torch\.distributed|DistributedDataParallel|DistributedSampler|DataLoader|no_sync"
+)
+FILES = [
+    *(ROOT / "examples").rglob("*.py"),
+    *(ROOT / "benchmarks").rglob("*.py"),
+    *Path(lockstep.__file__).parent.rglob("*.py"),
+]
+OURS = sorted(path for path in FILES if CONCERNED.search(path.read_text()))
+WRONG = "import torch.distributed as dist\nif rank == 0:\n    dist.barrier(){}\n"
+RULE = "rank-conditional-collective"
+
+
+def check_text(text: str, file: str = "<text>") -> list[LintFinding]:
+    return check_source(text.encode(), file).findings
+
+
+def test_there_are_files_of_ours() -> None:
+    assert len(OURS) > 40
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_our_own_code_is_clean(path: Path) -> None:
+    assert check_file(path).findings == []
+
+
+def test_every_rule_is_in_the_guide_twice() -> None:
+    guide = (ROOT / "docs/guide/lint.md").read_text()
+    assert set(re.findall(r"^## (.+)$", guide, re.MULTILINE)) == set(RULES)
+    assert set(re.findall(r"^\| \[([\w-]+)\]\(#\1\)", guide, re.MULTILINE)) == set(RULES)
+
+
+def test_the_guide_prints_what_is_found() -> None:
+    guide = (ROOT / "docs/guide/lint.md").read_text()
+    script = guide.split("```python\n", 1)[1].split("```", 1)[0]
+    printed = [line.strip() for line in guide.splitlines() if line.startswith("    train.py:")]
+    assert [str(finding) for finding in check_text(script, "train.py")] == printed
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        f"  # lockstep: ignore[{RULE}]",
+        f"  # one process here  # lockstep:ignore[no-sync-tail, {RULE}]",
+    ],
+)
+def test_a_comment_on_the_line_takes_it_away(comment: str) -> None:
+    assert len(check_text(WRONG.format(""))) == 1
+    assert check_text(WRONG.format(comment)) == []
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "  # lockstep: ignore[no-sync-tail]",
+        "  # noqa",
+        f"\n# lockstep: ignore[{RULE}]",
+        "  # lockstep: ignore",
+    ],
+)
+def test_another_rule_or_another_line_does_not(comment: str) -> None:
+    assert [finding.rule for finding in check_text(WRONG.format(comment))] == [RULE]
+
+
+def test_a_misspelt_rule_is_reported() -> None:
+    found = check_text(WRONG.format("  # lockstep: ignore[rank-conditional]"))
+    assert [finding.rule for finding in found] == [RULE, "unknown-rule"]
+    assert (
+        "ignore[rank-conditional] names no rule; the rules are no-sync-modulo, " in found[1].message
+    )
+
+
+def test_a_comment_in_a_string_is_none() -> None:
+    assert check_text("x = '# lockstep: ignore[nothing]'\n") == []
+
+
+def test_findings_are_in_the_order_of_lines_and_one_line_each() -> None:
+    text = (
+        "import torch.distributed as dist\nif rank == 0:\n    dist.barrier()\n    dist.barrier();"
+        " dist.all_reduce(t)\n"
+    )
+    found = check_text(text, "train.py")
+    assert [finding.line for finding in found] == [3, 4]
+    assert all(isinstance(finding, LintFinding) and "\n" not in str(finding) for finding in found)
+    assert str(found[0]).startswith(
+        "train.py:3: rank-conditional-collective: only rank 0 would reach dist.barrier(), "
+    )
+
+
+def test_what_is_not_python(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("x = 1\ndef f(:\n")
+    with pytest.raises(UsageError, match=r"broken\.py:2: not Python 3\.\d+: invalid syntax"):
+        check_file(path)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*missing\.py: No such file"):
+        check_file(tmp_path / "missing.py")
+    with pytest.raises(UsageError, match="is a folder; name Python files"):
+        check_file(tmp_path)
+    binary = tmp_path / "model.pt"
+    binary.write_bytes(b"PK\x03\x04\xff\xfe\x00")
+    with pytest.raises(UsageError, match=r"model\.pt:1: not Python"):
+        check_file(binary)
+    (tmp_path / "null.py").write_bytes(b"x = 1\x00")
+    with pytest.raises(UsageError, match=r"null\.py"):
+        check_file(tmp_path / "null.py")
+
+
+def test_what_is_no_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "latin.py").write_bytes("# é\n".encode("latin-1"))
+    with pytest.raises(UsageError, match=r"latin\.py:1: not Python"):
+        check_file(tmp_path / "latin.py")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = " + "(" * 3000 + ")" * 3000, "x = " + "+".join("1" * 5000), "x = " + "+".join("1" * 900)],
+)
+def test_what_is_nested_too_deeply(text: str) -> None:
+    with pytest.raises(UsageError, match=r"deep|nested"):
+        check_source(text.encode())
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# a comment", "x = 1"])
+def test_a_file_of_nothing(text: str) -> None:
+    assert check_text(text) == []
+
+
+def test_the_encoding_that_a_file_declares(tmp_path: Path) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes("# coding: latin-1\n# é\n".encode("latin-1") + WRONG.format("").encode())
+    assert [finding.line for finding in check_file(path).findings] == [5]
+
+
+def test_a_warning_of_the_file_is_not_ours() -> None:
+    assert check_text("x = '\\d'\n1 is 1\n") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "for x in y: i += 1; z = m.no_sync() if i % 4 else n\n",
+        (
+            "from lockstep import DistributedSampler\nloader = DataLoader(d,"
+            " sampler=DistributedSampler(d))\ndef f(a): ...\nfor e in range(3):\n    f(1, 2,"
+            " loader)\n"
+        ),
+        "for x in (): pass\nx = lambda: dist.barrier()\nif rank in (): dist.barrier()\n",
+        "os.environ.setdefault()\ntorch.manual_seed()\ndist.all_reduce()\nDataLoader()\nDistributedSampler()\n",
+    ],
+)
+def test_unusual_shapes_end_no_rule(text: str) -> None:
+    assert check_text(text) == []

@@ -1,0 +1,152 @@
+"""forward-through-module: torch's wrapper gone past in training, and the cases in which that is
+meant.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.tools.lint.snippets import agrees
+
+TORCH = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+WRONG = {
+    "in one function": (
+        """
+def main():
+    model = DDP(net)
+    for x in loader:
+        loss = model.module(x).mean()  # <- forward-through-module
+        loss.backward()
+"""
+    ),
+    "by its forward, if distributed": (
+        """
+def main():
+    model = net
+    if distributed:
+        model = DDP(model)
+    loss = model.module.forward(x)  # <- forward-through-module
+    scaler.scale(loss).backward()
+"""
+    ),
+    "a reduction of the loss is not one of the gradients": (
+        """
+def main():
+    model = DDP(net)
+    loss = model.module(x).mean()  # <- forward-through-module
+    loss.backward()
+    dist.all_reduce(loss)
+    torch.cuda.synchronize()
+"""
+    ),
+    "an attribute": (
+        """
+class Trainer:
+    def __init__(self):
+        self.model = DDP(net)
+    def step(self, x):
+        self.accelerator.backward(self.model.module(x))  # <- forward-through-module
+"""
+    ),
+    "of the module's scope": (
+        """
+model = DDP(net)
+def train():
+    model.eval()
+    model.train()
+    model.module(x).backward()  # <- forward-through-module
+"""
+    ),
+}
+RIGHT = {
+    "through the wrapper": "model = DDP(net)\nmodel(x).backward()\n",
+    "without gradients": (
+        "model = DDP(net)\nloss.backward()\nwith torch.no_grad():\n    model.module(x)\n"
+    ),
+    "a decorator": (
+        "model = DDP(net)\n@torch.inference_mode()\ndef f():\n    model.module(x)\n   "
+        " loss.backward()\n"
+    ),
+    "in eval mode": "model = DDP(net)\nloss.backward()\nmodel.eval()\nmodel.module(x)\n",
+    "detached": "model = DDP(net)\ntarget = model.module(x).detach()\nloss.backward()\n",
+    "no backward": "model = DDP(net)\nmodel.module(x)\n",
+    "another model's gradients": "G, D = DDP(g), DDP(d)\nloss = D.module(G(z))\nloss.backward()\n",
+    "frozen": "D = DDP(d)\nD.requires_grad_(False)\nD.module(fake).backward()\n",
+    "reduced by hand, flat": (
+        "model = DDP(net)\nmodel.module(x).backward()\nflat = cat([p.grad for p in"
+        " ps])\ndist.all_reduce(flat)\n"
+    ),
+    "reduced by a function": (
+        "model = DDP(net)\nmodel.module(x).backward()\nall_reduce_mean(model.parameters())\n"
+    ),
+    "reduced by hand": "model = DDP(net)\nmodel.module(x).backward()\naverage_gradients(model)\n",
+    "another attribute": (
+        "model = DDP(net)\nmodel.module.loss(y)\nloss.backward()\nmodel.module.state_dict()\n"
+    ),
+    "not a wrapper": "model = Box(net)\nmodel.module(x).backward()\n",
+    "a parameter that has the name": (
+        "model = DDP(net)\ndef f(model):\n    model.module(x).backward()\n"
+    ),
+    "a function in it": (
+        "def f():\n    model = DDP(net)\n    model.module(x)\n    def g():\n       "
+        " loss.backward()\n"
+    ),
+    "perhaps Lockstep's": (
+        "import lockstep\nmodel = lockstep.DistributedDataParallel(net)\nif other:\n    model ="
+        " DDP(net)\nmodel.module(x).backward()\n"
+    ),
+    "its own DDP": (
+        "class DDP: ...\ndef f():\n    model = DDP(net)\n    model.module(x).backward()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name: str) -> None:
+    agrees(TORCH + WRONG[name], mistakes=1)
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name != "its own DDP"])
+def test_right(name: str) -> None:
+    agrees(TORCH + RIGHT[name], mistakes=0)
+
+
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "from lockstep import DistributedDataParallel as DDP",
+        "import lockstep\nDDP = lockstep.DistributedDataParallel",
+        "from mine import DDP",
+        "",
+    ],
+)
+def test_hooks_on_the_parameters_see_it_and_of_other_wrappers_nothing_is_known(
+    imported: str,
+) -> None:
+    agrees(
+        imported + WRONG["in one function"].replace("  # <- forward-through-module", ""), mistakes=0
+    )
+    agrees(RIGHT["its own DDP"], mistakes=0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.nn.parallel.DistributedDataParallel(net)",
+        "nn.parallel.DistributedDataParallel(net, device_ids=[0])",
+    ],
+)
+def test_however_it_is_imported(call: str) -> None:
+    agrees(
+        f"import torch\nfrom torch import nn\nmodel = {call}\nmodel.module(x).backward()  # <-"
+        " forward-through-module\n",
+        mistakes=1,
+    )
+
+
+def test_by_a_star() -> None:
+    text = (
+        "from torch.nn.parallel import *\nmodel ="
+        " DistributedDataParallel(net)\nmodel.module(x).backward()  # <- forward-through-module\n"
+    )
+    agrees(text, mistakes=1)

@@ -1,0 +1,310 @@
+"""The rules for what people write every day: each mistake once or more, and beside it what looks
+like it and is right.
+"""
+
+from __future__ import annotations
+
+from textwrap import dedent, indent
+
+import pytest
+
+from lockstep.tools.lint import check_source
+from tests.tools.lint.snippets import agrees, marked
+
+WRONG = {
+    "a gradient that only some ranks have": (
+        """
+for p in model.parameters():
+    if p.grad is not None:
+        dist.all_reduce(p.grad)  # <- gradient-conditional-collective
+"""
+    ),
+    "the same, not imported and with another test": (
+        """
+for param in model.parameters():
+    if param.requires_grad and param.grad is not None:
+        torch.distributed.all_reduce(param.grad.data)  # <- gradient-conditional-collective
+"""
+    ),
+    "the same, by continue": (
+        """
+for p in model.parameters():
+    if p.grad is None:
+        continue
+    dist.all_reduce(p.grad)  # <- gradient-conditional-collective
+"""
+    ),
+    "seeds of the weights": (
+        """
+torch.manual_seed(args.seed + rank)  # <- seed-plus-rank
+torch.cuda.manual_seed_all(dist.get_rank() + seed)  # <- seed-plus-rank
+model = Net()
+"""
+    ),
+    "a port": (
+        """
+os.environ["MASTER_PORT"] = "12355"  # <- fixed-port
+os.environ['MASTER_PORT'] = str(12355)  # <- fixed-port
+dist.init_process_group("gloo", init_method="tcp://localhost:29500")  # <- fixed-port
+"""
+    ),
+    "a variable that nobody reads": (
+        """
+os.environ["NCCL_TIMEOUT"] = "1800"  # <- nccl-timeout
+os.environ.setdefault("NCCL_TIMEOUT", "1800")  # <- nccl-timeout
+"""
+    ),
+    "devices": (
+        """
+def train(rank, world_size):
+    torch.cuda.set_device(rank)  # <- device-from-rank
+    model = Net().to(rank)  # <- device-from-rank
+    model = Net().cuda(dist.get_rank())  # <- device-from-rank
+    model = DDP(model, device_ids=[rank], output_device=rank)  # <- device-from-rank
+    x = x.to(device=f"cuda:{rank}")  # <- device-from-rank
+    y = y.to(torch.device("cuda", self.rank))  # <- device-from-rank
+"""
+    ),
+    "data": (
+        """
+inputs = torch.randn(1000, 10)  # <- unseeded-data
+dataset = TensorDataset(inputs, torch.randint(0, 2, (1000,)))  # <- unseeded-data
+sampler = DistributedSampler(dataset)
+"""
+    ),
+    "a sum": (
+        """
+def train(model):
+    output = model(batch)
+    loss = output.sum()  # <- sum-loss
+    loss.backward()
+    optimizer.step()
+"""
+    ),
+    "a sum in place": (
+        """
+ddp(batch).sum().backward()  # <- sum-loss
+optimizer.step()
+"""
+    ),
+    "copies": (
+        """
+loader = DataLoader(data, batch_size=8, pin_memory=True)
+for i, (x, y) in enumerate(loader):
+    x = x.to(device)  # <- blocking-copy
+    y = y.cuda()  # <- blocking-copy
+for batch in tqdm(loader):
+    batch = {name: value.to(self.device) for name, value in batch.items()}  # <- blocking-copy
+"""
+    ),
+    "a tail": (
+        """
+for i, (x, y) in enumerate(loader):
+    loss = model(x, y) / n
+    loss.backward()
+    if (i + 1) % n == 0:
+        optimizer.step()  # <- accumulation-tail
+        optimizer.zero_grad()
+"""
+    ),
+    "a tail with a scaler, counted from one": (
+        """
+for step, batch in enumerate(tqdm(loader), start=1):
+    scaler.scale(model(batch)).backward()
+    if step % 4 == 0:
+        scaler.step(optimizer)  # <- accumulation-tail
+"""
+    ),
+    "padded samples, accelerate": (
+        """
+with torch.no_grad():
+    for batch in loader:
+        predictions.append(accelerator.gather(model(batch)))  # <- padded-metric
+"""
+    ),
+    "padded samples": (
+        """
+def evaluate():
+    test_loader = DataLoader(data, sampler=DistributedSampler(data, shuffle=False))
+    with torch.no_grad():
+        for x, y in test_loader:
+            correct += (model(x).argmax(1) == y).sum()
+    dist.all_reduce(correct)  # <- padded-metric
+    return correct / len(data)
+"""
+    ),
+    "an epoch that is not set": (
+        """
+sampler = DistributedSampler(data)  # <- forgotten-set-epoch
+loader = DataLoader(data, sampler=sampler)
+for epoch in range(3):
+    for batch in loader:
+        model(batch).backward()
+"""
+    ),
+    "one rank only": (
+        """
+if rank == 0:
+    dist.all_reduce(loss)  # <- rank-conditional-collective
+"""
+    ),
+}
+IMPORTS = """
+import os, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+"""
+TURN = "for i, x in enumerate(loader):\n    model(x).backward()\n"
+RIGHT = {
+    "every parameter": (
+        "for p in ps:\n    if p.grad is None:\n        p.grad = torch.zeros_like(p)\n   "
+        " dist.all_reduce(p.grad)"
+    ),
+    "a gradient that is read": (
+        "for p in ps:\n    if p.grad is not None:\n        norm +="
+        " p.grad.norm()\ndist.all_reduce(norm)"
+    ),
+    "a group's own business": (
+        "if p.grad is not None:\n    dist.all_reduce(p.grad, group=tensor_parallel)"
+    ),
+    "weights that are sent": "torch.manual_seed(seed + rank)\nmodel = DDP(Net())",
+    "weights that are sent by hand": (
+        "torch.manual_seed(seed + rank)\nfor p in ps:\n    dist.broadcast(p.data, 0)"
+    ),
+    "a generator's own seed": (
+        "g = torch.Generator()\ng.manual_seed(seed + rank)\nnp.random.seed(seed + rank)"
+    ),
+    "one seed": "torch.manual_seed(seed + epoch)",
+    "the launcher's port": (
+        'os.environ.setdefault("MASTER_PORT", "12355")\nos.environ["MASTER_PORT"] ='
+        ' str(free_port())\nos.environ["MASTER_PORT"] = "0"'
+    ),
+    "a port only where none is given": (
+        'if "MASTER_PORT" not in os.environ:\n    os.environ["MASTER_PORT"] = "12355"'
+    ),
+    "a free port": (
+        'dist.init_process_group("gloo",'
+        ' init_method=f"tcp://localhost:{port}")\ndist.init_process_group("gloo",'
+        ' init_method="env://")'
+    ),
+    "variables that NCCL reads": (
+        'os.environ["NCCL_DEBUG"] = "INFO"\nos.environ["NCCL_IB_TIMEOUT"] = "22"'
+    ),
+    "the local rank": (
+        "torch.cuda.set_device(local_rank)\nmodel.to(local_rank)\nDDP(model,"
+        ' device_ids=[local_rank])\nx.to(f"cuda:{local_rank}")'
+    ),
+    "the local rank by another name": 'rank = int(os.environ["LOCAL_RANK"])\nmodel.to(rank)',
+    "the rank on its node": (
+        "rank = dist.get_rank() %"
+        " torch.cuda.device_count()\nmodel.to(rank)\nother.to(dist.get_rank() % 8)"
+    ),
+    "a number of a loop": "for rank in range(4):\n    model.to(rank)",
+    "seeded data": "torch.manual_seed(0)\ndata = torch.randn(9, 2)\nDistributedSampler(data)",
+    "data with a generator": "data = torch.randn(9, 2, generator=g)\nDistributedSampler(data)",
+    "noise": "noise = torch.randn(9, 2)\nDistributedSampler(data)",
+    "a mean": "loss = output.mean()\nloss.backward()\noptimizer.step()",
+    "a sum that is divided": "loss = output.sum() / total\nloss.backward()\noptimizer.step()",
+    "a sum along a dimension": "loss = output.sum(1).mean()\nloss.backward()\noptimizer.step()",
+    "sums along a dimension": "losses.sum(1).backward()\noptimizer.step()",
+    "a sum without an optimizer": "model(x).sum().backward()",
+    "copies that overlap": (
+        "loader = DataLoader(data, pin_memory=True)\nfor x, y in loader:\n    x = x.to(device,"
+        " non_blocking=True)\n    y = y.cuda(0, True)"
+    ),
+    "no pinned memory": "loader = DataLoader(data)\nfor x in loader:\n    x = x.to(device)",
+    "a kind of number": (
+        "loader = DataLoader(data, pin_memory=True)\nfor x in loader:\n    x ="
+        " x.to(torch.float32)\n    model.to(device)"
+    ),
+    "a tail that is stepped": (
+        TURN + "    if (i + 1) % n == 0 or i + 1 == len(loader):\n        optimizer.step()"
+    ),
+    "a tail that cannot be": (
+        "assert len(loader) % n == 0\n"
+        + TURN
+        + "    if (i + 1) % n == 0:\n        optimizer.step()"
+    ),
+    "a report": (
+        "for i, x in enumerate(loader):\n    model(x).backward()\n    optimizer.step()\n    if (i +"
+        " 1) % n == 0:\n        print(i)"
+    ),
+    "gathered for metrics": (
+        "with torch.no_grad():\n    for x in loader:\n       "
+        " accelerator.gather_for_metrics(model(x))"
+    ),
+    "a loss that is gathered in training": (
+        "for x in loader:\n    total += accelerator.gather(loss)"
+    ),
+    "whole shares": (
+        "loader = DataLoader(data, sampler=DistributedSampler(data, drop_last=True))\n"
+        "with torch.no_grad():\n    for x in loader:\n        n += model(x)\ndist.all_reduce(n)"
+    ),
+    "no evaluation": (
+        "loader = DataLoader(data, sampler=DistributedSampler(data))\nfor x in loader:\n    seen +="
+        " len(x)\ndist.all_reduce(seen)"
+    ),
+    "training": (
+        "sampler = DistributedSampler(data)\nsampler.set_epoch(0)\nloader = DataLoader(data,"
+        " sampler=sampler)\nfor x in loader:\n    model(x).backward()\ndist.all_reduce(loss)"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name: str) -> None:
+    agrees(IMPORTS + WRONG[name], mistakes=WRONG[name].count("# <-"))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str) -> None:
+    agrees(IMPORTS + RIGHT[name] + "\n", mistakes=0)
+
+
+def test_all_of_them_in_one_file() -> None:
+    # a wrapper sends the weights
+    snippets = [text for name, text in WRONG.items() if name != "seeds of the weights"]
+    text = "".join(
+        f"\ndef f{number}():{indent(snippet, '    ')}" for number, snippet in enumerate(snippets)
+    )
+    agrees(IMPORTS + text, mistakes=text.count("# <-"))
+    assert len({rule for _, rule in marked(text)}) == 11
+
+
+FIXES = {
+    'os.environ["MASTER_PORT"] = "12355"  # the port\n': (
+        'os.environ.setdefault("MASTER_PORT", "12355")  # the port\n'
+    ),
+    "local_rank = 0\ndata, target = data.to(rank), target.to(rank)\n": (
+        "local_rank = 0\ndata, target = data.to(local_rank), target.to(local_rank)\n"
+    ),
+    "loader = DataLoader(d, pin_memory=True)\nfor x in loader:\n    x = x.to(device)\n    x.cuda()\n": (
+        "loader = DataLoader(d, pin_memory=True)\nfor x in loader:\n    x = x.to(device,"
+        " non_blocking=True)\n    x.cuda(non_blocking=True)\n"
+    ),
+    "with torch.no_grad():\n    for x in loader:\n        accelerator.gather( x )\n": (
+        "with torch.no_grad():\n    for x in loader:\n        accelerator.gather_for_metrics( x )\n"
+    ),
+    "from torch.nn.parallel import DistributedDataParallel as DDP\nm = DDP(net)\nm.module(x).backward()\n": (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nm ="
+        " DDP(net)\nm(x).backward()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", FIXES)
+def test_safe_fixes(text: str) -> None:
+    checked = check_source(text.encode())
+    assert (checked.fixed or b"").decode() == FIXES[text]
+    assert check_source(checked.fixed or b"").findings == []
+
+
+def test_what_is_ignored_is_not_fixed_and_what_has_no_safe_fix_is_left() -> None:
+    assert (
+        check_source(b'os.environ["MASTER_PORT"] = "12355"  # lockstep: ignore[fixed-port]\n').fixed
+        is None
+    )
+    checked = check_source(dedent(WRONG["one rank only"]).encode())
+    assert len(checked.findings) == 1
+    assert checked.fixed is None

@@ -1,0 +1,101 @@
+"""The cost of a collective, read off its schedule; where one round stands for many, against all
+of them written out.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.collectives.algorithms import schedule
+from lockstep.collectives.network import Link, Network
+from lockstep.collectives.schedule import Kind
+from lockstep.errors import UsageError
+from lockstep.tools.plan import carriers
+from lockstep.tools.plan.carriers import NOTHING, OneHost, cost, part, quickest
+
+WRITTEN: list[tuple[Kind, str]] = [
+    ("all_reduce", "central"),
+    ("all_reduce", "ring"),
+    ("all_reduce", "tree"),
+    ("all_reduce", "halving_doubling"),
+    ("all_reduce", "recursive_doubling"),
+    ("all_gather", "direct"),
+    ("all_gather", "ring"),
+    ("reduce_scatter", "ring"),
+    ("all_to_all", "direct"),
+]
+
+
+@given(st.sampled_from(WRITTEN), st.integers(2, 17), st.integers(1, 9), st.floats(0, 1e6))
+def test_a_line_is_the_time_of_the_schedule_that_runs(
+    which: tuple[Kind, str], world: int, per_node: int, bytes: float
+) -> None:
+    network = Network(Link(1.0, 1e4), Link(7.0, 1e2), per_node)
+    written = schedule(*which, world)
+    found = cost(network, *which, world)
+    assert found.latency + bytes * found.per_byte == pytest.approx(
+        network.time(written, bytes), rel=1e-6
+    )
+    assert found.rounds == len(written)
+
+
+@pytest.mark.parametrize(("kind", "name"), WRITTEN)
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_what_the_busiest_rank_sends(kind: Kind, name: str, world: int) -> None:
+    written = schedule(kind, name, world)
+    sent = [0] * world
+    for transfers in written.transfers():
+        for each in transfers:
+            sent[each.src] += len(each.cells)
+    cells = world if kind == "all_to_all" else written.cells
+    assert cost(Network.flat(1.0, 1.0), kind, name, world).sends == pytest.approx(max(sent) / cells)
+
+
+@pytest.mark.parametrize(("kind", "name"), [*WRITTEN, ("all_reduce", "hierarchical")])
+def test_65536_ranks_are_a_few_rounds(kind: Kind, name: str) -> None:
+    found = carriers._schedule(kind, name, 65_536, 8)
+    assert len(found.rounds) < 64
+    assert sum(len(each) for each in found.rounds) < 64 * 65_536
+
+
+def test_a_rank_alone_and_no_bytes_cost_nothing() -> None:
+    assert cost(Network.flat(1.0, 1.0), "all_reduce", "ring", 1) is NOTHING
+    assert cost(Network.flat(1.0, 1.0), "all_reduce", "ring", 4).seconds(0) == 0
+
+
+def test_a_long_latency_does_not_swallow_the_bandwidth() -> None:
+    assert cost(Network.flat(1e9, 1e9), "all_reduce", "ring", 4).per_byte == pytest.approx(1.5e-9)
+
+
+def test_the_quickest_depends_on_the_bytes() -> None:
+    network = Network.flat(1.0, 1.0)
+    small = quickest(network, "all_reduce", ("ring", "tree"), 16, 1e-3)
+    large = quickest(network, "all_reduce", ("ring", "tree"), 16, 1e6)
+    assert (small.rounds, large.rounds) == (8, 30)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "per_node", "bandwidth"),
+    [
+        (2, 1, 8, 1.0),  # neighbours: one group of them crosses at a time
+        (4, 8, 1, 1 / 8),  # every rank of a node has a group of its own
+        (4, 2, 4, 1 / 2),
+        (2, 16, 1, 1 / 8),  # groups beyond a node: no more of them leave one than it has ranks
+    ],
+)
+def test_groups_share_the_way_out_of_their_node(
+    size: int, stride: int, per_node: int, bandwidth: float
+) -> None:
+    found = part(Network(Link(0, 10.0), Link(0, 1.0), 8), size, stride)
+    assert (found.ranks_per_node, found.between.bandwidth) == (per_node, bandwidth)
+
+
+def test_what_was_not_measured_is_not_made_up() -> None:
+    host = OneHost({2: NOTHING, 4: NOTHING}, {2: 0.0, 4: 0.0})
+    with pytest.raises(
+        UsageError,
+        match=r"workers=3: sums of so many ranks were not measured on this host \(measured: 2, 4\)",
+    ):
+        host.cost(3)

@@ -1,0 +1,148 @@
+"""Bytes and seconds as numbers, worked out by hand; and the bytes against what ranks really
+count.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.collectives.network import Link, Network
+from lockstep.testing import run_ranks
+from lockstep.tools.plan.methods import METHODS, method_of, traffic, work_of_module
+from lockstep.tools.plan.simulate import simulate
+from lockstep.tools.plan.work import RankWork
+from lockstep.tools.timing.profile import Leaves
+
+# A matrix of 1000 x 600, which is worth factoring, one of 4 x 5, which is not at rank 4, and a
+# vector.
+SHAPES = ((1000, 600), (4, 5), (380,))
+ELEMENTS = 600_400
+BUCKETS = (
+    Leaves(ready=400 / ELEMENTS, elements=400, tensors=(SHAPES[2], SHAPES[1])),
+    Leaves(ready=1.0, elements=600_000, tensors=SHAPES[:1]),
+)
+S = 4 * ELEMENTS
+SLOW = Link(1e-3, 1e6)
+
+
+def computing(step: float, behind: float) -> RankWork:
+    """So many seconds, and gradients can travel behind the last of them."""
+    return RankWork(forward=step - behind, backward=behind, micro_batches=1, buckets=BUCKETS)
+
+
+MODEL = computing(0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("method", "workers", "sends"),
+    [
+        ("native", 2, S),
+        ("native", 4, 1.5 * S),
+        ("ring", 4, 1.5 * S),
+        ("central", 4, 3 * S),
+        ("tree", 4, 2 * S),  # rank 0 sends it down to two; rank 2 once up and once down
+        ("halving_doubling", 4, 1.5 * S),
+        ("--compress bf16", 4, 0.75 * S),
+        ("--compress fp16", 2, 0.5 * S),
+        ("--compress int8", 4, 1.5 * (ELEMENTS + 4 * ELEMENTS / 64)),
+        ("--compress powersgd:4", 4, 1.5 * 4 * (4 * 1600 + 20 + 380)),
+        ("--compress powersgd:1", 2, 4 * (1600 + 9 + 380)),
+        ("--compress topk:0.01", 4, 3 * 6004 * 8),
+        ("--sync-every 50", 4, 1.5 * S / 50),
+        ("--sync-every 50 --outer nesterov", 2, S / 50),
+        ("--sync-every 10 --compress bf16", 4, 0.075 * S),
+        ("--update server", 4, 1.5 * S),
+        ("--update server:shards=1", 4, 3 * S),
+    ],
+)
+def test_bytes_that_the_busiest_rank_sends_in_a_step(
+    method: str, workers: int, sends: float
+) -> None:
+    assert traffic(method_of(method), MODEL, workers).sends == pytest.approx(sends)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_sends_nothing_and_takes_what_it_computes(method: str) -> None:
+    alone = traffic(method_of(method), MODEL, 1)
+    assert (alone.sends, alone.passes, alone.rounds) == (0, 0, 0)
+    assert step(method, 1, computing(0.5, 0.1)) == 0.5
+
+
+def step(method: str, workers: int, computation: RankWork, link: Link = SLOW) -> float:
+    return simulate(
+        computation, workers, Network.flat(link.latency, link.bandwidth), method_of(method)
+    ).step
+
+
+def test_a_ring_does_not_grow_with_the_ranks_and_the_central_way_does() -> None:
+    wide = Link(0.0, 1e6)
+    nothing = computing(0.0, 0.0)
+    assert [
+        step("native", workers, nothing, wide) / (S / 1e6) for workers in (2, 3, 4)
+    ] == pytest.approx([1, 4 / 3, 3 / 2])
+    assert [
+        step("central", workers, nothing, wide) / (S / 1e6) for workers in (2, 3, 4)
+    ] == pytest.approx([2, 4, 6])
+
+
+def test_latency_is_paid_for_every_message_of_every_bucket() -> None:
+    far = Link(1.0, math.inf)
+    nothing = computing(0.0, 0.0)
+    assert step("native", 4, nothing, far) == 2 * 3 * 2
+    assert step("central", 4, nothing, far) == 2 * 3 * 3  # tensors in place of buckets
+    # P of both buckets, Q of the one with a matrix that is worth it
+    assert step("--compress powersgd:4", 4, nothing, far) == 3 * 2 * 3
+    assert step("--sync-every 10", 4, nothing, far) == pytest.approx(2 * 3 * 2 / 10)
+
+
+def test_what_leaves_in_the_backward_is_hidden_behind_it_but_for_the_last_bucket() -> None:
+    link = Link(0.0, S / 1.0)  # the ring of two takes a second
+    last = 600_000 / 600_400
+    assert step("native", 2, computing(10.0, 0.0), link) == pytest.approx(11)
+    # the first one in it
+    assert step("native", 2, computing(10.0, 0.1), link) == pytest.approx(9.9 + 0.1 + last)
+    assert step("native", 2, computing(10.0, 5.0), link) == pytest.approx(10 + last)
+    assert step("--compress bf16", 2, computing(10.0, 5.0), link) == pytest.approx(
+        10 + 0.25 + 0.25 * last
+    )
+    assert step("--sync-every 10", 2, computing(10.0, 5.0), link) == pytest.approx(10.1)
+    assert step("--sync-every 10 --outer nesterov:overlap=2", 2, computing(10.0, 5.0), link) == 10
+    assert step("--update server", 2, computing(10.0, 5.0), link) == 10
+    assert step("--update server --staleness 0", 2, computing(10.0, 5.0), link) == pytest.approx(11)
+
+
+def test_a_free_network_costs_nothing() -> None:
+    assert {step(method, 64, computing(0.25, 0.1), Link(0.0, math.inf)) for method in METHODS} == {
+        0.25
+    }
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(128, 64), nn.Linear(64, 96))
+
+
+def counted(world: lockstep.World, reduce: str) -> int:
+    model = net()
+    stepper = lockstep.Stepper(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), reduce=reduce, checks="off", world=world
+    )
+    for _ in range(2):
+        before = world.group.bytes_sent
+        for (x,) in stepper.micro_batches([(torch.randn(2, 128),)]):
+            stepper.backward(model(x).sum(), weight=2)
+        stepper.step()
+    return world.group.bytes_sent - before
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("reduce", ["native", "ring", "tree", "central"])
+def test_ranks_send_what_was_foretold(reduce: str, workers: int) -> None:
+    foretold = traffic(method_of(reduce), work_of_module(net()), workers)
+    assert max(run_ranks(counted, workers, args=(reduce,))) == pytest.approx(
+        foretold.sends, rel=0.02
+    )

@@ -1,0 +1,106 @@
+"""What a rank of W has to do, from what one rank, or two side by side, were measured to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
+from lockstep.tools.plan.of_task import PlanScaling, samples_of, sides, work_of
+from tests.tools.timing.profiles import PAIR, profile
+
+STRONG = PlanScaling(base=1)
+WEAK = PlanScaling(base=2, weak=True)
+HERE = PlanScaling(base=1, per_host=None)
+
+
+def test_strong_scaling_deals_out_the_micro_batches() -> None:
+    assert [work_of(profile(), STRONG, workers).micro_batches for workers in (1, 2, 3, 8, 64)] == [
+        8,
+        4,
+        3,
+        1,
+        1,
+    ]
+    assert samples_of(profile(), STRONG, 64) == 64
+
+
+def test_weak_scaling_keeps_those_of_the_base() -> None:
+    assert [work_of(profile(), WEAK, workers).micro_batches for workers in (2, 4, 64)] == [4, 4, 4]
+    assert samples_of(profile(), WEAK, 64) == 32 * 64
+
+
+def test_hosts_of_their_own_compute_as_one_rank_alone() -> None:
+    assert {work_of(profile(), STRONG, workers).forward for workers in (1, 2, 512)} == {1.0}
+
+
+def test_ranks_of_one_host_compute_as_those_side_by_side() -> None:
+    assert [work_of(profile(), HERE, workers).backward for workers in (1, 2, 4, 8)] == [
+        2.0,
+        3.0,
+        6.0,
+        12.0,
+    ]
+    four = work_of(profile(), HERE, 4)
+    assert (four.forward, four.optimizer, four.other, four.loading) == (3.0, 1.0, 0.5, 0.5)
+
+
+def test_ranks_without_a_micro_batch_leave_the_cores_to_others() -> None:
+    assert work_of(profile(), HERE, 64).backward == work_of(profile(), HERE, 8).backward
+
+
+def test_ranks_tell_each_other_the_facts_of_a_step() -> None:
+    assert [work_of(profile(), STRONG, workers).facts for workers in (1, 2, 64)] == [
+        8 * numbers(workers) for workers in (1, 2, 64)
+    ]
+
+
+def test_gpus_are_not_shared() -> None:
+    assert work_of(profile(device="cuda"), HERE, 8).backward == 2.0
+    assert sides(HERE, [1, 2, 8], 8, 2, "cuda") == [1]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "counts", "expected"),
+    [
+        (STRONG, [1, 2, 512], [1]),
+        (HERE, [1, 2, 4], [1, 2]),
+        (PlanScaling(base=4, per_host=None), [4, 8], [2]),
+        (PlanScaling(base=1, per_host=8), [1, 64], [1, 2]),
+    ],
+)
+def test_what_must_be_profiled(
+    scaling: PlanScaling, counts: list[int], expected: list[int]
+) -> None:
+    assert sides(scaling, counts, 8, 2, "cpu") == expected
+
+
+def test_loader_workers_need_cores_of_their_own() -> None:
+    none = work_of(profile(), STRONG, 1)
+    assert (none.loading, none.ahead) == (1.0, False)
+    beside = work_of(profile(), PlanScaling(base=1, loaders=4), 1)
+    assert (beside.loading, beside.ahead) == (1.0, True)  # four processes, one core
+    many = work_of(profile(cores=16), PlanScaling(base=1, loaders=4), 1)
+    assert (many.loading, many.ahead) == (0.25, True)
+    full = work_of(profile(), PlanScaling(base=1, per_host=None, loaders=4), 2)
+    assert (full.loading, full.ahead) == (4 * PAIR.loading, False)
+
+
+def test_a_profile_that_lacks_a_side_says_so() -> None:
+    with pytest.raises(
+        UsageError,
+        match=(
+            "the profile has 1 ranks side by side on a host, and this plan needs 2: leave"
+            " --profile out"
+        ),
+    ):
+        work_of(profile(sides=profile().sides[:1]), HERE, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"per_host": 0}, "--ranks-per-host 0"), ({"loaders": -1}, "--loader-workers -1")],
+)
+def test_what_cannot_be(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PlanScaling(base=1, **changes)

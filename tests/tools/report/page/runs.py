@@ -1,0 +1,97 @@
+"""Run directories made up, as `lockstep train` leaves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.settings import Settings
+from tests.training.timeline.synthetic import lines, noisy, planted, write
+
+MEMORY = {
+    "kind": "memory",
+    "parameters": 2**20,
+    "gradients": 2**20,
+    "optimizer": 2**21,
+    "activations": 3 * 2**20,
+    "peak": 2**28,
+}
+START = "global batch 64 = 8 micro-batches x 8; 4 ranks x 2; gradients by native, replicated update"
+
+
+def metrics(
+    steps: int = 40, *, every: int = 20, more: Iterable[Mapping[str, Any]] = ()
+) -> list[Mapping[str, Any]]:
+    """A start, steps, evaluations."""
+    found: list[Mapping[str, Any]] = [
+        {
+            "kind": "event",
+            "event": "start",
+            "line": START,
+            "workers": 4,
+            "steps": steps,
+            "epochs": 2,
+        }
+    ]
+    for step in range(1, steps + 1):
+        found.append(
+            {
+                "kind": "step",
+                "step": step,
+                "epoch": 1,
+                "loss": 2 / step,
+                "weight": 64.0,
+                "lr": 0.1,
+                "samples_per_s": 900.0 + step,
+            }
+        )
+        if step % every == 0:
+            metric = {"accuracy": 1 - 1 / step, "loss": 3 / step}
+            found.append(
+                {"kind": "evaluate", "step": step, "epoch": 1, "metrics": metric, "seconds": 0.1}
+            )
+    return [*found, *more]
+
+
+def anatomy(workers: int = 4, steps: int = 40) -> dict[int, list[dict[str, Any]]]:
+    """The loader of the last rank is slow."""
+    found = lines(workers, steps, planted(workers - 1, "data", 0.05), noisy(1, 0.3), spans=True)
+    for each in found.values():
+        each += [
+            MEMORY,
+            {"kind": "pause", "what": "evaluate", "step": steps, "seconds": 0.1},
+            {"kind": "end", "step": steps},
+        ]
+    return found
+
+
+def make(
+    run: Path,
+    *,
+    records: Iterable[Mapping[str, Any]] | None = None,
+    parts: Mapping[int, list[dict[str, Any]]] | None = None,
+    finished: bool = True,
+    **asked: Any,
+) -> Path:
+    """A run of 4 ranks in `run`; `parts`: its anatomy, {} for none."""
+    run.mkdir(parents=True, exist_ok=True)
+    Settings(**{"task": "digits", "workers": 4, "epochs": 2, **asked}).write(run)
+    rows = metrics() if records is None else records
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "lock").touch()
+    if finished:
+        headline = {"name": "accuracy", "value": 0.975}
+        result = {
+            "task": "digits",
+            "epochs": 2,
+            "steps": 40,
+            "workers": 4,
+            "seconds": 5.4,
+            "headline": headline,
+            "sha256": "ab" * 32,
+        }
+        (run / "result.json").write_text(json.dumps(result))
+    write(run, anatomy() if parts is None else parts)
+    return run

@@ -1,0 +1,81 @@
+"""The page in a real browser: quiet, self-contained, as wide as a phone, readable in the dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.tools.report.page.page import page
+from lockstep.tools.report.page.recorded import read
+from tests.browser import Page, browser, require
+from tests.tools.report.page.runs import anatomy, make
+
+LINE = (
+    "4 ranks: 56 % efficient. Try --loader-workers 1 (about +62 %), or --bucket-mb 2 (about +10 %)."
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 6 ranks on a host with a long name, with every part in it."""
+    require()
+    parts = anatomy(6, 8)
+    for each in parts.values():
+        each[0]["host"] = "a-host-with-a-name-that-does-not-fit-on-a-phone.cluster.example"
+    run = make(
+        tmp_path_factory.mktemp("run"), parts=parts, workers=6, overrides={"name": "x" * 200}
+    )
+    out = run / "report.html"
+    out.write_text(page(read(run), [LINE]), encoding="utf-8")
+    return out
+
+
+@pytest.fixture
+def tab(tmp_path: Path) -> Iterator[Page]:
+    with browser(tmp_path / "profile") as found:
+        yield found
+
+
+def test_on_a_phone_on_a_desk_in_the_dark_and_on_paper(file: Path, tab: Page) -> None:
+    assert file.stat().st_size < 2_000_000
+    for width, dark, media in (
+        (390, False, "screen"),
+        (390, True, "screen"),
+        (1280, False, "screen"),
+        (700, False, "print"),
+    ):
+        tab.open(file, width=width, dark=dark, media=media)
+        assert tab.value("document.documentElement.scrollWidth") <= width
+        assert tab.value(
+            "[...document.querySelectorAll('svg')].every(each => each.getBoundingClientRect().width"
+            " > 200)"
+        )
+        ink, paper = (
+            ("rgb(230, 233, 237)", "rgb(20, 23, 27)") if dark else (None, "rgb(255, 255, 255)")
+        )
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == paper
+        if ink is not None:
+            assert tab.value("getComputedStyle(document.querySelector('svg text')).fill") == ink
+    tab.open(file, width=390)
+    tab.value("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert tab.value("document.documentElement.scrollWidth") <= 390
+    assert (
+        tab.value("parseFloat(getComputedStyle(document.querySelector('svg text')).fontSize)") >= 9
+    )
+    assert not tab.complaints
+    assert set(tab.requests) <= {file.as_uri(), "data:,"}
+
+
+def test_a_page_that_misbehaves_would_be_seen(tab: Page, tmp_path: Path) -> None:
+    """The test above can fail."""
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        "<meta name=viewport content='width=device-width'><p"
+        " style='width:900px'>.<script>console.error(1)</script><img src=x.png>"
+    )
+    tab.open(bad, width=390)
+    assert tab.value("document.documentElement.scrollWidth") > 390
+    assert tab.complaints
+    assert (tmp_path / "x.png").as_uri() in tab.requests

@@ -1,0 +1,265 @@
+"""What stands on the page, for runs of all kinds; and that nothing of a run's files is ever
+markup.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.tools.report.page import settings_table
+from lockstep.tools.report.page.curves import thinned
+from lockstep.tools.report.page.page import page
+from lockstep.tools.report.page.recorded import read
+from lockstep.tools.report.verdict.verdict import verdict
+from lockstep.training.tuned import Tuned, TunedOn
+from tests.tools.report.page.runs import anatomy, make, metrics
+
+EVIL = "<script>alert('1')</script> & \"quoted\" $\\alpha$"
+
+
+class Reader(HTMLParser):
+    """Tags, ids, texts by heading; every tag that is opened is closed."""
+
+    VOID = ("meta", "link", "path", "use", "rect")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.headings: list[str] = []
+        self.cells: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h2", "h3"):
+            self.headings.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def written(run: Path, sentences: tuple[str, ...] = ("4 ranks: 50 % efficient.",)) -> str:
+    return page(read(run), sentences)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of an ordinary run."""
+    return written(make(tmp_path_factory.mktemp("run")))
+
+
+def test_all_sections(whole: str) -> None:
+    text = whole
+    found = Reader(text)
+    assert [
+        each for each in found.headings if each[0].isupper() and not each.startswith("Step ")
+    ] == [
+        "Verdict",
+        "Training",
+        "Loss",
+        "Throughput",
+        "Where the time went",
+        "Who waited for whom",
+        "Inside a step",
+        "Memory",
+        "Memory by rank",
+        "What checks cost",
+        "Starts, restarts, checkpoints",
+        "Settings",
+    ]
+    assert "accuracy" in found.headings
+    assert len(found.ids) == len(set(found.ids))
+    assert len(text) < 500_000
+
+
+def test_figures_have_their_numbers_beside_them(whole: str) -> None:
+    tags = Reader(whole).tags
+    assert tags.count("figure") == tags.count("svg") == tags.count("details") == 8
+    row = re.search(r'<th scope="row">rank 3</th>(.*?)</tr>', whole)
+    assert row is not None
+    assert re.findall("<td>(.*?)</td>", row[1])[:2] == ["55", "23"]  # ms a step in data and forward
+
+
+def test_nothing_is_loaded_and_nothing_runs(whole: str) -> None:
+    assert not {"script", "iframe", "object", "img", "base"} & set(Reader(whole).tags)
+    assert not re.findall(r"(?:src|href|action)=\"(?!#|data:)", whole)
+    assert not re.findall(r"url\((?!#)|@import|http-equiv=\"refresh", whole)
+    assert "default-src 'none'" in whole
+
+
+def evil_run(tmp_path: Path) -> Path:
+    parts = anatomy(2, 5)
+    for each in parts.values():
+        each[0] |= {"host": EVIL, "device": EVIL, "reduction": EVIL, "method": EVIL}
+        each[-2]["what"] = EVIL
+    event = {"kind": "event", "event": EVIL, "line": EVIL, "step": EVIL}
+    evaluation = {"kind": "evaluate", "step": 3, "epoch": 1, "metrics": {EVIL: 1.0}, "seconds": 1.0}
+    task = tmp_path / "<script>alert(2)<" / "script>.py"
+    asked: dict[str, Any] = {"task": str(task), "overrides": {EVIL: EVIL}, "checkpoints": EVIL}
+    return make(
+        tmp_path / "<b>run",
+        records=metrics(5, more=[event, evaluation, {**event, "line": None}]),
+        parts=parts,
+        **asked,
+    )
+
+
+def test_what_files_say_is_never_markup(tmp_path: Path) -> None:
+    text = written(evil_run(tmp_path), (EVIL, f"--reduce {EVIL} 5 %"))
+    tags = set(Reader(text).tags)
+    assert not {"script", "b"} & tags
+    assert "&lt;script&gt;alert(&#39;1&#39;)&lt;/script&gt; &amp; &#34;quoted&#34;" in text
+    assert EVIL not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "judged"),
+    [
+        ({"parts": {}, "records": []}, False),
+        ({"parts": {}}, False),
+        ({"records": [], "finished": False}, True),
+        ({"parts": anatomy(1, 1), "records": metrics(1)}, True),
+        ({"parts": anatomy(2, 0), "records": metrics(2)}, False),
+        (
+            {
+                "parts": {0: anatomy(2, 5)[0]},
+                "records": [{"kind": "step", "step": 1, "loss": "nan", "samples_per_s": "inf"}],
+            },
+            True,
+        ),
+    ],
+)
+def test_runs_of_which_something_is_missing(
+    tmp_path: Path, changes: dict[str, Any], judged: bool
+) -> None:
+    found = Reader(written(make(tmp_path, **changes)))
+    assert "Settings" in found.headings
+    assert ("Step anatomy" in found.headings) is judged
+
+
+def test_many_ranks_are_not_all_drawn(tmp_path: Path) -> None:
+    text = written(make(tmp_path, parts=anatomy(40, 4), records=[]))
+    assert "The 32 that were waited for most are shown, 8 are not." in text
+    assert len(text) < 1_500_000
+
+
+def test_long_runs_are_thinned() -> None:
+    curve, width = thinned([(step, float(step)) for step in range(1, 1001)], 400)
+    assert (width, len(curve), curve[-1]) == (3, 334, (1000, 1000.0))
+    assert curve[0] == (3, 2.0)
+    assert thinned([(1, 1.0), (2, 2.0)], 400) == ([(1, 1.0), (2, 2.0)], 1)
+    assert math.isnan(thinned([(1, math.inf)], 400)[0][0][1])
+
+
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    text = written(make(tmp_path, records=metrics(20_000, every=100), parts={}))
+    assert "Each point is the mean of 50 steps." in text
+    assert len(text) < 500_000
+
+
+def test_settings_say_where_they_come_from(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.json"
+    here = {
+        "task": "digits",
+        "workers": 4,
+        "device": "cpu",
+        "torch": "2",
+        "cpu": "x",
+        "cores": 4,
+        "threads": 1,
+        "seconds": 1.0,
+    }
+    Tuned(settings={"loader_workers": 2}, measured=TunedOn(**here, lockstep="0")).write(file)  # type: ignore[arg-type]  # of two types
+    run = make(
+        tmp_path / "run", loader_workers=2, bucket_mb=4, settings_file=str(file), epochs=None
+    )
+    rows = {
+        name: [value, came]
+        for name, value, came in settings_table.section(read(run)).tables[0].rows
+    }
+    assert rows["loader_workers"] == ["2", f"tuned ({file})"]
+    assert rows["bucket_mb"] == ["4", "given"]
+    assert rows["epochs"] == ["2", "the task"]
+    assert rows["reduce"] == ["native", "derived here from auto"]
+    assert rows["threads"] == ["1", "derived here"]
+    assert rows["exact"] == ["no", "default"]
+    assert rows["precision"] == ["-", "the task"]
+
+
+def test_restarts_checkpoints_and_events(tmp_path: Path) -> None:
+    parts = anatomy(4, 10)
+    for each in parts.values():
+        del each[-1]
+    more = [
+        {
+            "kind": "event",
+            "event": "resumed",
+            "line": "resumed from step 8 of 40",
+            "step": 8,
+            "workers": 3,
+        }
+    ]
+    more += [{"kind": "event", "event": "step skipped", "step": 9, "reason": "the loss is nan"}]
+    run = make(tmp_path, parts=parts, records=metrics(10, more=more))
+    folder = run / "checkpoints" / "step-0000008"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(2**20))
+    (run / "checkpoints" / "best.json").write_text('{"checkpoint": "step-0000008"}')
+    text = written(run)
+    cells = Reader(text).cells
+    assert "without a word of ranks 0, 1, 2 and 3" in cells
+    assert "resumed from step 8 of 40" in cells
+    assert "the loss is nan" in cells
+    assert cells[cells.index("step-0000008") :][:4] == ["step-0000008", "8", "1.00 MiB", "best"]
+    assert "1 step was skipped" in text
+    assert "Lockstep&#39;s own checks took" in text
+
+
+def test_a_run_on_gpus_is_judged_too(tmp_path: Path) -> None:
+    """There it is not known what was hidden, nor when each piece of a step began."""
+    parts = anatomy()
+    for each in parts.values():
+        for line in each:
+            if line["kind"] == "steps":
+                line["hidden"] = None
+                line.pop("spans", None)
+    run = make(tmp_path, parts=parts)
+    recorded = read(run)
+    assert recorded.anatomy is not None
+    found = verdict(recorded.anatomy)
+    assert found is not None
+    assert found.stragglers
+    cells = Reader(page(recorded, found.sentences())).cells
+    assert cells.count("not known") == 4
+
+
+def test_a_checkpoint_that_goes_away_meanwhile_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(tmp_path)
+    monkeypatch.setattr(
+        "lockstep.tools.report.page.history.written", lambda folder: [folder / "step-00000010"]
+    )
+    assert "step-00000010" not in written(run)

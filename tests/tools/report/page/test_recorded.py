@@ -1,0 +1,73 @@
+"""A run directory in any state is read, and what is no run is refused with a sentence."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.tools.report.page.recorded import read
+from tests.tools.report.page.runs import make, metrics
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    found = read(make(tmp_path))
+    assert found.state == "finished"
+    assert (len(found.steps), len(found.evaluations), len(found.events)) == (40, 2, 1)
+    assert found.anatomy is not None
+    assert found.start["epochs"] == 2
+
+
+def test_under_way_and_killed_are_told_apart_by_the_lock(tmp_path: Path) -> None:
+    make(tmp_path, finished=False)
+    assert read(tmp_path).state == "ended before its end"
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read(tmp_path).state == "under way"
+    assert read(tmp_path).state == "ended before its end"
+
+
+def test_half_lines_and_foreign_records_are_left_out(tmp_path: Path) -> None:
+    make(tmp_path, records=metrics(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(
+            '[1]\n{"kind":"step"}\n{"kind":"step","step":4,"loss":"nan","samples_per_s":1}\n{"kind":"evaluate","step":1}\n{"kind":"st'
+        )
+    found = read(tmp_path)
+    assert [record["step"] for record in found.steps] == [1, 2, 3, 4]
+    assert not found.evaluations
+
+
+def test_a_damaged_result_is_none(tmp_path: Path) -> None:
+    make(tmp_path)
+    (tmp_path / "result.json").write_text("{")
+    assert read(tmp_path).state == "ended before its end"
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place, said in (
+        (tmp_path / "none", "does not exist"),
+        (file, "is a file"),
+        (tmp_path, "is not a run directory of `lockstep train`"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            read(place)
+
+
+def test_without_metrics_there_is_a_run_all_the_same(tmp_path: Path) -> None:
+    make(tmp_path, finished=False)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert not read(tmp_path).steps
+
+
+def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    whole = json.loads((tmp_path / "settings.json").read_text())
+    (tmp_path / "settings.json").write_text(json.dumps({**whole, "warp": 9}))
+    with pytest.raises(UsageError, match="warp unknown to this version"):
+        read(tmp_path)

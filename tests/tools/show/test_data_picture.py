@@ -1,0 +1,97 @@
+"""The picture shows what the sampler does, and its verdicts can be no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.errors import UsageError
+from lockstep.tools.show.data_picture import show, verdicts
+
+BLOCKS = """\
+10 samples, 4 ranks, blocks
+
+  rank 0  [0 1 2]
+  rank 1  [3 4 5]
+  rank 2  [6 7 8]
+  rank 3  [9 0 1]
+  equal counts: yes, 3 a rank
+  no overlap but the padding: yes, 2 extra, of [0 1]
+  union covers the data: yes"""
+
+DROPPED = """\
+10 samples, 4 ranks, interleaved, drop last
+
+  rank 0  [0 4]
+  rank 1  [1 5]
+  rank 2  [2 6]
+  rank 3  [3 7]
+  equal counts: yes, 2 a rank
+  no overlap but the padding: yes, nothing is repeated
+  union covers the data: no, 2 left out: [8 9]"""
+
+
+def test_pictures() -> None:
+    assert show(10, 4, split="blocks") == BLOCKS
+    assert show(10, 4, drop_last=True) == DROPPED
+
+
+def test_one_sample_on_four_ranks() -> None:
+    picture = show(1, 4)
+    assert picture.startswith("1 sample, 4 ranks")
+    assert "no overlap but the padding: yes, 3 extra, of [0]" in picture
+
+
+def test_epochs_are_shown_one_by_one_and_shuffled_anew() -> None:
+    title, first, second = show(10, 2, epochs=2, shuffle=True, seed=3).split("\n\n")
+    assert title == "10 samples, 2 ranks, interleaved, shuffled with seed 3"
+    assert (first.splitlines()[0], second.splitlines()[0]) == ("epoch 0", "epoch 1")
+    assert first.splitlines()[1:3] != second.splitlines()[1:3]
+    assert first.splitlines()[3:] == second.splitlines()[3:]
+
+
+def test_long_lines_are_cut_and_columns_line_up() -> None:
+    lines = show(600, 12).splitlines()
+    assert lines[2].startswith("  rank 0   [0 12 ")
+    assert lines[13].startswith("  rank 11  [11 23 ")
+    assert lines[2].endswith(" 276 ...] 50 in all")
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            [[0, 1], [2]],
+            [
+                "equal counts: no, 1 or 2 a rank",
+                "no overlap but the padding: yes, nothing is repeated",
+                "union covers the data: yes",
+            ],
+        ),
+        (
+            [[0, 1], [1, 2]],
+            [
+                "equal counts: yes, 2 a rank",
+                "no overlap but the padding: yes, 1 extra, of [1]",
+                "union covers the data: yes",
+            ],
+        ),
+        (
+            [[0], [0]],
+            [
+                "equal counts: yes, 1 a rank",
+                "no overlap but the padding: no, 1 extra, of [0]",
+                "union covers the data: no, 2 left out: [1 2]",
+            ],
+        ),
+    ],
+)
+def test_verdicts_on_three_samples(parts: list[list[int]], expected: list[str]) -> None:
+    assert verdicts(parts, 3) == expected
+
+
+@pytest.mark.parametrize("changed", [{"samples": 0}, {"workers": 0}, {"epochs": 0}])
+def test_numbers_below_one_are_refused(changed: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(changed))}=0 is too small"):
+        show(**({"samples": 10, "workers": 4} | changed))

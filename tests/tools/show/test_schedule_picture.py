@@ -1,0 +1,283 @@
+"""Pictures of schedules: the ring and the tree word for word, checked by hand, and as many
+arrows in a drawing as there are messages.
+"""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as tree
+from pathlib import Path
+
+import pytest
+
+from lockstep.collectives.algorithms import algorithms_of, schedule
+from lockstep.collectives.schedule import Kind, Schedule
+from lockstep.errors import UsageError
+from lockstep.tools.show import schedule_picture as picture
+
+KINDS: tuple[Kind, ...] = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "scatter",
+    "gather",
+    "all_to_all",
+)
+
+RING_OF_4 = """\
+ring all-reduce, 4 ranks: 6 steps, 24 messages in all
+each rank sends 6/4 of the tensor
+cell a is added as (((0+1)+2)+3), the same bits on all ranks
+
+start
+    rank 0  a 0      b 0      c 0      d 0
+    rank 1  a 1      b 1      c 1      d 1
+    rank 2  a 2      b 2      c 2      d 2
+    rank 3  a 3      b 3      c 3      d 3
+step 1  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    add
+    rank 0  a 0      b 0      c 0      d 03
+    rank 1  a 01     b 1      c 1      d 1
+    rank 2  a 2      b 12     c 2      d 2
+    rank 3  a 3      b 3      c 23     d 3
+step 2  0 -> 1 d   1 -> 2 a   2 -> 3 b   3 -> 0 c    add
+    rank 0  a 0      b 0      c 023    d 03
+    rank 1  a 01     b 1      c 1      d 013
+    rank 2  a 012    b 12     c 2      d 2
+    rank 3  a 3      b 123    c 23     d 3
+step 3  0 -> 1 c   1 -> 2 d   2 -> 3 a   3 -> 0 b    add
+    rank 0  a 0      b 0123*  c 023    d 03
+    rank 1  a 01     b 1      c 0123*  d 013
+    rank 2  a 012    b 12     c 2      d 0123*
+    rank 3  a 0123*  b 123    c 23     d 3
+step 4  0 -> 1 b   1 -> 2 c   2 -> 3 d   3 -> 0 a    replace
+    rank 0  a 0123*  b 0123*  c 023    d 03
+    rank 1  a 01     b 0123*  c 0123*  d 013
+    rank 2  a 012    b 12     c 0123*  d 0123*
+    rank 3  a 0123*  b 123    c 23     d 0123*
+step 5  0 -> 1 a   1 -> 2 b   2 -> 3 c   3 -> 0 d    replace
+    rank 0  a 0123*  b 0123*  c 023    d 0123*
+    rank 1  a 0123*  b 0123*  c 0123*  d 013
+    rank 2  a 012    b 0123*  c 0123*  d 0123*
+    rank 3  a 0123*  b 123    c 0123*  d 0123*
+step 6  0 -> 1 d   1 -> 2 a   2 -> 3 b   3 -> 0 c    replace
+    rank 0  a 0123*  b 0123*  c 0123*  d 0123*
+    rank 1  a 0123*  b 0123*  c 0123*  d 0123*
+    rank 2  a 0123*  b 0123*  c 0123*  d 0123*
+    rank 3  a 0123*  b 0123*  c 0123*  d 0123*"""
+
+TREE_OF_3 = """\
+tree all-reduce, 3 ranks: 4 steps, 4 messages in all
+each rank sends 1 to 2 times the tensor
+cell a is added as ((0+1)+2), the same bits on all ranks
+
+start
+    rank 0  a 0
+    rank 1  a 1
+    rank 2  a 2
+step 1  1 -> 0 a    add
+    rank 0  a 01
+    rank 1  a 1
+    rank 2  a 2
+step 2  2 -> 0 a    add
+    rank 0  a 012*
+    rank 1  a 1
+    rank 2  a 2
+step 3  0 -> 2 a    replace
+    rank 0  a 012*
+    rank 1  a 1
+    rank 2  a 012*
+step 4  0 -> 1 a    replace
+    rank 0  a 012*
+    rank 1  a 012*
+    rank 2  a 012*"""
+
+BROADCAST_TO_2 = """\
+tree broadcast, 2 ranks: 1 step, 1 message in all
+each rank sends 0 to 1 times the tensor
+
+start
+    rank 0  a .
+    rank 1  a 1
+step 1  1 -> 0 a    replace
+    rank 0  a 1
+    rank 1  a 1"""
+
+
+def every_schedule(world: int) -> list[Schedule]:
+    return [
+        schedule(kind, name, world, ranks_per_node=2)
+        for kind in KINDS
+        for name in algorithms_of(kind)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "expected"),
+    [
+        (schedule("all_reduce", "ring", 4), RING_OF_4),
+        (schedule("all_reduce", "tree", 3), TREE_OF_3),
+        (schedule("broadcast", "tree", 2, root=1), BROADCAST_TO_2),
+    ],
+    ids=["ring", "tree", "broadcast"],
+)
+def test_text(drawn: Schedule, expected: str) -> None:
+    assert [line.rstrip() for line in picture.text(drawn).splitlines()] == expected.splitlines()
+
+
+def test_the_ring_by_the_rule_that_books_give() -> None:
+    """In step s rank r sends cell r - s + 1 to its right: first the sums, each one rank longer,
+    then the complete cells.
+    """
+    for world in range(2, 9):
+        every = list(picture.steps(schedule("all_reduce", "ring", world)))
+        assert len(every) == 1 + 2 * (world - 1)
+        for step in every[1:]:
+            assert sorted((t.src, t.dst, t.cells) for t in step.transfers) == [
+                (rank, (rank + 1) % world, ((rank - step.number + 1) % world,))
+                for rank in range(world)
+            ]
+            adds = step.number < world
+            assert {t.reduce for t in step.transfers} == {adds}
+            for t in step.transfers:
+                assert len(step.held[t.dst][t.cells[0]]) == (step.number + 1 if adds else world)
+        after_the_sums = every[world - 1].held
+        for rank in range(world):
+            assert [
+                cell for cell, ranks in after_the_sums[rank].items() if len(ranks) == world
+            ] == [(rank + 1) % world]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5, 8, 16])
+def test_one_word_says_what_a_step_does(world: int) -> None:
+    """A step is called "add" or "replace" after its first message: all of them do the same, and
+    there is one.
+    """
+    for each in every_schedule(world):
+        for step in list(picture.steps(each))[1:]:
+            assert len({transfer.reduce for transfer in step.transfers}) == 1, each.name
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+def test_everybody_ends_with_what_was_promised(world: int) -> None:
+    """The picture's own arithmetic, against the meaning of an all-reduce."""
+    for name in algorithms_of("all_reduce"):
+        *_, last = picture.steps(schedule("all_reduce", name, world, ranks_per_node=2))
+        assert all(
+            ranks == frozenset(range(world)) for held in last.held for ranks in held.values()
+        )
+
+
+def test_what_a_step_shows_is_not_changed_by_the_next() -> None:
+    first, *_ = list(picture.steps(schedule("all_reduce", "ring", 3)))
+    assert first.held[1] == {cell: frozenset({1}) for cell in range(3)}
+
+
+def test_beyond_16_ranks_contents_are_left_out_and_said_to_be() -> None:
+    shown = picture.text(schedule("all_reduce", "ring", 17)).splitlines()
+    assert shown[3] == "contents are written out for up to 16 ranks"
+    assert not [line for line in shown if line.startswith("    rank")]
+    assert len([line for line in shown if line.startswith("step")]) == 32
+    assert "contents are written out" not in picture.text(schedule("all_reduce", "ring", 16))
+
+
+def test_one_rank_has_nothing_to_say() -> None:
+    assert (
+        picture.text(schedule("all_reduce", "ring", 1)).splitlines()[0]
+        == "ring all-reduce, 1 rank: 0 steps, 0 messages in all"
+    )
+
+
+def test_letters_do_not_run_out() -> None:
+    names = [picture.letter(cell) for cell in range(100)]
+    assert names[:3] == ["a", "b", "c"]
+    assert names[25:28] == ["z", "a1", "b1"]
+    assert len(set(names)) == 100
+
+
+# -- drawings ------------------------------------------------------------------------------------
+
+
+def parsed(drawn: Schedule) -> tree.Element:
+    return tree.fromstring(picture.drawing(drawn).svg())
+
+
+def words(root: tree.Element) -> list[str]:
+    return [element.text or "" for element in root if element.tag.endswith("text")]
+
+
+def arrows(root: tree.Element) -> list[tree.Element]:
+    return [element for element in root if element.get("class") == "message"]
+
+
+def boxes(root: tree.Element) -> list[tree.Element]:
+    return [element for element in root if element.tag.endswith("rect") and "x" in element.attrib]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8, 16])
+def test_a_ring_has_an_arrow_a_message(world: int) -> None:
+    root = parsed(schedule("all_reduce", "ring", world))
+    steps = 2 * (world - 1)
+    assert len(arrows(root)) == steps * world
+    assert len(boxes(root)) == (1 + steps) * world * world
+    assert words(root).count("add") == words(root).count("replace") == world - 1
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_schedule_has_an_arrow_a_message(world: int) -> None:
+    for each in every_schedule(world):
+        assert len(arrows(parsed(each))) == sum(map(len, each.transfers())), each.name
+
+
+def test_arrows_of_the_ring_go_from_cell_to_the_same_cell() -> None:
+    """Their ends lie under and above the middle of a box with that cell's letter."""
+    drawn = schedule("all_reduce", "ring", 4)
+    root = parsed(drawn)
+    middles = sorted(
+        {float(box.attrib["x"]) + float(box.attrib["width"]) / 2 for box in boxes(root)}
+    )
+    assert len(middles) == 16  # 4 ranks with 4 cells each, from left to right
+    ends = []
+    for arrow in arrows(root):
+        first, *_, last = arrow.attrib["d"].replace("M", "").replace("C", "").split()
+        ends.append(tuple(middles.index(float(point.split(",")[0])) for point in (first, last)))
+    assert ends == [
+        (4 * t.src + t.cells[0], 4 * t.dst + t.cells[0]) for step in drawn.transfers() for t in step
+    ]
+
+
+def test_boxes_say_what_is_in_them_and_are_green_when_complete() -> None:
+    root = parsed(schedule("all_reduce", "ring", 4))
+    elements = list(root)
+    for place, element in enumerate(elements):
+        if element in boxes(root):
+            inside = elements[place + 1].text or ""
+            assert (element.attrib["fill"] == "#a1d99b") == inside.endswith(" 0123"), inside
+    assert words(root).count("a 0123") == 1 + 2 + 3 + 4  # after steps 3, 4, 5 and 6
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_file_is_written(ending: str, tmp_path: Path) -> None:
+    if ending == "png":
+        pytest.importorskip("matplotlib")
+    file = tmp_path / f"ring.{ending}"
+    picture.drawing(schedule("all_reduce", "ring", 4)).save(file)
+    content = file.read_bytes()
+    if ending == "svg":
+        assert content.decode() == picture.drawing(schedule("all_reduce", "ring", 4)).svg()
+    else:
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 10_000
+
+
+def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    ring = picture.drawing(schedule("all_reduce", "ring", 4))
+    with pytest.raises(UsageError, match=r"ring\.pdf: give a file that ends in \.svg or \.png"):
+        ring.save(tmp_path / "ring.pdf")
+    with pytest.raises(UsageError, match="cannot be written: No such file or directory"):
+        ring.save(tmp_path / "nowhere" / "ring.svg")
+    with pytest.raises(
+        UsageError, match=r"17 ranks with 17 cells each do not fit in a drawing: up to 16 do"
+    ):
+        picture.drawing(schedule("all_reduce", "ring", 17))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,91 @@
+"""Plots lie inside the page: its colours, text as text, marks at round numbers, every point
+where it belongs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as tree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.tools.svg import WIDTH, Plot, _marks
+
+
+def drawn() -> Plot:
+    plot = Plot(
+        (1, 3),
+        "step",
+        up=(1, 3),
+        up_label="loss",
+        legend={"a curve": "var(--accent)", "<b>": "var(--waits)"},
+    )
+    plot.curve([(1, 3.0), (2, 1.0), (3, 2.0)], "var(--accent)", dots=True)
+    return plot
+
+
+def test_colours_are_the_pages_and_text_is_text() -> None:
+    text = drawn().inside()
+    assert set(re.findall(r'(?:fill|stroke)="([^"]*)"', text)) == {
+        "none",
+        *(f"var(--{name})" for name in ("ink", "faint", "accent", "waits")),
+    }
+    assert ">a curve</text>" in text
+    assert ">&lt;b&gt;</text>" in text
+    assert not re.search(r"http|<\?xml|<!|#| id=", text)
+
+
+def test_everything_lies_on_the_sheet() -> None:
+    plot = drawn()
+    for element in tree.fromstring(plot.inside()):
+        assert 0 <= float(element.get("x", "0")) <= WIDTH
+        assert 0 <= float(element.get("y", "0")) <= plot.height
+
+
+def test_points_are_where_the_axes_say() -> None:
+    plot = drawn()
+    circles = [element for element in tree.fromstring(plot.inside()) if element.tag == "circle"]
+    assert [(float(each.attrib["cx"]), float(each.attrib["cy"])) for each in circles] == [
+        (pytest.approx(plot.x(x), abs=0.05), pytest.approx(plot.y(y), abs=0.05))
+        for x, y in ((1, 3), (2, 1), (3, 2))
+    ]
+    assert plot.y(3) < plot.y(1)
+    assert plot.x(1) < plot.x(3)
+
+
+def test_a_curve_is_interrupted_where_it_is_not_finite() -> None:
+    plot = Plot((1, 5), "step", up=(0, 1))
+    before = plot.inside().count("<polyline")
+    plot.curve([(1, 0.5), (2, 0.6), (3, math.nan), (4, 0.7), (5, 0.8)], "red")
+    assert plot.inside().count("<polyline") == before + 2
+    plot.curve([(1, math.inf), (2, 0.6), (3, math.nan)], "red")  # a point of its own is a dot
+    assert plot.inside().count("<circle") == 1
+
+
+def test_rows_go_down() -> None:
+    plot = Plot((0, 10), "ms", rows=["rank 0", "rank 1"])
+    plot.bar(0, 10, 1.15, 0.7, "red")
+    box = next(element for element in tree.fromstring(plot.inside()) if element.tag == "rect")
+    assert float(box.attrib["y"]) == pytest.approx(plot.y(1.15), abs=0.05)
+    assert plot.y(0) < plot.y(1)
+    assert float(box.attrib["width"]) == pytest.approx(plot.x(10) - plot.x(0), abs=0.05)
+
+
+def test_a_single_value_has_a_place() -> None:
+    plot = Plot((3, 3), "step", up=(0.0, 0.0))
+    assert 0 < plot.x(3) < WIDTH
+    assert 0 < plot.y(0.0) < plot.height
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_marks_are_few_and_inside(low: float, span: float) -> None:
+    high = low + span
+    if high - low < 1e-9 * max(abs(low), abs(high)):
+        return
+    found = list(_marks(low, high, 6))
+    assert 1 <= len(found) <= 7
+    slack = 1e-6 * (high - low) + 1e-6 * max(abs(low), abs(high))
+    assert all(low - slack <= each <= high + slack for each in found)

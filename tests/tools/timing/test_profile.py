@@ -1,0 +1,151 @@
+"""A profile as a file, and how one is made: phases of ranks side by side, on a task that is over
+in a moment.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lockstep import Task
+from lockstep.collectives.group import Group, Work
+from lockstep.errors import UsageError
+from lockstep.gradients.facts import numbers
+from lockstep.tools.timing import profiler
+from lockstep.tools.timing.profile import Profile
+from lockstep.tools.timing.profiler import profile as measured
+from lockstep.tools.timing.profiler import spread_of
+from tests.tools.timing.profiles import profile
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    profile().write(file)
+    found = Profile.read(file)
+    assert list(found.buckets) == list(profile().buckets)
+    assert list(found.sides) == list(profile().sides)
+    assert found.global_batch == 64
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"format": "lockstep profile 0"}',
+        '{"format": "lockstep profile 1", "task": "x"}',
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(
+        UsageError, match="is no profile: make one with `lockstep plan TASK --save-profile"
+    ):
+        Profile.read(file)
+
+
+def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    profile().write(file)
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"unheard": 1}))
+    with pytest.raises(UsageError, match="is no profile"):
+        Profile.read(file)
+
+
+def test_no_file() -> None:
+    with pytest.raises(UsageError, match="--profile /nowhere cannot be read"):
+        Profile.read(Path("/nowhere"))
+    with pytest.raises(UsageError, match=r"--save-profile /nowhere/x\.json cannot be written"):
+        profile().write(Path("/nowhere/x.json"))
+
+
+def test_what_slows_all_ranks_of_a_step_is_no_spread() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps = 1 + 5 * torch.rand(400, generator=generator, dtype=torch.float64)
+    noise = 0.1 * torch.randn(2, 400, generator=generator, dtype=torch.float64)
+    together = torch.stack([steps, steps]) + noise
+    assert spread_of(together) * together.median() == pytest.approx(0.1, rel=0.15)
+    assert spread_of(torch.stack([steps, steps])) == 0
+
+
+def test_a_rank_alone_is_compared_with_itself() -> None:
+    seconds = 2 + 0.1 * torch.randn(
+        1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    assert spread_of(seconds) == pytest.approx(0.05, rel=0.1)
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def small() -> Task:
+    data = TensorDataset(torch.randn(70, 16), torch.zeros(70, dtype=torch.int64))
+    return Task(
+        model=lambda: nn.Sequential(
+            nn.Linear(16, 300_000 // 16), nn.BatchNorm1d(18_750), nn.Linear(18_750, 3)
+        ),
+        train_data=data,
+        loss=loss,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        global_batch=16,
+        micro_batch=4,
+    )
+
+
+def test_two_ranks_side_by_side() -> None:
+    found = measured(small, [2], 0.01, "cpu")
+    (side,) = found.sides
+    assert (side.ranks, found.global_batch, found.micro_batch, found.width) == (2, 16, 4, 4)
+    assert min(side.forward, side.backward, side.optimizer, side.loading) > 0
+    ready = [bucket.ready for bucket in found.buckets]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] <= ready[-1] <= 1
+    shapes = [shape for bucket in found.buckets for shape in bucket.tensors]
+    assert set(shapes[:2]) == {(3,), (3, 18_750)}  # what is computed last is complete first
+    assert sum(bucket.elements for bucket in found.buckets) == sum(
+        each.numel() for each in small().model().parameters()
+    )
+    assert found.buffers == 2 * 4 * 18_750
+    assert (found.weights, found.states) == (
+        4 * sum(bucket.elements for bucket in found.buckets),
+        0,
+    )
+    assert found.peak is None or found.peak > 2 * found.weights  # the gradients too
+
+
+def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, real = [], Group.all_reduce
+
+    def heard(group: Group, tensor: Tensor, *more: Any) -> Work:
+        sizes.append(tensor.numel())
+        return real(group, tensor, *more)
+
+    monkeypatch.setattr(Group, "all_reduce", heard)
+    profiler._message()
+    assert sizes[:4] == [1, numbers(1)] * 2  # ranks meet, then the message
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_no_time(seconds: float) -> None:
+    with pytest.raises(UsageError, match=r"--seconds .*: give a time above 0"):
+        measured(small, [1], seconds, "cpu")
+
+
+def test_the_flops_of_a_micro_batch_are_counted() -> None:
+    found = measured(small, [1], 0.01, "cpu", threads=1)
+    forward = 2 * 4 * (16 * 18_750 + 18_750 * 3)
+    # nobody asks for the gradient of the first layer's input
+    assert found.flops == 2 * forward + 2 * 4 * 18_750 * 3
+    assert found.sides[0].threads == 1

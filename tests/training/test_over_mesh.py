@@ -1,0 +1,272 @@
+"""A task trained over every mesh of four ranks: the losses, gradients and weights of one
+process, and checkpoints that move between all of them.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.checkpoints import files, folders
+from lockstep.config.settings import Settings
+from lockstep.tasks import text
+from lockstep.testing import run_ranks
+from lockstep.training.loop import Training
+from lockstep.training.run_directory import RunDirectory
+from lockstep.training.train import train
+
+MESHES = (
+    "data=4",
+    "pipeline=4",
+    "data=2,pipeline=2",
+    "data=2,tensor=2",
+    "tensor=2,pipeline=2",
+    "shard=4",
+    "data=2,shard=2",
+)
+MORE = ("shard=2,tensor=2",)
+EVERY = (*MESHES, *MORE)
+STEPS = 4  # a wrong state of the optimizer shows in the second loss
+HALF = 2  # steps before, and after, a checkpoint moves
+
+
+def small(**more):
+    settings = {
+        "train_bytes": 6000,
+        "eval_bytes": 600,
+        "width": 16,
+        "depth": 2,
+        "length": 8,
+        "lr": 1e-2,
+        "micro_batch": 4,
+    } | more
+    return text.task(**settings)
+
+
+def run(world, mesh, directory, *, steps=STEPS, task=None, **more):
+    """Losses of all steps, as rank 0's metrics.jsonl has them, and the result."""
+    result = train(
+        task or small(),
+        steps=steps,
+        run=directory,
+        mesh=mesh,
+        world=world,
+        checkpoint_every=1000,
+        **more,
+    )
+    world.barrier()
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "step"], result
+
+
+def weights_of(directory):
+    return files.read(folders.newest(directory / "checkpoints")).tensors
+
+
+def check_weights(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(
+            other[name], tensor, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
+
+
+def over(world, mesh, directory):
+    """A training, and one gradient, in one start of the ranks."""
+    losses, result = run(world, mesh, Path(directory) / "run")
+    run(
+        world,
+        mesh,
+        Path(directory) / "gradient",
+        steps=1,
+        task=replace(small(), optimizer=plain_sgd, scheduler=None, clip=None),
+    )
+    return losses, result.sha256, result.metrics
+
+
+def plain_sgd(model):
+    """After one step of it, the difference of weights is the gradient."""
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What the ranks of a mesh return, None for one process, and their folder. Each mesh is
+    trained once.
+    """
+
+    @cache
+    def of(mesh):
+        directory = tmp_path_factory.mktemp("trained")
+        return run_ranks(over, 1 if mesh is None else 4, (mesh, str(directory))), directory
+
+    return of
+
+
+@pytest.mark.parametrize("mesh", EVERY)
+def test_losses_weights_and_metrics_are_those_of_one_process(mesh, trained):
+    ((losses, _, mine),), alone = trained(None)
+    found, directory = trained(mesh)
+    assert found[0][0] == pytest.approx(losses, rel=1e-4)
+    assert len({sha256 for _, sha256, _ in found}) == 1
+    assert (
+        files.read(folders.newest(directory / "run" / "checkpoints")).state["sha256"] == found[0][1]
+    )
+    check_weights(weights_of(alone / "run"), weights_of(directory / "run"), rtol=1e-3, atol=1e-4)
+    assert json.loads((alone / "run" / "result.json").read_text())["metrics"] == mine
+    for _, _, metrics in found:
+        assert metrics == pytest.approx(mine, rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["pipeline=4", "shard=4", "pipeline=2,tensor=2"])
+def test_no_rank_of_a_split_mesh_held_the_whole_model(mesh, trained):
+    given = {"pipeline=2,tensor=2": "tensor=2,pipeline=2"}.get(mesh, mesh)
+    said = json.loads((trained(given)[1] / "run" / "mesh.json").read_text())
+    assert said["mesh"] == mesh
+    held = [each["parameters"] for each in said["ranks"]]
+    whole = said["ranks"][0]["of"]
+    assert max(held) < 0.75 * whole
+    assert sum(held) >= whole
+    if mesh == "pipeline=4":
+        names = [
+            name for rank in said["ranks"] for stage in rank["stages"].values() for name in stage
+        ]
+        assert names == ["bytes", "blocks.0", "blocks.1", "norm", "head"]
+
+
+@pytest.mark.parametrize("mesh", EVERY)
+def test_gradients_are_those_of_one_process(mesh, trained):
+    check_weights(
+        weights_of(trained(None)[1] / "gradient"),
+        weights_of(trained(mesh)[1] / "gradient"),
+        rtol=1e-5,
+        atol=2e-7,
+    )
+
+
+def trainings(world, mesh, directory, **more):
+    """One that is walked by hand."""
+    directory.mkdir(exist_ok=True)
+    given = {
+        "task": "text",
+        "workers": world.size,
+        "steps": 2 * HALF,
+        "mesh": mesh,
+        "checkpoint_every": 1000,
+        "device": "cpu",
+    } | more
+    return Training(constant(), Settings(**given), world, RunDirectory.of_launcher(directory))
+
+
+def constant():
+    return replace(
+        small(),
+        scheduler=None,
+        eval_data=None,
+        metrics=None,
+        best=None,
+        best_mode=None,
+        eval_micro_batch=None,
+    )
+
+
+def walked(training, count):
+    losses = []
+    for epoch in training.loader.epochs(9):
+        for window in epoch:
+            losses.append(training.step(window).loss)
+            if len(losses) == count:
+                return losses
+    raise AssertionError
+
+
+def first_half(world, mesh, directory):
+    training = trainings(world, mesh, directory)
+    losses = walked(training, HALF)
+    training.saves.stop(training.state)
+    return losses
+
+
+def second_half(world, mesh, directory):
+    training = trainings(world, mesh, directory)
+    changed, found = training.resume()
+    assert (changed, found.step) == ("", HALF)
+    return walked(training, HALF)
+
+
+def moves(world, directory, before):
+    """The losses of the first half, and of the second by the mesh after."""
+    folder, found = Path(directory), {}
+    first = [] if before is None else first_half(world, before, folder / "first")
+    for after in after_of(before):
+        place = folder / after
+        if world.rank == 0:
+            shutil.copytree(folder / "first", place)
+        world.barrier()
+        found[after] = second_half(world, after, place)
+    return first, found
+
+
+def after_of(before):
+    """All after one process. After a mesh two others: what it saves is compared, and so goes on
+    wherever one process's does.
+    """
+    if before is None:
+        return EVERY
+    place = EVERY.index(before)
+    return [EVERY[(place + more) % len(EVERY)] for more in (1, 4)]
+
+
+def straight(world, directory):
+    """The losses of one process, which also leaves a checkpoint of the first half."""
+    first_half(world, None, Path(directory) / "first")
+    return walked(trainings(world, None, Path(directory) / "whole"), 2 * HALF)
+
+
+def goes_on(world, directory):
+    return second_half(world, None, Path(directory))
+
+
+@pytest.fixture(scope="module")
+def straightly(tmp_path_factory):
+    """One process's losses, and the folder with its checkpoint."""
+    folder = tmp_path_factory.mktemp("straight")
+    (losses,) = run_ranks(straight, 1, (str(folder),))
+    return losses, folder
+
+
+@pytest.mark.parametrize("before", EVERY)
+def test_a_checkpoint_moves_to_other_meshes_and_to_one_process(before, straightly, tmp_path):
+    losses, alone = straightly
+    for first, found in run_ranks(moves, 4, (str(tmp_path), before)):
+        assert first == pytest.approx(losses[:HALF], rel=1e-4)
+        for after, rest in found.items():
+            assert rest == pytest.approx(losses[HALF:], rel=1e-4), f"{before} -> {after}"
+    (rest,) = run_ranks(goes_on, 1, (str(tmp_path / "first"),))
+    assert rest == pytest.approx(losses[HALF:], rel=1e-4)
+    check_saved(alone / "first", tmp_path / "first")
+
+
+def check_saved(one, other):
+    """Two checkpoints hold the same: files, weights, and the optimizer's state."""
+    ours, theirs = (folders.newest(each / "checkpoints") for each in (one, other))
+    check_weights(files.read(ours).tensors, files.read(theirs).tensors, rtol=1e-3, atol=1e-4)
+    check_weights(
+        dict(files.read(ours).optimizer()),
+        dict(files.read(theirs).optimizer()),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+
+
+def test_a_checkpoint_of_one_process_goes_on_over_every_mesh(straightly):
+    """Takes seconds: eight trainings of four ranks."""
+    losses, folder = straightly
+    for _, found in run_ranks(moves, 4, (str(folder), None)):
+        assert list(found) == list(EVERY)
+        for after, rest in found.items():
+            assert rest == pytest.approx(losses[HALF:], rel=1e-4), after

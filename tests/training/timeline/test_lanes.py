@@ -1,0 +1,169 @@
+"""Files of killed, missing and restarted ranks are read as far as they go, and what is missing
+is known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lockstep.training.timeline.lanes import read
+from lockstep.training.timeline.lines import Pause
+from tests.training.timeline.synthetic import anatomy, begin, lines, write
+
+
+def file(run: Path, rank: int) -> Path:
+    return run / "anatomy" / f"rank-{rank}.jsonl"
+
+
+def test_all_ranks_of_one_start(tmp_path: Path) -> None:
+    made = lines(3, 4)
+    for each in made.values():
+        each += [
+            {"kind": "pause", "what": "evaluate", "step": 4, "seconds": 0.5},
+            {"kind": "end", "step": 4},
+        ]
+    found = read(write(tmp_path, made))
+    assert found is not None
+    (generation,) = found.generations
+    assert (generation.workers, generation.step, generation.last, generation.missing) == (
+        3,
+        0,
+        4,
+        (),
+    )
+    assert list(generation.lanes) == [0, 1, 2]
+    lane = generation.lanes[1]
+    assert [line.first for line in lane.steps] == [1, 2, 3, 4]
+    assert lane.pauses == (Pause(what="evaluate", step=4, seconds=0.5),)
+    assert lane.ended
+    assert not found.unread
+
+
+def test_no_folder_and_no_start_are_no_anatomy(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+    write(tmp_path, {0: [{"kind": "end", "step": 0}]})
+    assert read(tmp_path) is None
+
+
+def test_a_killed_rank_leaves_half_a_line_and_no_end(tmp_path: Path) -> None:
+    write(tmp_path, lines(2, 3))
+    with file(tmp_path, 1).open("a") as stream:
+        stream.write('{"kind":"steps","first":4,"la')
+    found = read(tmp_path)
+    assert found is not None
+    lane = found.generations[0].lanes[1]
+    assert [line.first for line in lane.steps] == [1, 2, 3]
+    assert not lane.ended
+    assert not found.unread
+
+
+def test_who_starts_again_behind_half_a_line_is_seen(tmp_path: Path) -> None:
+    write(tmp_path, lines(2, 3))
+    with file(tmp_path, 1).open("a") as stream:
+        stream.write('{"kind":"steps","first":4,"la')
+    write(tmp_path, lines(2, 3, first=3))
+    found = read(tmp_path)
+    assert found is not None
+    assert [(each.step, list(each.lanes), each.last) for each in found.generations] == [
+        (0, [0, 1], 3),
+        (2, [0, 1], 5),
+    ]
+    assert found.unread == {1: 1}
+
+
+def test_missing_ranks_are_told(tmp_path: Path) -> None:
+    made = lines(4, 3)
+    del made[0], made[2]
+    found = read(write(tmp_path, made))
+    assert found is not None
+    assert found.generations[0].missing == (0, 2)
+    assert found.generations[0].begin.rank == 1
+
+
+def test_damage_in_the_middle_is_counted(tmp_path: Path) -> None:
+    write(tmp_path, lines(1, 3))
+    rows = file(tmp_path, 0).read_text().splitlines()
+    rows[2] = rows[2][:20]
+    file(tmp_path, 0).write_bytes("\n".join([*rows, "\x00garbage", ""]).encode() + b"\xff\xfe\n")
+    found = read(tmp_path)
+    assert found is not None
+    assert [line.first for line in found.generations[0].lanes[0].steps] == [1, 3]
+    assert found.unread == {0: 3}
+
+
+def test_another_ranks_file_under_this_name_is_no_lane(tmp_path: Path) -> None:
+    write(tmp_path, {0: [begin(0, 2)], 1: [begin(0, 2)], 2: []})
+    (tmp_path / "anatomy" / "rank-x.jsonl").write_text(json.dumps(begin(0, 1)))
+    found = read(tmp_path)
+    assert found is not None
+    assert list(found.generations[0].lanes) == [0]
+
+
+def test_restarts_with_other_worker_counts(tmp_path: Path) -> None:
+    """4 ranks die twice before the next checkpoint, 3 go on, then 4 again."""
+    for workers, steps, first in ((4, 5, 1), (4, 3, 1), (3, 6, 4), (4, 2, 10)):
+        write(tmp_path, lines(workers, steps, first=first))
+    found = read(tmp_path)
+    assert found is not None
+    assert [
+        (each.workers, each.step, each.last, list(each.lanes)) for each in found.generations
+    ] == [
+        (4, 0, 5, [0, 1, 2, 3]),
+        (4, 0, 3, [0, 1, 2, 3]),
+        (3, 3, 9, [0, 1, 2]),
+        (4, 9, 11, [0, 1, 2, 3]),
+    ]
+    assert found.longest is found.generations[2]
+
+
+def test_order_is_kept_where_the_first_rank_missed_a_start(tmp_path: Path) -> None:
+    """Rank 0 was killed before it could write in the second start; rank 1 took part in all, rank
+    2 in the first two.
+    """
+    first, second, third = lines(3, 2), lines(3, 2, first=2), lines(2, 2, first=3)
+    write(
+        tmp_path,
+        {0: first[0] + third[0], 1: first[1] + second[1] + third[1], 2: first[2] + second[2]},
+    )
+    found = read(tmp_path)
+    assert found is not None
+    assert [(each.workers, each.step, list(each.lanes)) for each in found.generations] == [
+        (3, 0, [0, 1, 2]),
+        (3, 1, [1, 2]),
+        (2, 2, [0, 1]),
+    ]
+
+
+def test_only_steps_that_all_ranks_tell_of_are_common(tmp_path: Path) -> None:
+    made = lines(2, 5)
+    del made[1][-2:]
+    found = read(write(tmp_path, made))
+    assert found is not None
+    lanes = found.generations[0].common().lanes
+    assert (
+        [line.first for line in lanes[0].steps]
+        == [line.first for line in lanes[1].steps]
+        == [1, 2, 3]
+    )
+
+
+def test_order_is_kept_where_no_rank_took_part_in_every_start(tmp_path: Path) -> None:
+    """Rank 0 missed the second start, and rank 1 was no longer wanted in the third."""
+    first, second, third = lines(2, 2), lines(2, 2, first=2), lines(1, 2, first=3)
+    write(tmp_path, {0: first[0] + third[0], 1: first[1] + second[1]})
+    found = read(tmp_path)
+    assert found is not None
+    assert [(each.workers, each.step) for each in found.generations] == [(2, 0), (2, 1), (1, 2)]
+
+
+def test_hosts_of_one_name_are_told_apart() -> None:
+    files = lines(3, 2)
+    for rank, each in files.items():
+        each[0]["node"] = min(rank, 1)
+    (generation,) = anatomy(files).generations
+    assert [lane.begin.host for lane in generation.lanes.values()] == [
+        "anna (node 0)",
+        "anna (node 1)",
+        "anna (node 1)",
+    ]

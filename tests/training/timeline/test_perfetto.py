@@ -1,0 +1,226 @@
+"""timeline.json: valid trace events, lanes in which events nest, hosts whose clocks differ put
+side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.training.timeline.perfetto import offsets, trace, write
+from tests.training.timeline.synthetic import anatomy, begin, lines, noisy, planted
+
+Made = dict[int, list[dict[str, Any]]]
+
+
+def step(number: int = 1, **changes: Any) -> dict[str, Any]:
+    times = dict.fromkeys(
+        (
+            "data",
+            "forward",
+            "backward",
+            "exposed",
+            "optimizer",
+            "checks",
+            "other",
+            "hidden",
+            "moving",
+            "waits",
+        ),
+        0.0,
+    )
+    counts = {
+        "kind": "steps",
+        "first": number,
+        "last": number,
+        "seconds": 0.0,
+        "micro_batches": 1,
+        "samples": 1,
+    }
+    return {**times, **counts, **changes}
+
+
+def complete(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [event for event in found["traceEvents"] if event["ph"] == "X"]
+
+
+def assert_valid(found: dict[str, Any]) -> None:
+    """The trace-event format: M names what it names, X has a start and a duration, and on one
+    lane events nest.
+    """
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    lanes: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in found["traceEvents"]:
+        assert event["ph"] in "MX"
+        assert all(type(event[name]) is int for name in ("pid", "tid"))
+        if event["ph"] == "M":
+            assert event["name"] in (
+                "process_name",
+                "thread_name",
+                "process_sort_index",
+                "thread_sort_index",
+            )
+            continue
+        assert isinstance(event["name"], str)
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        lanes.setdefault((event["pid"], event["tid"]), []).append(event)
+    for events in lanes.values():
+        assert_nests(events)
+
+
+def assert_nests(events: Iterable[dict[str, Any]]) -> None:
+    ends: list[float] = []
+    for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
+        while ends and ends[-1] <= event["ts"]:
+            ends.pop()
+        assert not ends or event["ts"] + event["dur"] <= ends[-1], event
+        ends.append(event["ts"] + event["dur"])
+
+
+def test_a_lane_for_phases_and_one_for_buckets() -> None:
+    found = trace(anatomy(lines(2, 2, spans=True)))
+    assert_valid(found)
+    names = {
+        (each["pid"], each["tid"]): each["args"]["name"]
+        for each in found["traceEvents"]
+        if each["name"] == "thread_name"
+    }
+    assert names == {
+        (rank, lane): name for rank in (0, 1) for lane, name in ((1, "phases"), (2, "buckets"))
+    }
+    assert [
+        each["args"]["name"] for each in found["traceEvents"] if each["name"] == "process_name"
+    ] == ["rank 0 (anna)", "rank 1 (anna)"]
+    first = [event for event in complete(found) if event["pid"] == 0 and event["args"]["step"] == 1]
+    assert [(event["name"], event["ts"], event["dur"]) for event in first if event["tid"] == 1][
+        :3
+    ] == [
+        ("step 1", 0, 75000),
+        ("data", 0, 4000),
+        ("forward", 4000, 20000),
+    ]
+    assert [
+        (event["name"], event["dur"], event["args"]["bytes"])
+        for event in first
+        if event["tid"] == 2
+    ] == [
+        ("bucket 0", 40000, 40000),
+        ("bucket 1", 3000, 120000),
+    ]
+
+
+def test_buckets_that_overlap_in_part_lie_side_by_side() -> None:
+    made = {
+        0: [
+            begin(0, 1),
+            step(
+                buckets=[
+                    [0, 100.0, 100.3],
+                    [1, 100.1, 100.4],
+                    [2, 100.2, 100.5],
+                    [3, 100.35, 100.6],
+                    [4, 100.5, None],
+                ]
+            ),
+        ]
+    }
+    found = trace(anatomy(made))
+    assert_valid(found)
+    assert [(event["name"], event["tid"]) for event in complete(found)] == [
+        ("bucket 0", 2),
+        ("bucket 1", 4),
+        ("bucket 2", 6),
+        ("bucket 3", 2),
+    ]
+    assert [
+        each["args"]["name"] for each in found["traceEvents"] if each["name"] == "thread_name"
+    ] == ["buckets", "buckets 2", "buckets 3"]
+
+
+def two_hosts(apart: float) -> Made:
+    made = lines(2, 5, planted(1, "backward", 0.05), spans=True)
+    made[1] = [shifted(line, apart) for line in made[1]]
+    return made
+
+
+def shifted(line: dict[str, Any], by: float) -> dict[str, Any]:
+    if line["kind"] == "begin":
+        return {**line, "host": "bob", "at": line["at"] + by}
+    spans = [[name, began + by, ended + by] for name, began, ended in line["spans"]]
+    return {
+        **line,
+        "spans": spans,
+        "buckets": [[index, left + by, done + by] for index, left, done in line["buckets"]],
+    }
+
+
+@pytest.mark.parametrize("apart", [-1e6, 0.0, 12345.678])
+def test_hosts_are_aligned_by_the_moment_a_steps_sums_were_there(apart: float) -> None:
+    made = anatomy(two_hosts(apart))
+    assert offsets(made)["bob"] == pytest.approx(-apart, abs=1e-6)
+    found = trace(made)
+    assert_valid(found)
+    last = {
+        (event["pid"], event["args"]["step"]): event["ts"] + event["dur"]
+        for event in complete(found)
+        if event["name"] == "bucket 1"
+    }
+    assert all(abs(last[0, number] - last[1, number]) <= 2 for number in range(1, 6))
+
+
+def test_hosts_of_which_no_step_is_known_are_aligned_by_their_start() -> None:
+    made = {0: [begin(0, 2, at=100.0)], 1: [begin(1, 2, host="bob", at=7.0)]}
+    assert offsets(anatomy(made)) == {"anna": 0.0, "bob": 93.0}
+
+
+def test_generations_follow_each_other_on_one_lane() -> None:
+    made = lines(2, 3, spans=True)
+    later = lines(1, 2, spans=True, first=3)[0]
+    made[0] += [{**shifted(line, 10.0), "host": "anna"} for line in later]
+    found = trace(anatomy(made))
+    assert_valid(found)
+    steps = [event for event in complete(found) if event["cat"] == "step" and event["pid"] == 0]
+    assert [(event["args"]["step"], event["args"]["generation"]) for event in steps] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (3, 1),
+        (4, 1),
+    ]
+
+
+def test_without_times_it_is_empty_and_valid() -> None:
+    found = trace(anatomy(lines(2, 2)))
+    assert not complete(found)
+    assert_valid(found)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)), max_size=40),
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)), max_size=40),
+)
+def test_any_overlap_nests(
+    spans: list[tuple[float, float]], buckets: list[tuple[float, float]]
+) -> None:
+    line = step(
+        spans=[["forward", began, began + lasts] for began, lasts in spans],
+        buckets=[[0, left, left + lasts] for left, lasts in buckets],
+    )
+    found = trace(anatomy({0: [begin(0, 1), line]}))
+    assert_valid(found)
+    assert len(complete(found)) == len(spans) + len(buckets) + bool(spans)
+
+
+def test_it_is_written_whole_and_again(tmp_path: Path) -> None:
+    made = anatomy(lines(2, 3, noisy(0, 0.5), spans=True))
+    for _ in range(2):
+        file = write(tmp_path, made)
+    assert [each.name for each in tmp_path.iterdir()] == ["timeline.json"]
+    assert_valid(json.loads(file.read_text()))
