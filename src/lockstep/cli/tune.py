@@ -72,10 +72,10 @@ def tune(
     )
     settings = fitted(settings, count_workers=workers is None)
     warn_if_busy()
-    from lockstep.tools.tune.search import Found
+    answer = _search(task, settings, _FOR_SEARCH * seconds)
+    from lockstep.tools.tune.search import Found  # torch, which a failed start need not wait for
     from lockstep.tools.tune.table import table
 
-    answer = _search(task, settings, _FOR_SEARCH * seconds)
     found, here = Found.from_json(answer["found"]), answer["here"]
     settings = replace(settings, device=here["device"])
     sizes = _sizes(
