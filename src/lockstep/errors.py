@@ -26,13 +26,22 @@
 Beside them, `Preempted` ends a process as sys.exit(75) does: a training was asked to stop, and has
 saved.
 
-A message names the offending values, the relation that is broken and the fix.
+Each has a code. Its sentence, cause and fix stand in errors.toml, and `lockstep explain CODE` prints
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from functools import cache
+from pathlib import Path
+from string import Formatter
+from typing import Any, Self
+
+_CODE = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)+")
+_SAID = re.compile(rf" \[({_CODE.pattern})\](?=\n|$)")
 
 
 class ExitCode(IntEnum):
@@ -52,7 +61,72 @@ class ExitCode(IntEnum):
 
 
 class LockstepError(RuntimeError):
-    """Base class: catch this to catch everything that Lockstep raises on purpose."""
+    """Base class: catch this to catch everything that Lockstep raises on purpose.
+
+    Attributes:
+        code: stable, in kebab-case; "" for a sentence without one.
+        values: what the sentence names.
+
+    Args:
+        code: of an entry in errors.toml. What is no code is the sentence itself, as another rank
+            said it.
+        values: for the places in the entry's sentence.
+    """
+
+    def __init__(self, code: str, **values: Any) -> None:
+        super().__init__(code)
+        said = _SAID.search(code)
+        self.code = said[1] if said else code if _CODE.fullmatch(code) else ""
+        self.values = values
+        self._place = ""
+
+    def within(self, place: str) -> Self:
+        """The same error, with where it was found before its sentence."""
+        self._place = f"{place}: {self._place}"
+        return self
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong and what to do, without the code."""
+        text = str(self.args[0])
+        told = _SAID.sub("", text, 1) if text != self.code else sentence(text, self.values)
+        return self._place + told
+
+    def __str__(self) -> str:
+        first, newline, rest = self.sentence.partition("\n")
+        return f"{first} [{self.code}]{newline}{rest}" if self.code else self.sentence
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).__new__, (type(self), *self.args), vars(self)
+
+
+@cache
+def catalog() -> Mapping[str, Mapping[str, str]]:
+    """By code: message, cause and fix of every error."""
+    import tomllib  # only a run that fails needs it
+
+    with Path(__file__).with_name("errors.toml").open("rb") as file:
+        rooms = tomllib.load(file)
+    return {code: entry for room in rooms.values() for code, entry in room.items()}
+
+
+class _Sentences(Formatter):
+    """`{count:# rank}` is "1 rank" or "2 ranks"; the members of a list stand with commas."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if spec.startswith("#"):
+            return f"{value:,} {spec[1:].strip()}{'s' * (value != 1)}"
+        if isinstance(value, list | tuple):
+            return ", ".join(map(str, value))
+        return str(format(value, spec))
+
+
+def sentence(code: str, values: Mapping[str, Any]) -> str:
+    """The message of an entry, with these values."""
+    try:
+        return _Sentences().vformat(catalog()[code]["message"], (), values)
+    except (OSError, LookupError):  # not installed whole: the values still say what was wrong
+        return ", ".join([code, *(f"{name}={value!r}" for name, value in values.items())])
 
 
 class LockstepWarning(UserWarning):
@@ -74,8 +148,8 @@ class BarrierTimeout(LockstepError):
     when they arrive.
     """
 
-    def __init__(self, message: str, missing: Sequence[int]) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, missing: Sequence[int], **values: Any) -> None:
+        super().__init__(code, missing=missing, **values)
         self.missing = tuple(missing)
 
 
@@ -84,8 +158,8 @@ class CollectiveMismatch(LockstepError):
     any data is mixed.
     """
 
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, number: int, **values: Any) -> None:
+        super().__init__(code, number=number, **values)
         self.number = number
 
 
@@ -98,8 +172,8 @@ class ScheduleError(LockstepError):
 class CollectiveTimeout(LockstepError):
     """Some ranks did not come to a collective in time."""
 
-    def __init__(self, message: str, missing: Sequence[int]) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, missing: Sequence[int], **values: Any) -> None:
+        super().__init__(code, missing=missing, **values)
         self.missing = tuple(missing)
 
 
@@ -108,16 +182,16 @@ class DamagedCheckpoint(LockstepError):
     written.
     """
 
-    def __init__(self, message: str, file: str) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, file: str, **values: Any) -> None:
+        super().__init__(code, file=file, **values)
         self.file = file
 
 
 class LoaderWorkerKilled(LockstepError):
     """A process that loads data for this rank was killed by `signal`."""
 
-    def __init__(self, message: str, signal: int) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, signal: int, **values: Any) -> None:
+        super().__init__(code, signal=signal, **values)
         self.signal = signal
 
 
@@ -126,8 +200,8 @@ class ReplicaDivergence(LockstepError):
     `ranks` differs from the others'. Raised on every rank.
     """
 
-    def __init__(self, message: str, parameter: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:
+        super().__init__(code, parameter=parameter, ranks=ranks, **values)
         self.parameter = parameter
         self.ranks = tuple(ranks)
 
@@ -135,8 +209,8 @@ class ReplicaDivergence(LockstepError):
 class UnusedParameters(LockstepError):
     """Parameters got no gradient on any rank. Raised on every rank, before the optimizer steps."""
 
-    def __init__(self, message: str, names: Sequence[str]) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, names: Sequence[str], **values: Any) -> None:
+        super().__init__(code, names=names, **values)
         self.names = tuple(names)
 
 
@@ -149,8 +223,8 @@ class WorkerFailed(LockstepError):
     after a signal).
     """
 
-    def __init__(self, message: str, rank: int, traceback: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, rank: int, traceback: str = "", **values: Any) -> None:
+        super().__init__(code, rank=rank, **values)
         self.rank = rank
         self.traceback = traceback
 
@@ -176,6 +250,6 @@ class LaunchTimeout(LockstepError, TimeoutError):
     says which. They were killed.
     """
 
-    def __init__(self, message: str, running: Sequence[int]) -> None:
-        super().__init__(message)
+    def __init__(self, code: str, *, running: Sequence[int], **values: Any) -> None:
+        super().__init__(code, running=running, **values)
         self.running = tuple(running)

@@ -37,7 +37,7 @@ def test_the_cause_is_found_by_kind_then_by_time() -> None:
     errors = [
         failures.of_exit(-signal.SIGKILL, 7, 100),
         _record(ValueError("boom"), 6, 500),
-        _record(BarrierTimeout("rank 6 did not reach the barrier", [6]), 5, 400),
+        _record(BarrierTimeout("rank 6 did not reach the barrier", missing=[6]), 5, 400),
         _record(RuntimeError("Timed out waiting 1000ms for recv operation to complete"), 4, 450),
         _record(RuntimeError(LOST), 3, 300),
         _record(PeerFailed("rank 6 failed in first()"), 2, 350),
@@ -194,7 +194,7 @@ def through_ours(error: BaseException) -> None:
 
 def test_what_is_raised_on_purpose_ends_with_the_users_frame() -> None:
     with pytest.raises(ReplicaDivergence) as found:
-        through_ours(ReplicaDivergence("'a.weight' differs", "a.weight", [1]))
+        through_ours(ReplicaDivergence("'a.weight' differs", parameter="a.weight", ranks=[1]))
     record = failures.of_exception(found.value, 0)
     assert "made_up.py" not in record.traceback
     assert __file__ in record.traceback

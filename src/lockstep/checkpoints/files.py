@@ -215,7 +215,7 @@ def read(folder: Path) -> Checkpoint:
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
         step = int(state["step"])
         if step_in(folder.name) not in (None, step):
-            raise DamagedCheckpoint(f"{folder.name}: its {STATE} is of step {step}", STATE)
+            raise DamagedCheckpoint(f"{folder.name}: its {STATE} is of step {step}", file=STATE)
         return Checkpoint(folder, entries, {**state, "step": step})
 
 

@@ -70,18 +70,18 @@ def check(folder: Path) -> list[Entry]:
     for entry in entries:
         file = folder / entry.name
         if not file.is_file() or file.is_symlink():
-            raise DamagedCheckpoint(f"{folder.name}: {entry.name} is missing", entry.name)
+            raise DamagedCheckpoint(f"{folder.name}: {entry.name} is missing", file=entry.name)
         size = file.stat().st_size
         if size != entry.bytes:
             raise DamagedCheckpoint(
                 f"{folder.name}: {entry.name} has {size} bytes and should have {entry.bytes}",
-                entry.name,
+                file=entry.name,
             )
         if measured(file).sha256 != entry.sha256:
             raise DamagedCheckpoint(
                 f"{folder.name}: {entry.name} has been changed (its SHA-256 is not the one in"
                 f" {MANIFEST})",
-                entry.name,
+                file=entry.name,
             )
     return entries
 
@@ -93,14 +93,16 @@ def listed(folder: Path) -> list[Entry]:
     sealed = _read(folder / SEAL).decode("ascii", "replace").split("  ")
     text = _read(folder / MANIFEST)
     if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
-        raise DamagedCheckpoint(f"{folder.name}: {MANIFEST} does not agree with {SEAL}", MANIFEST)
+        raise DamagedCheckpoint(
+            f"{folder.name}: {MANIFEST} does not agree with {SEAL}", file=MANIFEST
+        )
     try:
         found: Any = json.loads(text)
         if found["format"] != FORMAT:
             raise DamagedCheckpoint(
                 f"{folder.name}: its format is {found['format']!r}, and this version reads"
                 f" {FORMAT}",
-                MANIFEST,
+                file=MANIFEST,
             )
         step = int(found["step"])
         entries = [
@@ -109,18 +111,18 @@ def listed(folder: Path) -> list[Entry]:
         ]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise DamagedCheckpoint(
-            f"{folder.name}: {MANIFEST} is not one of ours ({error})", MANIFEST
+            f"{folder.name}: {MANIFEST} is not one of ours ({error})", file=MANIFEST
         ) from None
     if step_in(folder.name) not in (None, step):
         raise DamagedCheckpoint(
             f"{folder.name}: it holds the checkpoint of step {step} (its {MANIFEST} says so)",
-            MANIFEST,
+            file=MANIFEST,
         )
     for entry in entries:
         if not _PLAIN.fullmatch(entry.name):
             raise DamagedCheckpoint(
                 f"{folder.name}: {MANIFEST} names a file {entry.name!r} outside its folder",
-                MANIFEST,
+                file=MANIFEST,
             )
     names = {entry.name for entry in entries}
     if STATE not in names or not any(
@@ -128,7 +130,7 @@ def listed(folder: Path) -> list[Entry]:
     ):
         raise DamagedCheckpoint(
             f"{folder.name}: {MANIFEST} lists no {STATE if STATE not in names else 'model'}",
-            MANIFEST,
+            file=MANIFEST,
         )
     return entries
 
@@ -157,7 +159,7 @@ def believed(file: Path) -> Iterator[None]:
             raise
         said = f"{type(error).__name__}: {error}"
         raise DamagedCheckpoint(
-            f"{file.parent.name}: {file.name} cannot be read ({said})", file.name
+            f"{file.parent.name}: {file.name} cannot be read ({said})", file=file.name
         ) from error
 
 
@@ -169,16 +171,16 @@ def _read(file: Path) -> bytes:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedCheckpoint(
-                    f"{file.parent.name}: {file.name} is not a regular file", file.name
+                    f"{file.parent.name}: {file.name} is not a regular file", file=file.name
                 )
             if found.st_size > LARGEST:
                 raise DamagedCheckpoint(
-                    f"{file.parent.name}: {file.name} is larger than any of ours", file.name
+                    f"{file.parent.name}: {file.name} is larger than any of ours", file=file.name
                 )
             return stream.read()
     except OSError as error:
         raise DamagedCheckpoint(
-            f"{file.parent.name}: {file.name} is missing ({error.strerror})", file.name
+            f"{file.parent.name}: {file.name} is missing ({error.strerror})", file=file.name
         ) from None
 
 

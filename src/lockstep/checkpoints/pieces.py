@@ -210,13 +210,13 @@ def _whole(
         piece = _tensor(file, key)
         if start != at or piece.shape != (stop - start,):
             raise DamagedCheckpoint(
-                f"{file.parent.name}: {name} lacks elements from {at} on", file.name
+                f"{file.parent.name}: {name} lacks elements from {at} on", file=file.name
             )
         found.append(piece)
         at = stop
     if at != numel:
         raise DamagedCheckpoint(
-            f"{parts[0][0].parent.name}: {name} has {at} of {numel} elements", parts[0][0].name
+            f"{parts[0][0].parent.name}: {name} has {at} of {numel} elements", file=parts[0][0].name
         )
     return torch.cat(found).as_strided(sizes, strides).contiguous()
 

@@ -135,11 +135,11 @@ class Remote:
                 raise DamagedCheckpoint(
                     f"{folder_of(directory, step).name}: it holds the checkpoint of step"
                     f" {found.step}",
-                    manifest.MANIFEST,
+                    file=manifest.MANIFEST,
                 )
             return replace(found, folder=files.put_in_place(folder, folder_of(directory, step)))
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{self.url}: {error}", error.file) from None
+            raise DamagedCheckpoint(f"{self.url}: {error}", file=error.file) from None
         except OSError as error:
             raise LockstepError(
                 f"{folder_of(directory, step).name} of {self.url} could not be written here:"
@@ -173,14 +173,14 @@ class Remote:
                 raise DamagedCheckpoint(
                     f"{folder_of(folder, step).name}: {name} has {size} bytes and should have"
                     f" {most}",
-                    name,
+                    file=name,
                 )
             self._fs.get_file(self._place(step, name), str(folder / name))
         except DamagedCheckpoint:
             raise
         except FileNotFoundError:
             raise DamagedCheckpoint(
-                f"{folder_of(folder, step).name}: {name} is missing", name
+                f"{folder_of(folder, step).name}: {name} is missing", file=name
             ) from None
         except Exception as error:
             raise self._failed(

@@ -71,8 +71,8 @@ class ReplicaCheck:
         if not differing:
             return ReplicaDivergence(
                 f"{when} the replicas differ, and changed while they were compared. {CAUSES}.",
-                named[0][0],
-                (),
+                parameter=named[0][0],
+                ranks=(),
             )
         name, tensor = named[differing[0]]
         digests = table[:, differing[0]].tolist()
@@ -98,8 +98,8 @@ class ReplicaCheck:
             f"{when} {name!r} differs {where} ({elements} of {tensor.numel()} elements, max"
             f" |difference| {gap:.2g}). {len(differing)} of {len(named)} tensors differ{rest}."
             f" {CAUSES}.{told}",
-            name,
-            ranks,
+            parameter=name,
+            ranks=ranks,
         )
 
 

@@ -91,12 +91,14 @@ def _difference(everyone: Sequence[Fields]) -> ReplicaDivergence:
             continue
         ours, theirs = values[0], values[ranks[0]]
         if isinstance(ours, list) and isinstance(theirs, list) and name.endswith(" names"):
-            return ReplicaDivergence(f"{name} differ: {_names(ours, theirs, ranks)}", name, ranks)
+            return ReplicaDivergence(
+                f"{name} differ: {_names(ours, theirs, ranks)}", parameter=name, ranks=ranks
+            )
         return ReplicaDivergence(
             f"{name} differs: rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)}"
             f" {_shown(theirs)}",
-            name,
-            ranks,
+            parameter=name,
+            ranks=ranks,
         )
     raise AssertionError(f"hashes differ but no field does: {list(first)}")
 

@@ -64,7 +64,7 @@ class UnusedCheck:
                 " trained (requires_grad_(False)), or say what is meant: unused='zeros' counts it"
                 " as zeros, unused='skip' leaves .grad None (find_unused_parameters=True with the"
                 " wrapper)",
-                nowhere,
+                names=nowhere,
             )
         if self._policy == "skip":
             skipped = set(nowhere)

@@ -32,6 +32,7 @@ COMMANDS = {  # name, which is that of its module and function too: what it does
     "slurm": "Write a Slurm batch script for TASK or a script.",
     "audit": "Check how the samples of TASK reach the ranks.",
     "lint": "Find mistakes in a file that break data-parallel training.",
+    "explain": "Explain an error by its code.",
     "doctor": "Check versions, GPUs, memory, limits, and network links.",
     "show": "Draw algorithms, sample orders, meshes, and pipelines.",
     "bench": "Measure collectives, scaling, training, and sampling.",

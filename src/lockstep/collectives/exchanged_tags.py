@@ -93,7 +93,7 @@ class ExchangedTags:
             return PeerFailed(f"{message}: its connection was closed")
         return CollectiveTimeout(
             f"{message} within the timeout of {self._timeout.total_seconds():g} s, or has ended",
-            missing,
+            missing=missing,
         )
 
     def _not_waiting(self, number: int) -> list[int]:

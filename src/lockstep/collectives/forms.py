@@ -113,7 +113,7 @@ def check_alike(kind: str, forms: Sequence[Form], group: Group) -> None:
             raise CollectiveMismatch(
                 f"#{group.number}: {kind}: rank {group.ranks[0]} has {first}, rank"
                 f" {group.ranks[rank]} {form}. Only dim 0 may differ.",
-                group.number,
+                number=group.number,
             )
 
 

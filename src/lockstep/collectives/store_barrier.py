@@ -69,7 +69,8 @@ def meet(
         who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         late = " This rank came after the others had given up." if rank in missing else ""
         raise BarrierTimeout(
-            f"{who} of {size} did not {what} within {timeout.total_seconds():g} s.{late}", missing
+            f"{who} of {size} did not {what} within {timeout.total_seconds():g} s.{late}",
+            missing=missing,
         )
 
 

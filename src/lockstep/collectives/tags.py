@@ -187,7 +187,7 @@ class Tags:
         return CollectiveTimeout(
             f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within"
             f" the timeout of {timeout.total_seconds():g} s",
-            missing,
+            missing=missing,
         )
 
 
@@ -230,7 +230,7 @@ def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) ->
             "These are alike but stand at different places: all ranks must come to a collective by"
             " the same line."
         )
-    return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number)
+    return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number=number)
 
 
 def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:

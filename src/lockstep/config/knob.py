@@ -119,7 +119,7 @@ class Field:
         if self.choices:
             if value not in self.choices:
                 raise UsageError(
-                    f"{self.name}={value!r} is unknown: choose one of {', '.join(self.choices)}"
+                    "unknown-choice", name=self.name, value=value, choices=self.choices
                 )
         elif self.type in (int, float):
             kinds = int if self.type is int else (int, float)

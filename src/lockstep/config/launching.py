@@ -49,9 +49,7 @@ class RunChoice:
     def __post_init__(self) -> None:
         knob.check(self)
         if self.resume and (self.fresh or self.run is None):
-            raise UsageError(
-                "--resume goes on with the run of a directory: give --run DIR, and no --fresh"
-            )
+            raise UsageError("resume-without-run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -252,7 +252,7 @@ def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
         )
     cause = -worker.exitcode
     name = signal.Signals(cause).name if cause in signal.valid_signals() else f"signal {cause}"
-    return LoaderWorkerKilled(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}", cause)
+    return LoaderWorkerKilled(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}", signal=cause)
 
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:

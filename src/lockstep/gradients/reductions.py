@@ -282,7 +282,7 @@ class _Crossing:
             self._future.result(None if timeout is None else timeout.total_seconds())
         except FutureTimeout as error:
             raise CollectiveTimeout(
-                f"the sum between hosts was not there within {timeout}", []
+                f"the sum between hosts was not there within {timeout}", missing=[]
             ) from error
         status.waits(False)
         if self._total is not None:

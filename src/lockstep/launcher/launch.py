@@ -209,7 +209,7 @@ def _explained(found: Sequence[Failure], finished: Iterable[int]) -> Exception:
         text += f"\n{note}"
     if cause.traceback:
         text += f"\n\n{cause.traceback.rstrip()}"
-    return WorkerFailed(text, cause.rank, cause.traceback)
+    return WorkerFailed(text, rank=cause.rank, traceback=cause.traceback)
 
 
 def _late(ranks: Iterable[int], size: int, timeout: timedelta) -> LaunchTimeout:
@@ -217,5 +217,5 @@ def _late(ranks: Iterable[int], size: int, timeout: timedelta) -> LaunchTimeout:
     who = f"{failures.named(late)} of {size} {'was' if len(late) == 1 else 'were'}"
     return LaunchTimeout(
         f"{who} still running after timeout={timeout.total_seconds():g} s and had to be killed",
-        late,
+        running=late,
     )

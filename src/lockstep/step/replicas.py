@@ -250,8 +250,8 @@ class Replicas:
                     f"parameter {name!r} of replicas {','.join(map(str, differ))} differs from"
                     " replica 0's: weights were changed on one replica, or updated without"
                     " average_gradients()",
-                    name,
-                    differ,
+                    parameter=name,
+                    ranks=differ,
                 )
 
     def state_dict(self) -> dict[str, Any]:

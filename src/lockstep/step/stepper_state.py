@@ -157,7 +157,7 @@ def _optimizer_state(
             raise DamagedCheckpoint(
                 f"{checkpoint.folder.name}: it holds {key}, of a parameter that its optimizer does"
                 " not have",
-                key,
+                file=key,
             )
         states.setdefault(numbers[name], {})[state] = tensor
     return {"state": states, "param_groups": groups}

@@ -46,8 +46,8 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
             f"{name} of train_data has other contents on {listed(ranks)} than on rank 0: all ranks"
             " need the same data set, and the Loader deals it out. Build it from files or from a"
             " seed that does not depend on the rank",
-            name,
-            ranks,
+            parameter=name,
+            ranks=ranks,
         )
     if len({each["code"] for each in told}) > 1:
         _compare_code(everybodys(code, group, _PLACE), group.rank)
@@ -62,8 +62,8 @@ def _compare_code(everyone: Sequence[Mapping[str, str]], rank: int) -> None:
         raise ReplicaDivergence(
             f"the task's {name} is another on {listed(ranks)} than on rank 0: all ranks need the"
             " same task, from the same files",
-            name,
-            ranks,
+            parameter=name,
+            ranks=ranks,
         )
     name = _first_difference(everyone)
     if name and rank == 0:

@@ -345,5 +345,5 @@ class SharedMemory:
         return CollectiveTimeout(
             f"#{self._number}: {what}: {listed(ranks)} did not come within the timeout of"
             f" {self._timeout:g} s",
-            ranks,
+            missing=ranks,
         )

@@ -234,7 +234,9 @@ def call_on_cluster(job: Job) -> list[Any]:
     outcome, group = _run(job, lambda size: None, reports=False)
     if outcome.failure is not None:
         raise WorkerFailed(
-            failures.render(outcome.failure), outcome.failure.rank, outcome.failure.traceback
+            failures.render(outcome.failure),
+            rank=outcome.failure.rank,
+            traceback=outcome.failure.traceback,
         )
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)

@@ -1,0 +1,116 @@
+"""Codes: each error has one, each has an entry, and the entry's places are the raise's values."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+import lockstep
+from lockstep import errors
+from lockstep.errors import BarrierTimeout, LockstepError, UsageError, catalog
+
+SOURCE = Path(lockstep.__file__).parent
+KINDS = {
+    name
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, LockstepError)
+}
+BARE = (
+    {"backend", "checkpoints", "checks", "cli", "collectives", "config", "data", "gradients"}
+    | {"integrations", "launcher", "model_parallel", "runtime", "step", "tasks", "testing"}
+    | {"tools", "training", "updates", "world"}
+)
+"""Rooms whose errors have no codes yet."""
+
+
+def raised() -> Iterator[tuple[Path, ast.Call]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in BARE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if name in KINDS and path.name != "errors.py":
+                    yield path, node
+
+
+def places(message: str) -> set[str]:
+    return {re.split(r"[.\[]", name)[0] for _, name, _, _ in Formatter().parse(message) if name}
+
+
+def test_every_error_has_a_code_and_the_values_of_its_sentence() -> None:
+    wrong = []
+    for path, call in raised():
+        where = f"{path.relative_to(SOURCE)}:{call.lineno}"
+        first = call.args[0] if call.args else None
+        if len(call.args) != 1 or isinstance(first, ast.JoinedStr | ast.BinOp):
+            wrong.append(f"{where}: the first and only argument is a code, or another's sentence")
+        elif isinstance(first, ast.Constant):
+            entry = catalog().get(first.value)
+            if entry is None:
+                wrong.append(f"{where}: {first.value!r} has no entry in errors.toml")
+                continue
+            given = {each.arg for each in call.keywords}
+            named = places(entry["message"])
+            if None not in given and named - given:
+                wrong.append(f"{where}: {first.value} lacks {sorted(named - given)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_entry_is_raised_and_complete() -> None:
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    for code, entry in catalog().items():
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", code), code
+        assert f'"{code}"' in text, f"nothing raises {code}"
+        assert list(entry) == ["message", "cause", "fix"], code
+        assert all(value.strip() for value in entry.values()), code
+        assert entry["cause"].endswith(".")
+        assert entry["fix"].endswith(".")
+
+
+def test_codes_are_unique_over_the_rooms() -> None:
+    text = (SOURCE / "errors.toml").read_text()
+    codes = re.findall(r"^\[\w+\.([\w-]+)\]", text, re.M)
+    assert sorted(codes) == sorted(set(codes))
+    assert len(codes) == len(catalog())
+
+
+def test_an_error_says_its_sentence_and_its_code() -> None:
+    error = UsageError("unknown-choice", name="reduce", value="rang", choices=("ring", "tree"))
+    assert str(error) == "reduce='rang' is unknown: choose one of ring, tree [unknown-choice]"
+    assert (error.code, error.values["value"]) == ("unknown-choice", "rang")
+    assert error.sentence == "reduce='rang' is unknown: choose one of ring, tree"
+    assert str(error.within("a.toml")).startswith("a.toml: reduce='rang' is")
+
+
+def test_what_another_rank_said_keeps_its_code() -> None:
+    first = UsageError("resume-without-run")
+    again = UsageError(str(first))
+    assert (str(again), again.code) == (str(first), first.code)
+    assert UsageError("no code, only words").code == ""
+
+
+def test_the_code_stands_on_the_first_line() -> None:
+    said = LockstepError("rank 1 is late [barrier-timeout]\n  its stack")
+    assert (said.code, str(said)) == (
+        "barrier-timeout",
+        "rank 1 is late [barrier-timeout]\n  its stack",
+    )
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_an_error_can_be_copied(again) -> None:  # type: ignore[no-untyped-def]
+    error = again(BarrierTimeout("barrier-timeout", missing=[1], late=2))
+    assert (error.missing, error.values["late"], error.code) == ((1,), 2, "barrier-timeout")
+
+
+def test_without_the_catalog_the_values_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert errors.sentence("no-such-code", {"a": 1}) == "no-such-code, a=1"
