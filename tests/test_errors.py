@@ -24,7 +24,7 @@ KINDS = {
 }
 BARE = (
     {"backend", "checkpoints", "checks", "cli", "collectives", "config", "data", "gradients"}
-    | {"integrations", "launcher", "model_parallel", "runtime", "step", "tasks", "testing"}
+    | {"integrations", "launcher", "runtime", "step", "tasks", "testing"}
     | {"tools", "training", "updates", "world"}
 )
 """Rooms whose errors have no codes yet."""

@@ -17,13 +17,14 @@ from torch.nn import functional as F
 
 from lockstep import World
 from lockstep.config.parts import Parts
-from lockstep.errors import TaskError, UsageError
+from lockstep.errors import TaskError
 from lockstep.model_parallel.layers import Layers, layers_of
 from lockstep.model_parallel.split import balanced, by_parameters, by_time, cut, shared, tied
 from lockstep.model_parallel.stages import described, stage_module
 from lockstep.tasks.text import GPT
 from lockstep.testing import run_ranks
 from tests.model_parallel.layered import Block, reader, sentences
+from tests.refused import refused
 
 
 def stages_of(layers: Layers, count: int) -> list[nn.Module]:
@@ -218,13 +219,10 @@ GIVEN = Parts(layers=lambda model: [model.first, *model.body, model.last])
 
 
 def test_a_forward_that_cannot_be_followed_is_refused_with_the_way_out() -> None:
-    with pytest.raises(
-        TaskError,
-        match=(
-            r"(?s)Branching: its forward cannot be followed.*control flow.*Parts\(layers=\.\.\.\)"
-        ),
-    ):
+    with refused("forward-not-followed", TaskError, model="Branching") as caught:
         layers_of(Branching())
+    assert "control flow" in caught.value.values["reason"]
+    assert "Parts(layers=...)" in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -241,19 +239,22 @@ def test_given_layers_make_the_same_stages(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
+    ("layers", "code", "values"),
     [
         (
             lambda model: [nn.Linear(1, 1)],
-            "returned a Linear as number 0, which is no module inside Branching",
+            "not-a-layer",
+            {"what": "Linear", "number": 0, "model": "Branching"},
         ),
-        (lambda model: [model.first, model.first], "returned 'first' twice"),
-        (lambda model: [model.first, None], "returned a NoneType as number 1"),
-        (lambda model: [], "returned none for Branching"),
+        (lambda model: [model.first, model.first], "layer-given-twice", {"layer": "first"}),
+        (lambda model: [model.first, None], "not-a-layer", {"what": "NoneType", "number": 1}),
+        (lambda model: [], "no-layers-given", {"model": "Branching"}),
     ],
 )
-def test_layers_that_are_not_the_models_are_refused(layers: Any, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+def test_layers_that_are_not_the_models_are_refused(
+    layers: Any, code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, TaskError, **values):
         layers_of(Branching(), Parts(layers=layers))
 
 
@@ -265,10 +266,8 @@ class Halves(nn.Module):
 def test_a_given_layer_that_returns_a_tuple_is_named() -> None:
     model = nn.Sequential(Halves(), nn.Linear(1, 1))
     stage = stage_module(layers_of(model, Parts(layers=list)), range(2))
-    with pytest.raises(
-        TaskError,
-        match=r"layer '0' \(Halves\) returned a tuple of Tensor, Tensor: .* must be one tensor",
-    ):
+    said = {"layer": "0", "kind": "Halves", "what": "tuple of Tensor, Tensor"}
+    with refused("layer-gives-no-tensor", TaskError, **said):
         stage(torch.ones(2, 2))
 
 
@@ -283,10 +282,7 @@ class FunctionalDropout(nn.Module):
 
 
 def test_a_mode_baked_into_the_forward_is_refused() -> None:
-    with pytest.raises(
-        TaskError,
-        match="FunctionalDropout: its forward does something else in training than in evaluation",
-    ):
+    with refused("forward-depends-on-mode", TaskError, model="FunctionalDropout"):
         layers_of(FunctionalDropout())
 
 
@@ -329,13 +325,7 @@ def test_ties_are_cut_early() -> None:
 
 def test_more_stages_than_layers() -> None:
     layers = layers_of(reader(depth=1))
-    with pytest.raises(
-        UsageError,
-        match=(
-            r"stages=4, but the model has 3 layers that can be cut apart: words, blocks\.0, head;"
-            r" have fewer"
-        ),
-    ):
+    with refused("too-few-layers", stages=4, count=3, layers=["words", "blocks.0", "head"]):
         cut(layers, 4)
 
 
@@ -349,25 +339,16 @@ def test_stages_begin_where_parts_says() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("stages", "code", "values"),
     [
-        (
-            ["blocks.7", "head"],
-            "'blocks.7' is no layer at which the model can be cut; the layers are words, blocks.0",
-        ),
-        (["head", "blocks.0"], "'blocks.0' does not come after 'head'"),
-        (["words", "head"], "'words' is the first layer, where stage 0 begins"),
-        (
-            ["head"],
-            (
-                r"names 1 beginning, and 3 stages need 2: one for every stage after the first; the"
-                r" layers are"
-            ),
-        ),
+        (["blocks.7", "head"], "unknown-layer", {"layer": "blocks.7"}),
+        (["head", "blocks.0"], "stages-out-of-order", {"layer": "blocks.0", "before": "head"}),
+        (["words", "head"], "stages-out-of-order", {"layer": "words", "before": "words"}),
+        (["head"], "stages-not-all-named", {"given": 1, "count": 3, "needed": 2}),
     ],
 )
-def test_beginnings_that_cannot_be(stages: list[str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_beginnings_that_cannot_be(stages: list[str], code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values, layers=["words", "blocks.0", "blocks.1", "head"]):
         cut(layers_of(reader(depth=2)), 3, Parts(stages=stages))
 
 

@@ -17,6 +17,7 @@ from lockstep.errors import TaskError
 from lockstep.model_parallel.mesh_devices import device_mesh
 from lockstep.model_parallel.tensor import fits, split_tensors
 from tests.model_parallel.cut_models import build
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -36,113 +37,103 @@ def test_a_star_is_one_part_of_a_name() -> None:
 
 
 BOTH = {"0": "colwise", "2": "rowwise"}
-WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, str], dict[str, Any], str]] = {
-    "no plan": (
-        lambda: build("mlp"),
-        {},
-        {},
-        (
-            r"tensor=2, but the task does not say which layers can be cut: give it"
-            r" parts=Parts\(tensor="
-        ),
-    ),
+Case = tuple[Callable[[], nn.Module], dict[str, str], dict[str, Any], str, dict[str, Any]]
+WRONG: dict[str, Case] = {
+    "no plan": (lambda: build("mlp"), {}, {}, "tensor-plan-missing", {"count": 2}),
     "no module": (
         lambda: build("gpt"),
         {"blocks.*.mixd": "rowwise"},
         {},
-        r"Parts.tensor\['blocks.\*.mixd'\] fits no module of the model; near it: blocks.0.mixed",
+        "pattern-fits-nothing",
+        {
+            "pattern": "blocks.*.mixd",
+            "near": ["blocks.0.mixed", "blocks.1.heads", "blocks.1.mixed"],
+        },
     ),
     "no linear": (
         lambda: build("mlp"),
         {**BOTH, "3": "colwise"},
         {},
-        "Parts.tensor: 3 is a LayerNorm; only nn.Linear and nn.Embedding can be cut",
+        "layer-cannot-be-cut",
+        {"layer": "3", "kind": "LayerNorm"},
     ),
     "outputs": (
         lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4)),
         BOTH,
         {},
-        (
-            r"tensor=2: 0 \(colwise\) has 5 outputs, which 2 ranks cannot share equally: choose a"
-            r" divisor of 5"
-        ),
+        "not-equal-parts",
+        {"count": 2, "name": "0 (colwise)", "size": 5, "what": "outputs"},
     ),
     "inputs": (
         lambda: nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(5, 4)),
         BOTH,
         {},
-        r"tensor=2: 2 \(rowwise\) has 5 inputs",
+        "not-equal-parts",
+        {"count": 2, "name": "2 (rowwise)", "size": 5, "what": "inputs"},
     ),
     "two styles": (
         lambda: build("mlp"),
         {**BOTH, "*": "rowwise"},
         {},
-        r"Parts.tensor: 0 is colwise by '0' and rowwise by '\*'",
+        "pattern-conflict",
+        {
+            "layer": "0",
+            "first": "0",
+            "first_style": "colwise",
+            "second": "*",
+            "second_style": "rowwise",
+        },
     ),
     "never put together": (
         lambda: build("mlp"),
         {"0": "colwise"},
         {},
-        "has colwise layers and no rowwise one",
+        "colwise-without-rowwise",
+        {},
     ),
     "heads": (
         lambda: build("gpt"),
         {"blocks.*.mixed": "rowwise"},
         {"heads": 3},
-        "tensor=2: the model has 3 attention heads, .* choose a divisor of 3",
+        "not-equal-parts",
+        {"count": 2, "name": "the model", "size": 3, "what": "attention heads"},
     ),
     "tied": (
         lambda: build("odd"),
         {"blocks.0": "colwise", "last": "rowwise"},
         {},
-        "blocks.0.weight and tied.weight are one tensor",
+        "tied-layers-in-plan",
+        {"names": "blocks.0.weight and tied.weight"},
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_plan_is_said(case: str, two: DeviceMesh) -> None:
-    make, plan, options, message = WRONG[case]
+    make, plan, options, code, values = WRONG[case]
     module = make()
     before = {name: type(parameter) for name, parameter in module.named_parameters()}
-    with pytest.raises(TaskError, match=message):
+    with refused(code, TaskError, **values):
         split_tensors(module, plan, two, **options)
     assert before == {name: type(parameter) for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("plan", "layer", "width", "got", "why"),
     [
-        (
-            {"0": "rowwise", "2": "colwise"},
-            (
-                "Parts.tensor: 0 takes 3 columns on this rank, and was given 6; it is rowwise and"
-                " takes what a colwise layer gives"
-            ),
-        ),
-        (
-            {"0": "colwise", "4": "rowwise"},
-            (
-                "Parts.tensor: 2 takes 16 columns on this rank, and was given 8; a colwise layer"
-                " before it gives each rank a share"
-            ),
-        ),
-        (
-            {"0": "colwise", "2": "colwise", "4": "rowwise"},
-            (
-                "Parts.tensor: 2 takes 16 columns on this rank, and was given 8; a colwise layer"
-                " before it gives each rank a share"
-            ),
-        ),
+        ({"0": "rowwise", "2": "colwise"}, "0", 3, 6, "it is rowwise"),
+        ({"0": "colwise", "4": "rowwise"}, "2", 16, 8, "a colwise layer before it"),
+        ({"0": "colwise", "2": "colwise", "4": "rowwise"}, "2", 16, 8, "a colwise layer before it"),
     ],
 )
 def test_layers_that_do_not_follow_each_other_are_named_in_the_first_forward(
-    plan: dict[str, str], message: str, two: DeviceMesh
+    plan: dict[str, str], layer: str, width: int, got: int, why: str, two: DeviceMesh
 ) -> None:
     module = build("mlp")
     split_tensors(module, plan, two)
-    with pytest.raises(TaskError, match=message):
+    with refused("layer-width-differs", TaskError, layer=layer, width=width, got=got) as caught:
         module(torch.randn(2, 6))
+    assert caught.value.values["why"].startswith(why)
 
 
 def test_some_of_the_layers_follow_a_plan_for_all(two: DeviceMesh) -> None:
@@ -152,5 +143,5 @@ def test_some_of_the_layers_follow_a_plan_for_all(two: DeviceMesh) -> None:
     part.add_module("2", whole[2])
     split_tensors(part, BOTH, two, names=names)
     assert part[0].weight.to_local().shape == (6, 8)
-    with pytest.raises(TaskError, match="fits no module"):
+    with refused("pattern-fits-nothing", TaskError, pattern="7"):
         split_tensors(part, {**BOTH, "7": "colwise"}, two, names=names)

@@ -25,7 +25,6 @@ from lockstep.config.parts import Parts
 from lockstep.errors import TaskError
 
 _NO_TENSOR = ("size", "dim", "numel", "stride", "element_size")
-_FIX = "give Parts(layers=...), a function from the model to its layers in order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +89,7 @@ def layers_of(model: nn.Module, parts: Parts | None = None, arguments: int | Non
     graph = _followed(model, arguments)
     layers = tuple(_named(_joined(_between_cuts(graph))))
     if not layers:
-        raise TaskError(
-            f"{type(model).__name__}: its forward calls no module, so there is nothing to put on a"
-            f" stage; {_FIX}"
-        )
+        raise TaskError("nothing-to-cut", model=type(model).__name__)
     return Layers(model, layers, graph)
 
 
@@ -104,21 +100,14 @@ def _given(
     names = {module: name for name, module in model.named_modules()}
     for number, module in enumerate(found):
         if not isinstance(module, nn.Module) or not names.get(module):
-            what = type(module).__name__
             raise TaskError(
-                f"Parts: layers returned a {what} as number {number}, which is no module inside"
-                f" {type(model).__name__}: give its own"
+                "not-a-layer", number=number, what=type(module).__name__, model=type(model).__name__
             )
         if any(module is other for other in found[:number]):
-            raise TaskError(
-                f"Parts: layers returned {names[module]!r} twice; a layer is applied once"
-            )
+            raise TaskError("layer-given-twice", layer=names[module])
         yield CutLayer(names[module], module=module)
     if not found:
-        raise TaskError(
-            f"Parts: layers returned none for {type(model).__name__}: give its modules, in the"
-            " order in which they are applied"
-        )
+        raise TaskError("no-layers-given", model=type(model).__name__)
 
 
 class _Tracer(fx.Tracer):
@@ -141,11 +130,7 @@ def _followed(model: nn.Module, arguments: int | None) -> fx.Graph:
     finally:
         model.training = training
     if str(graph) != str(evaluating):
-        raise TaskError(
-            f"{type(model).__name__}: its forward does something else in training than in"
-            " evaluation outside of its modules (such as F.dropout(x, p, self.training)): make it"
-            f" a module of its own (nn.Dropout), or {_FIX}"
-        )
+        raise TaskError("forward-depends-on-mode", model=type(model).__name__)
     return graph
 
 
@@ -165,8 +150,7 @@ def _graph(model: nn.Module, arguments: int | None) -> fx.Graph:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TaskError(
-            f"{type(model).__name__}: its forward cannot be followed to cut it into layers"
-            f" ({reason}): {_FIX}"
+            "forward-not-followed", model=type(model).__name__, reason=reason
         ) from error
     _without(graph, fixed)
     for node in [

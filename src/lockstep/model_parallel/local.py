@@ -25,7 +25,7 @@ from lockstep.collectives.group import Group
 from lockstep.config.mesh import Coordinates
 from lockstep.errors import UsageError
 from lockstep.model_parallel.placing import Box, box_of, pieces
-from lockstep.updates.shards import ELEMENTWISE, elementwise
+from lockstep.updates.shards import check_elementwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +104,9 @@ class Locals:
         part of them.
         """
         if optimizer.state:
-            raise UsageError(
-                f"the {type(optimizer).__name__} has state already: make it after the model was"
-                " cut, and take no step with it before"
-            )
+            raise UsageError("optimizer-has-state", optimizer=type(optimizer).__name__)
         if any(pair.here.numel() != pair.whole.numel() for pair in self._pairs.values()):
-            _check_elementwise(type(optimizer))
+            check_elementwise(type(optimizer))
         known = {id(parameter) for parameter in self.module.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             group["params"] = [self._known(each, known, number) for each in group["params"]]
@@ -118,9 +115,7 @@ class Locals:
         pair = self._pairs.get(id(parameter))
         if pair is None and id(parameter) not in known:
             raise UsageError(
-                f"group {number} of the optimizer holds a parameter {list(parameter.shape)} that is"
-                " none of the model's: make the optimizer after the model was cut, from its"
-                " parameters"
+                "parameter-not-of-model", group=number, shape=str(list(parameter.shape))
             )
         return parameter if pair is None else pair.here
 
@@ -172,12 +167,3 @@ class Locals:
 def _local(tensor: DTensor) -> Tensor:
     found: Any = tensor._local_tensor  # to_local() under grad is another tensor
     return found.wait() if isinstance(found, AsyncCollectiveTensor) else found.detach()
-
-
-def _check_elementwise(kind: type[Optimizer]) -> None:
-    if not elementwise(kind):
-        raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} cannot update a part of a parameter: on a mesh"
-            " with shard or tensor only torch.optim's elementwise optimizers are known to give it"
-            f" what they would give the whole ({', '.join(ELEMENTWISE)})"
-        )

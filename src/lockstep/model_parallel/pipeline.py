@@ -49,9 +49,14 @@ class Pipeline:
         expected = self.schedule.stages_of(group.rank, group.size)
         if count != self.schedule.count(group.size) or sorted(stages) != list(expected):
             raise UsageError(
-                f"schedule={schedule!r} on {group.size} ranks has {self.schedule.count(group.size)}"
-                f" stages, {list(expected)} of them on rank {group.rank}; this rank was given"
-                f" {sorted(stages)} of {count}"
+                "wrong-stages",
+                schedule=schedule,
+                ranks=group.size,
+                count=self.schedule.count(group.size),
+                expected=list(expected),
+                rank=group.rank,
+                given=sorted(stages),
+                total=count,
             )
         self.stages = dict(sorted(stages.items()))
         self.count, self.group, self.device = count, group, device

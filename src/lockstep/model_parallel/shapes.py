@@ -144,11 +144,14 @@ def _what_went_wrong(
     here = f"stage {number} ({described(stage)})"
     if arriving is None or type(error) not in _MISFIT:
         return {"problem": f"{here} raised {type(error).__name__}: {reason}", "everybodys": False}
-    text = (
-        f"{here} does not take what stage {number - 1} ({who[-1]}) gives, {arriving}: {reason};"
-        " make the two layers fit, or cut elsewhere"
+    problem = TaskError(
+        "stages-do-not-fit",
+        stage=here,
+        before=f"stage {number - 1} ({who[-1]})",
+        gives=str(arriving),
+        reason=reason,
     )
-    return {"problem": text, "everybodys": True}
+    return {"problem": str(problem), "everybodys": True}
 
 
 def _fail(said: dict[str, Any], problem: Exception | None, rank: int) -> None:
@@ -156,4 +159,4 @@ def _fail(said: dict[str, Any], problem: Exception | None, rank: int) -> None:
         raise TaskError(said["problem"]) from problem
     if problem is not None:
         raise problem
-    raise PeerFailed(f"rank {rank} of the pipeline failed: {said['problem']}")
+    raise PeerFailed("pipeline-rank-failed", rank=rank, problem=said["problem"])

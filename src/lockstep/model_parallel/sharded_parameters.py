@@ -53,14 +53,13 @@ def shard_parameters(module: nn.Module, shard_mesh: DeviceMesh) -> None:
 
 def _check(name: str, parameter: Tensor) -> None:
     if parameter.dim() == 0:
-        raise TaskError(
-            f"shard: {name} is a single number without a dim to cut: give it the shape [1]"
-        )
+        raise TaskError("parameter-without-dim", parameter=name)
     if not parameter.is_contiguous():
         raise TaskError(
-            f"shard: {name} {list(parameter.shape)} lies in memory with strides"
-            f" {list(parameter.stride())}, which torch's FSDP does not cut: make it contiguous (no"
-            " memory_format=channels_last)"
+            "parameter-not-contiguous",
+            parameter=name,
+            shape=str(list(parameter.shape)),
+            strides=str(list(parameter.stride())),
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
 from lockstep.config.parts import Parts
-from lockstep.errors import UsageError
+from lockstep.errors import PeerFailed, UsageError
 from lockstep.model_parallel.layers import Layers
 from lockstep.model_parallel.stages import check_tensor, stage_module
 from lockstep.runtime import randomness
@@ -44,11 +44,8 @@ def balanced(costs: Sequence[float], stages: int, names: Sequence[str] = ()) -> 
     """
     count = len(costs)
     if not 1 <= stages <= count:
-        there = f": {', '.join(names)}" if names else ""
-        fix = "have fewer stages, or give Parts(layers=...) with more layers"
         raise UsageError(
-            f"stages={stages}, but the model has {count} layer{'s' * (count != 1)} that can be cut"
-            f" apart{there}; {fix}"
+            "too-few-layers", stages=stages, count=count, layers=list(names or range(count))
         )
     sums = [0.0, *itertools.accumulate(float(cost) for cost in costs)]
     largest = _smallest(sums, stages, lambda before, part: max(before, part))[0]
@@ -82,29 +79,27 @@ def _smallest(
 
 
 def _as_named(names: Sequence[str], begins: Sequence[str], stages: int) -> list[range]:
-    there = f"the layers are {', '.join(names)}"
     if len(begins) != stages - 1:
         raise UsageError(
-            f"Parts: stages={list(begins)!r} names {len(begins)}"
-            f" beginning{'s' * (len(begins) != 1)}, and {stages} stages need {stages - 1}: one for"
-            f" every stage after the first; {there}"
+            "stages-not-all-named",
+            stages=list(begins),
+            given=len(begins),
+            count=stages,
+            needed=stages - 1,
+            layers=list(names),
         )
     for name in begins:
         if name not in names:
-            raise UsageError(
-                f"Parts: stages: {name!r} is no layer at which the model can be cut; {there}"
-            )
+            raise UsageError("unknown-layer", layer=name, layers=list(names))
     starts = [0, *(names.index(name) for name in begins)]
     for (before, after), name in zip(itertools.pairwise(starts), begins, strict=True):
         if after <= before:
-            why = (
-                "is the first layer, where stage 0 begins"
-                if after == 0
-                else f"does not come after {names[before]!r}"
-            )
             raise UsageError(
-                f"Parts: stages={list(begins)!r}: {name!r} {why}; name them in the order of the"
-                f" layers: {', '.join(names)}"
+                "stages-out-of-order",
+                stages=list(begins),
+                layer=name,
+                before=names[before],
+                layers=list(names),
             )
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(names)])]
 
@@ -140,7 +135,7 @@ def by_time(
     if problem is not None:
         raise problem
     if found.isnan().any():
-        raise UsageError("the layers could not be timed: rank 0 of the pipeline says why")
+        raise PeerFailed("pipeline-rank-failed", rank=0, problem="it could not time the layers")
     return [float(seconds) for seconds in found]
 
 

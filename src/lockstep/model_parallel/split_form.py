@@ -93,10 +93,7 @@ class SplitForm:
         )
         counts = [len(groups) for groups in said]
         if len(set(counts)) > 1:
-            raise UsageError(
-                f"the optimizer has {', '.join(map(str, counts))} parameter groups on ranks 0, 1,"
-                " ...: make as many on all, also where one is empty"
-            )
+            raise UsageError("parameter-groups-differ", counts=counts)
         order = {name: number for number, name in enumerate(self._names.parameters)}
         joined = [
             {name for groups in said for name in groups[number]} for number in range(len(mine))

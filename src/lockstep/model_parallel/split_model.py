@@ -122,8 +122,7 @@ class SplitModel:
         )
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             raise UsageError(
-                f"mesh={str(mesh)!r}: rank {world.rank} ({self._at}) has no parameter to train:"
-                " have fewer parts, or freeze less"
+                "nothing-to-train-on-rank", mesh=str(mesh), rank=world.rank, place=str(self._at)
             )
         self._walk = self._walk_with(task, schedule, forward)
 
@@ -289,7 +288,7 @@ def _check_buffers(model: nn.Module, mesh: Mesh) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise TaskError(
-                f"mesh={str(mesh)!r}: {name} ({type(module).__name__}) keeps running statistics,"
-                " whose mean over a step's micro-batches needs a whole model on every rank: use"
-                " LayerNorm or GroupNorm, or split tensors or data only"
+                "buffer-changes-in-forward",
+                mesh=str(mesh),
+                buffer=f"{name} ({type(module).__name__})",
             )

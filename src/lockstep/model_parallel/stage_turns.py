@@ -88,9 +88,11 @@ class StageTurn(nn.Module):
         tensor = check_tensor(output, *last_layer(self.stage, self._number))
         if Shape.of(tensor) != gives:
             raise TaskError(
-                f"stage {self._number} ({described(self.stage)}) gave {Shape.of(tensor)}, and"
-                f" {gives} for another micro-batch of the same shape: what goes between stages may"
-                " depend on the shapes of the input only; cut elsewhere"
+                "stage-output-varies",
+                stage=self._number,
+                layers=described(self.stage),
+                got=str(Shape.of(tensor)),
+                before=str(gives),
             )
         return (
             tensor.clone(memory_format=torch.contiguous_format)

@@ -65,9 +65,7 @@ def check_tensor(output: object, name: str, kind: str) -> Tensor:
         else ""
     )
     raise TaskError(
-        f"layer {name!r} ({kind}) returned a {type(output).__name__}{inside}: what goes from one"
-        " layer to the next must be one tensor; put it and the layer that takes this into one"
-        " module, or give Parts(layers=...)"
+        "layer-gives-no-tensor", layer=name, kind=kind, what=f"{type(output).__name__}{inside}"
     )
 
 

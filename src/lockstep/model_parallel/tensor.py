@@ -50,8 +50,7 @@ def split_tensors(
     chosen = _chosen(plan, {name for name, _ in module.named_modules()}, names, count)
     if heads is not None and heads % count:
         raise TaskError(
-            f"tensor={count}: the model has {heads} attention heads, and every rank takes whole"
-            f" ones: choose a divisor of {heads}"
+            "not-equal-parts", count=count, name="the model", size=heads, what="attention heads"
         )
     layers = dict(module.named_modules())
     _check_not_tied(module, chosen)
@@ -69,35 +68,31 @@ def _chosen(
 ) -> dict[str, str]:
     """Style by the name of a module that is here."""
     if not plan:
-        raise TaskError(
-            f"tensor={count}, but the task does not say which layers can be cut: give it"
-            ' parts=Parts(tensor={"blocks.*.first": "colwise", "blocks.*.second": "rowwise"}),'
-            " names of its own nn.Linear layers"
-        )
+        raise TaskError("tensor-plan-missing", count=count)
     every = here if names is None else names
     found: dict[str, tuple[str, str]] = {}
     for pattern, style in plan.items():
         fitting = [name for name in every if fits(pattern, name)]
         if not fitting:
-            near = difflib.get_close_matches(pattern, sorted(filter(None, every)), n=3, cutoff=0.4)
-            hint = (
-                f"near it: {', '.join(sorted(near))}"
-                if near
-                else f"its modules: {', '.join(sorted(filter(None, every))[:8])}"
+            near = sorted(difflib.get_close_matches(pattern, filter(None, every), n=3, cutoff=0.4))
+            raise TaskError(
+                "pattern-fits-nothing",
+                pattern=pattern,
+                near=near or sorted(filter(None, every))[:8],
             )
-            raise TaskError(f"Parts.tensor[{pattern!r}] fits no module of the model; {hint}")
         for name in fitting:
             before, its_style = found.setdefault(name, (pattern, style))
             if its_style != style:
                 raise TaskError(
-                    f"Parts.tensor: {name} is {its_style} by {before!r} and {style} by {pattern!r}:"
-                    " leave one of them out"
+                    "pattern-conflict",
+                    layer=name,
+                    first=before,
+                    first_style=its_style,
+                    second=pattern,
+                    second_style=style,
                 )
     if "colwise" in plan.values() and "rowwise" not in plan.values():
-        raise TaskError(
-            "Parts.tensor has colwise layers and no rowwise one: their outputs would never be put"
-            " together; add the layers after them"
-        )
+        raise TaskError("colwise-without-rowwise")
     return {name: style for name, (_, style) in found.items() if name in here}
 
 
@@ -121,14 +116,10 @@ def _check(name: str, layer: nn.Module, style: str, count: int) -> None:
             else ("rows", layer.num_embeddings)
         )
     else:
-        raise TaskError(
-            f"Parts.tensor: {name} is a {type(layer).__name__}; only nn.Linear and nn.Embedding can"
-            " be cut"
-        )
+        raise TaskError("layer-cannot-be-cut", layer=name, kind=type(layer).__name__)
     if size % count:
         raise TaskError(
-            f"tensor={count}: {name} ({style}) has {size} {what}, which {count} ranks cannot share"
-            f" equally: choose a divisor of {size}"
+            "not-equal-parts", count=count, name=f"{name} ({style})", size=size, what=what
         )
 
 
@@ -149,10 +140,7 @@ def _check_not_tied(module: nn.Module, chosen: Collection[str]) -> None:
     for several in owners.values():
         cut = [name for name in several if name.rpartition(".")[0] in chosen]
         if len(several) > 1 and cut:
-            raise TaskError(
-                f"Parts.tensor: {' and '.join(several)} are one tensor; tied layers cannot be cut:"
-                f" leave {cut[0]} out of the plan"
-            )
+            raise TaskError("tied-layers-in-plan", names=" and ".join(several), first=cut[0])
 
 
 def _style(layer: nn.Module, style: str) -> ParallelStyle:
@@ -199,19 +187,11 @@ def _expect(name: str, layer: nn.Module, style: str | None, width: int, whole: i
             return
         got = given[0].shape[-1]
         if style == "rowwise" and got == whole:
-            fix = (
-                "it is rowwise and takes what a colwise layer gives: make the layer before it"
-                " colwise, or leave it out"
-            )
+            why = "it is rowwise, and the layer before it is not colwise"
         elif style != "rowwise" and got < whole:
-            fix = (
-                "a colwise layer before it gives each rank a share: make this one rowwise, or a"
-                " layer between them"
-            )
+            why = "a colwise layer before it gives each rank a share"
         else:
             return  # none of ours: torch says what it thinks of it
-        raise TaskError(
-            f"Parts.tensor: {name} takes {width} columns on this rank, and was given {got}; {fix}"
-        )
+        raise TaskError("layer-width-differs", layer=name, width=width, got=got, why=why)
 
     handle = layer.register_forward_pre_hook(look)

@@ -37,11 +37,7 @@ def buffers_stay(modules: nn.Module, mesh: Mesh) -> Iterator[None]:
     yield
     for name, buffer in modules.named_buffers():
         if before.get(name) != (id(buffer), buffer._version):
-            raise TaskError(
-                f"mesh={str(mesh)!r}: a forward changes the buffer {name!r}, whose mean over a"
-                " step's micro-batches needs a whole model on every rank: keep it out of the"
-                " forward, or split tensors or data only"
-            )
+            raise TaskError("buffer-changes-in-forward", mesh=str(mesh), buffer=name)
 
 
 class InTurn:

@@ -59,9 +59,9 @@ def check_elementwise(kind: type[Optimizer]) -> None:
     """Raise a UsageError for an optimizer that does not treat every element by itself."""
     if not elementwise(kind):
         raise UsageError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be sharded: only torch.optim's"
-            " elementwise optimizers are known to give a part of a parameter what they would give"
-            f" the whole ({', '.join(ELEMENTWISE)}); use update='replicated'"
+            "optimizer-not-elementwise",
+            optimizer=f"{kind.__module__}.{kind.__qualname__}",
+            known=list(ELEMENTWISE),
         )
 
 

@@ -291,7 +291,7 @@ def refused_each(world: lockstep.World, cases: Sequence[str]) -> dict[str, str]:
 
 def test_what_cannot_work_is_refused() -> None:
     words = {
-        "optimizer": "cannot be sharded",
+        "optimizer": "[optimizer-not-elementwise]",
         "shards": "3 shards need as many ranks, and there are 1",
         "unused": "unused='skip' with update='server'",
         "wrapper": "needs the bare module",
