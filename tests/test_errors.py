@@ -22,11 +22,24 @@ KINDS = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, LockstepError)
 }
-BARE = (
-    {"backend", "checkpoints", "checks", "cli", "collectives", "config", "data", "gradients"}
-    | {"integrations", "launcher", "runtime", "step", "tasks", "testing"}
-    | {"tools", "training", "updates", "world"}
-)
+BARE = {
+    "backend",
+    "checks",
+    "cli",
+    "collectives",
+    "config",
+    "data",
+    "gradients",
+    "integrations",
+    "launcher",
+    "runtime",
+    "step",
+    "tasks",
+    "testing",
+    "tools",
+    "updates",
+    "world",
+}
 """Rooms whose errors have no codes yet."""
 
 

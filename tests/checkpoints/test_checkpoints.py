@@ -28,6 +28,7 @@ from lockstep.checkpoints.identity import sha256, weights
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 from tests import zoo
+from tests.refused import refused
 
 
 def net() -> nn.Module:
@@ -294,10 +295,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
     octets[-5] ^= 8
     file.write_bytes(octets)
     assert run_ranks(falls_back, 2, args=(str(folder),)) == [(4, True), (4, False)]
-    assert all(
-        message.startswith("step-0000008: model.safetensors has been changed")
-        for message in run_ranks(names_it, 1, args=(str(folder),))
-    )
+    assert run_ranks(names_it, 1, args=(str(folder),)) == ["step-0000008"]
 
 
 def falls_back(world: lockstep.World, folder: str) -> tuple[int, bool]:
@@ -307,17 +305,24 @@ def falls_back(world: lockstep.World, folder: str) -> tuple[int, bool]:
         found = run.checkpoints.resume()
     assert found is not None
     said = [str(each.message) for each in caught if issubclass(each.category, LockstepWarning)]
-    expected = (
-        "rejected step-0000008: model.safetensors has been changed (its SHA-256 is not the one in"
-        " manifest.json); "
+    return found.step, said == [
+        f"rejected {_changed('step-0000008')}; falling back to step-0000004 (4 steps lost)"
+    ]
+
+
+def _changed(checkpoint: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        "checkpoint-file-changed",
+        checkpoint=checkpoint,
+        file="model.safetensors",
+        against="manifest.json",
     )
-    return found.step, said == [f"{expected}falling back to step-0000004 (4 steps lost)"]
 
 
 def names_it(world: lockstep.World, folder: str) -> str:
-    with pytest.raises(DamagedCheckpoint) as caught:
+    with refused("checkpoint-file-changed", DamagedCheckpoint, file="model.safetensors") as caught:
         Run(world, folder).checkpoints.resume(8)
-    return str(caught.value)
+    return str(caught.value.values["checkpoint"])
 
 
 def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path) -> None:
@@ -325,7 +330,11 @@ def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path)
     shutil.copytree(two / "step-0000008", folder)
     for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
         manifest.seal(folder, 8, [manifest.Entry(name, 1, "0" * 64)])
-        with pytest.raises(DamagedCheckpoint, match="outside its folder"):
+        with refused(
+            "not-a-checkpoint-manifest",
+            DamagedCheckpoint,
+            reason=f"it names a file {name!r} outside its folder",
+        ):
             files.read(folder)
 
 
@@ -337,6 +346,7 @@ import tests.checkpoints.test_checkpoints as here
 import torch._dynamo  # which the first optimizer of a process imports, for seconds
 import lockstep
 from lockstep.checkpoints import files, folders, manifest, pieces
+from tests.refused import refused
 
 source, scratch = map(pathlib.Path, sys.argv[1:])
 
@@ -417,14 +427,14 @@ def full(world: lockstep.World, folder: str) -> tuple[str, list[str], float]:
         )  # type: ignore[assignment]
     try:
         run.checkpoints.save()
-        with pytest.raises(LockstepError) as caught:
+        with refused("checkpoint-not-written", LockstepError, where=" on rank 1") as caught:
             run.checkpoints.wait()
     finally:
         pieces.write_pieces = real
     run.checkpoints.save()
     run.checkpoints.close()
     return (
-        str(caught.value),
+        caught.value.sentence,
         sorted(path.name for path in Path(folder).iterdir()),
         run.checkpoints.resume().step,
     )  # type: ignore[union-attr]
@@ -435,9 +445,8 @@ def test_a_full_disk_on_one_rank_is_one_error_on_all_and_the_old_checkpoint_stay
 ) -> None:
     ranks = run_ranks(full, 3, args=(str(tmp_path),))
     assert len({message for message, *_ in ranks}) == 1
-    assert ranks[0][0].endswith(
-        "step-0000004 could not be written on rank 1: [Errno 28] No space left on device"
-    )
+    assert "step-0000004" in ranks[0][0]
+    assert ranks[0][0].endswith(": [Errno 28] No space left on device")
     assert ranks[0][1:] == (["step-0000004"], 4)
 
 
@@ -447,7 +456,7 @@ def no_room(world: lockstep.World, folder: str) -> str:
     shutil.disk_usage = lambda path: real(path)._replace(free=1000)
     try:
         run.checkpoints.save()
-        with pytest.raises(LockstepError) as caught:
+        with refused("checkpoint-not-written", LockstepError) as caught:
             run.checkpoints.wait()
     finally:
         shutil.disk_usage = real

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.checkpoints import files, folders
 from lockstep.errors import DamagedCheckpoint, LockstepError
+from tests.refused import refused
 
 TENSORS = {
     "weight": torch.randn(3, 4),
@@ -68,9 +69,12 @@ def test_a_failed_write_leaves_what_was_there(
     monkeypatch.setattr(
         "os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    with pytest.raises(
+    with refused(
+        "checkpoint-not-written",
         LockstepError,
-        match=r"checkpoint .*step-0000003 could not be written: .*No space left on device",
+        checkpoint=str(folder),
+        where="",
+        reason="[Errno 28] No space left on device",
     ):
         files.write(tmp_path, 3, {"x": torch.zeros(2)}, {})
     assert files.read(folder).state["good"] is True
@@ -98,14 +102,18 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.sha256 is missing"):
+    with refused("checkpoint-file-missing", DamagedCheckpoint, file="manifest.sha256"):
         files.read(tmp_path)
     folder = files.write(tmp_path, 1, {"x": torch.ones(100)}, {})
     model = folder / files.MODEL
     size = model.stat().st_size
     model.write_bytes(model.read_bytes()[:-7])
-    with pytest.raises(
+    with refused(
+        "checkpoint-file-wrong-size",
         DamagedCheckpoint,
-        match=f"step-0000001: model.safetensors has {size - 7} bytes and should have {size}",
+        checkpoint="step-0000001",
+        file="model.safetensors",
+        size=size - 7,
+        listed=size,
     ):
         files.read(folder)

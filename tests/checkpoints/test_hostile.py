@@ -23,6 +23,7 @@ from lockstep.checkpoints import files, folders, manifest
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.manifest import MANIFEST, SEAL, STATE
 from lockstep.errors import DamagedCheckpoint, UsageError
+from tests.refused import refused
 
 HOSTILE = [
     None,
@@ -186,13 +187,16 @@ def test_a_manifest_that_leaves_a_file_out_is_refused(saved: Path, name: str) ->
         saved,
         lambda found: {**found, "files": [each for each in found["files"] if each["name"] != name]},
     )
-    with pytest.raises(DamagedCheckpoint, match=f"lists no {'model' if name != STATE else STATE}"):
+    missing = "model" if name != STATE else STATE
+    with refused("not-a-checkpoint-manifest", DamagedCheckpoint, reason=f"it lists no {missing}"):
         manifest.check(saved)
 
 
 def test_a_folder_that_has_the_name_of_another_step_is_refused(saved: Path) -> None:
     other = saved.rename(folders.folder_of(saved.parent, 25))
-    with pytest.raises(DamagedCheckpoint, match="step-0000025: it holds the checkpoint of step 2"):
+    with refused(
+        "checkpoint-of-another-step", DamagedCheckpoint, checkpoint="step-0000025", step=2
+    ):
         files.read(other)
     assert files.read(other.rename(other.with_name("renamed"))).step == 2
     found: tuple[Checkpoint | None, Any] = files.newest_whole(saved.parent)

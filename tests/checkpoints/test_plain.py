@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.checkpoints.plain import decoded, encoded
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.tuples(st.integers(), st.text()))
 VALUES = st.recursive(
@@ -58,8 +58,9 @@ def test_what_schedulers_and_optimizers_keep() -> None:
     "value", [object(), lambda: 0, {1: object()}, OrderedDict(a=1), torch.zeros(5000), range(3)]
 )
 def test_what_needs_pickle_is_refused_by_its_place(value: Any) -> None:
-    with pytest.raises(UsageError, match="the scheduler's state"):
+    with refused("value-not-storable") as caught:
         encoded([value], "the scheduler's state")
+    assert caught.value.values["what"].startswith("the scheduler's state")
 
 
 @pytest.mark.parametrize(

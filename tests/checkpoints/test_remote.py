@@ -21,9 +21,10 @@ from torch import Tensor
 import lockstep
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.remote import Remote
-from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
+from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning
 from lockstep.testing import run_ranks
 from tests.checkpoints.test_checkpoints import Run
+from tests.refused import refused
 
 
 class Copied(Run):
@@ -129,7 +130,8 @@ def test_what_is_here_and_newer_is_taken(there: Path, tmp_path: Path) -> None:
     (here / "step-0000008" / "state.json").unlink()
     step, said = run_ranks(at, 2, args=(str(here), str(there)))[0]
     assert (step, len(said)) == (4, 1)
-    assert said[0].endswith("state.json is missing; falling back to step-0000004 (4 steps lost)")
+    assert "state.json is missing [checkpoint-file-missing]; " in said[0]
+    assert said[0].endswith("falling back to step-0000004 (4 steps lost)")
 
 
 @pytest.mark.parametrize("survive", range(6))
@@ -154,9 +156,12 @@ def test_half_an_upload_is_no_checkpoint(
     monkeypatch.setattr(type(remote._fs), "put_file", breaks)
     for folder in ("step-0000008", "step-0000004"):  # a new one, and one that replaces another
         sent.clear()
-        with pytest.raises(
+        with refused(
+            "checkpoint-copy-failed",
             LockstepError,
-            match=f"memory://half/{survive} did not take {folder} .ConnectionError: gone.",
+            url=f"memory://half/{survive}",
+            what=f"did not take {folder}",
+            reason="ConnectionError: gone",
         ):
             remote.upload(two / folder)
         left = remote.steps()
@@ -175,26 +180,31 @@ def _flip(file: Path) -> None:
     file.write_bytes(octets)
 
 
-SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+SPOILT: dict[str, tuple[Callable[[Path], object], str, dict[str, Any]]] = {
     "a flipped bit": (
         lambda folder: _flip(folder / "model.safetensors"),
-        "model.safetensors has been changed",
+        "checkpoint-file-changed",
+        {"file": "model.safetensors", "against": "manifest.json"},
     ),
     "a file cut short": (
         lambda folder: (folder / "state.json").write_text("{}"),
-        "state.json has 2 bytes and should have",
+        "checkpoint-file-wrong-size",
+        {"file": "state.json", "size": 2},
     ),
     "a file too long": (
         lambda folder: (folder / "state.json").write_bytes(bytes(10**6)),
-        "state.json has 1000000 bytes and should have",
+        "checkpoint-file-too-large",
+        {"file": "state.json", "size": 10**6},
     ),
     "a file gone": (
         lambda folder: (folder / "optimizer-00001.safetensors").unlink(),
-        "optimizer-00001.safetensors is missing",
+        "checkpoint-file-missing",
+        {"file": "optimizer-00001.safetensors"},
     ),
     "another manifest": (
         lambda folder: _flip(folder / "manifest.json"),
-        "manifest.json does not agree with manifest.sha256",
+        "checkpoint-file-changed",
+        {"file": "manifest.json", "against": "manifest.sha256"},
     ),
 }
 
@@ -203,14 +213,16 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_copy_is_told_and_the_one_before_is_taken(
     there: Path, tmp_path: Path, how: str
 ) -> None:
-    spoil, why = SPOILT[how]
+    spoil, code, values = SPOILT[how]
     spoil(there / "step-0000008")
-    with pytest.raises(DamagedCheckpoint, match=f"{there}: step-0000008: {why}|{there}: .*{why}"):
+    with refused(code, DamagedCheckpoint, checkpoint="step-0000008", **values) as caught:
         Remote(str(there)).fetch(8, tmp_path / "down")
+    assert str(caught.value).startswith(f"{there}: ")
     assert list((tmp_path / "down").iterdir()) == []
     (step, said), (_, unsaid) = run_ranks(at, 2, args=(str(tmp_path / "here"), str(there)))
     assert step == 4
-    assert why in said[0]
+    assert f"{there}: " in said[0]
+    assert f"[{code}]" in said[0]
     assert said[0].endswith("falling back to step-0000004 (4 steps lost)")
     assert unsaid == []
 
@@ -303,7 +315,8 @@ def test_a_url_that_cannot_work_is_one_sentence(url: str, tmp_path: Path) -> Non
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"checkpoints at {url}: " in done.stderr
+    assert f"--checkpoints {url} " in done.stderr
+    assert "[unknown-checkpoint-url]" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "mine").exists()
 
@@ -311,7 +324,7 @@ def test_a_url_that_cannot_work_is_one_sentence(url: str, tmp_path: Path) -> Non
 def test_copies_need_a_run(tmp_path: Path) -> None:
     from tests.training import toy
 
-    with pytest.raises(UsageError, match="are copies of a run's: give run= too"):
+    with refused("checkpoints-without-run", checkpoints=str(tmp_path)):
         lockstep.train(toy.task(), checkpoints=str(tmp_path))
 
 

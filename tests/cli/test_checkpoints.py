@@ -64,7 +64,8 @@ def test_verify_names_what_is_damaged(run: Path) -> None:
     found = called("verify", run / "checkpoints")
     assert found.exit_code == 1
     damaged, whole = found.stdout.splitlines()
-    assert damaged.startswith("damaged: step-0000004: model.safetensors has been changed")
+    assert damaged.startswith("damaged: step-0000004: model.safetensors ")
+    assert damaged.endswith(" [checkpoint-file-changed]")
     assert whole.startswith("whole: step-0000008 (2 files, ")
 
 

@@ -98,12 +98,12 @@ def test_weights_of_another_model_are_named_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert re.match(
-        r"error: checkpoint .*step-0000004 \(of task 'run_task'\) does not fit the model of task"
-        r" 'run_task': ",
+        r"error: checkpoint .*step-0000004 \(of task 'run_task'\) .* task 'run_task': ",
         line,
     )
-    assert "missing: first.bias; of another shape: last.bias, last.weight; give the task" in line
-    assert line.endswith("(and its --set values) that was trained")
+    assert line.endswith(
+        "missing: first.bias; of another shape: last.bias, last.weight [checkpoint-of-another-model]"
+    )
 
 
 def test_a_task_without_eval_data(tmp_path: Path) -> None:
@@ -120,10 +120,7 @@ def test_a_task_without_eval_data(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == "error: task 'run_task' has no eval_data to evaluate on: give it eval_data= in task()\n"
-    )
+    assert re.fullmatch(r"error: task 'run_task' .* evaluate .*\[no-eval-data\]\n", done.stderr)
 
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
@@ -146,7 +143,7 @@ def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
         given("evaluate", "digits", run=run, best=True)
     with pytest.raises(UsageError, match="workers=0: give a whole number of at least 1"):
         given("evaluate", "digits", run=run, workers=0)
-    with pytest.raises(UsageError, match="device='tpu' is unknown"):
+    with pytest.raises(UsageError, match=r"device='tpu' .*\[unknown-choice\]"):
         given("evaluate", "digits", run=run, device="tpu")
 
 

@@ -15,6 +15,7 @@ from lockstep.training.inference.apply import fill
 from lockstep.training.resolve import resolve
 from tests.cli.command import command as given
 from tests.cli.test_evaluate import command, trained
+from tests.refused import refused
 from tests.training import toy
 
 
@@ -51,8 +52,11 @@ def test_the_same_file_from_one_rank_and_from_three(tmp_path: Path) -> None:
 
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"out=x.csv ends in '.csv': predictions are written as .npy or .parquet"
+    with refused(
+        "not-a-predictions-file",
+        path="x.csv",
+        problem="ends in '.csv'",
+        suffixes=(".npy", ".parquet"),
     ):
         given("predict", "digits", run=tmp_path, out=Path("x.csv"))
     with pytest.raises(UsageError, match=r"settings\.json cannot be read"):

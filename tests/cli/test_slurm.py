@@ -72,9 +72,9 @@ def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("target", "args", "options", "message"),
     [
-        ("digit", [], {}, r"task 'digit' is unknown: .*did you mean 'digits'"),
-        ("nowhere.py", [], {}, "task file 'nowhere.py' does not exist"),
-        ("broken.py", [], {}, "broken.py, line 1: .* is not Python"),
+        ("digit", [], {}, r"task 'digit' .*did you mean 'digits'.* \[unknown-task\]"),
+        ("nowhere.py", [], {}, r"task file 'nowhere.py' .* \[task-file-missing\]"),
+        ("broken.py", [], {}, r"broken.py, line 1: .* \[task-file-not-python\]"),
         ("digits", ["--exat"], {}, "after --, for lockstep train: No such option: --exat"),
         ("digits", ["--epochs", "x"], {}, "after --, for lockstep train: .*--epochs"),
         ("digits", ["more"], {}, "after --, for lockstep train: .*more"),

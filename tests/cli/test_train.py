@@ -24,6 +24,7 @@ from lockstep.launcher import server, supervise
 from lockstep.training.run_directory import RunDirectory
 from tests.cli.command import command
 from tests.ending import wait_gone
+from tests.refused import refused
 
 ROOT = Path(__file__).parents[2]
 TASK = """
@@ -121,8 +122,7 @@ def test_the_main_job_from_another_folder(folder: Path) -> None:
     other = lockstep(str(folder / "my_task.py"), "--run", str(run), cwd=folder)
     assert (other.returncode, other.stdout) == (2, "")
     assert re.fullmatch(
-        r"error: run directory .* already holds a finished run: choose another --run, or --fresh"
-        r" .*\n",
+        r"error: run directory .* --run, .* --fresh .* \[run-finished\]\n",
         other.stderr,
     )
     shown = lockstep(str(folder / "my_task.py"), "--run", str(run), "--resume", cwd=folder)
@@ -280,10 +280,7 @@ def test_ctrl_c(folder: Path) -> None:
         (
             [],
             "x = 1",
-            (
-                r"my_task.py has no task\(\) function: define `def task\(\):` in it, which returns"
-                r" a lockstep.Task"
-            ),
+            r"my_task.py: .* \[task-function-missing\]",
         ),
         (
             ["--set", "micro_batch=12"],
@@ -371,16 +368,13 @@ def test_a_task_that_ends_its_process_is_noticed(
         (
             "digit",
             {},
-            (
-                r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean"
-                r" 'digits'\?\)"
-            ),
+            r"task 'digit' .* digits, text \(did you mean 'digits'\?\).* \[unknown-task\]",
         ),
-        ("nowhere.py", {}, "task file 'nowhere.py' does not exist"),
+        ("nowhere.py", {}, r"task file 'nowhere.py' does not exist.* \[task-file-missing\]"),
         ("digits", {"workers": "0"}, "--workers 0: give at least 1"),
         ("digits", {"workers": "-2"}, "--workers -2: give a number, or the least and the most"),
         ("digits", {"epochs": 1, "steps": 1}, "epochs=1 and steps=1 exclude each other"),
-        ("digits", {"device": "tpu"}, "device='tpu' is unknown"),
+        ("digits", {"device": "tpu"}, r"device='tpu' .* \[unknown-choice\]"),
         ("digits", {"precision": "fp8"}, "precision='fp8' is unknown"),
         ("digits", {"reduce": "gossip"}, "reduce='gossip' is unknown"),
         (
@@ -406,9 +400,13 @@ def test_a_task_that_ends_its_process_is_noticed(
         (
             "digits",
             {"run": Path("file")},
-            "run directory file cannot be made: it, or a folder above it, is a file",
+            r"run directory file cannot .* is a file.* \[run-directory-not-writable\]",
         ),
-        ("digits", {"run": Path("file/run")}, "run directory file/run cannot be made"),
+        (
+            "digits",
+            {"run": Path("file/run")},
+            r"run directory file/run cannot .* \[run-directory-not-writable\]",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line_start_nothing(
@@ -429,9 +427,10 @@ def test_a_run_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     with (
         RunDirectory.claim(tmp_path / "run", "x"),
-        pytest.raises(UsageError, match=f"run is in use by process {os.getpid()} on "),
+        refused("run-directory-in-use", path=str(tmp_path / "run")) as caught,
     ):
         command("train", "digits", run=tmp_path / "run")
+    assert caught.value.values["owner"].startswith(f"process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize(
@@ -496,9 +495,9 @@ def test_resume_where_nothing_can_be_gone_on_from(folder: Path) -> None:
         (("--resume",), "give --run DIR"),
         (("--run", "run", "--resume", "--fresh"), "no --fresh"),
     ):
-        refused = lockstep("my_task.py", *options, cwd=folder)
-        assert refused.returncode == 2
-        assert message in refused.stderr
+        done = lockstep("my_task.py", *options, cwd=folder)
+        assert done.returncode == 2
+        assert message in done.stderr
 
 
 KILLED = """
@@ -604,7 +603,7 @@ def test_a_run_directory_that_goes_away_ends_the_run(folder: Path, how: str) -> 
     )
     assert run.returncode == 1
     assert "mine was re" in run.stderr
-    assert "during the run" in run.stderr
+    assert "[run-directory-gone]" in run.stderr
     assert not list((folder / "other").iterdir())
     assert not list((folder / "mine").iterdir())
     assert files.newest_whole(folder / "moved" / "checkpoints")[0]

@@ -18,6 +18,7 @@ from lockstep.testing import run_ranks
 from lockstep.training.as_rank import train_as_rank
 from lockstep.training.run_directory import RunDirectory
 from lockstep.world.world import World
+from tests.refused import refused
 from tests.test_launchers import MPIEXEC
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
@@ -92,17 +93,16 @@ def _settings(**more: object) -> Settings:
 
 
 def _differently(world: World, folder: Path) -> str:
-    with pytest.raises(UsageError) as refused:
+    with refused("ranks-started-differently") as steps:
         train_as_rank(_settings(steps=1 + world.rank), folder / "run")
-    with pytest.raises(UsageError) as elsewhere:
+    with refused("ranks-started-differently") as elsewhere:
         train_as_rank(_settings(), folder / f"run-{world.rank}")
-    return f"{refused.value}\n{elsewhere.value}"
+    return "\n".join(caught.value.values["difference"] for caught in (steps, elsewhere))
 
 
 def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
     expected = (
-        "the ranks were not started with the same command: --steps differs: rank 0 has 1, rank 1"
-        " has 2\nthe ranks were not started with the same command: --run differs: rank 0 has"
+        "--steps differs: rank 0 has 1, rank 1 has 2\n--run differs: rank 0 has"
         f" {tmp_path}/run-0, rank 1 has {tmp_path}/run-1"
     )
     assert run_ranks(_differently, 2, args=(tmp_path,)) == [expected, expected]
@@ -110,16 +110,17 @@ def test_ranks_with_other_settings_are_refused(tmp_path: Path) -> None:
 
 
 def _refused(world: World, folder: Path, resume: bool) -> tuple[str, str]:
-    with pytest.raises((UsageError, SystemExit)) as refused:
+    with pytest.raises((UsageError, SystemExit)) as caught:
         train_as_rank(_settings(), folder / "run", resume=resume)
-    return type(refused.value).__name__, str(refused.value)
+    return type(caught.value).__name__, str(caught.value)
 
 
 def test_a_run_directory_in_use_ends_all_with_the_same_code(tmp_path: Path) -> None:
     with RunDirectory.claim(tmp_path / "run", "x"):
         first, second = run_ranks(_refused, 2, args=(tmp_path, False))
     assert first[0] == "UsageError"
-    assert f"run directory {tmp_path}/run is in use by process {os.getpid()} on " in first[1]
+    assert f"{tmp_path}/run is in use by process {os.getpid()} on " in first[1]
+    assert first[1].endswith(" [run-directory-in-use]")
     assert second == ("SystemExit", "2")
 
 

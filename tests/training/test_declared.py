@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.errors import TaskError
 from lockstep.training.declared import declares_task, located
+from tests.refused import refused
 
 HEAD = "import nothing_that_exists\n\n\n"
 
@@ -24,23 +25,31 @@ def write(folder: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        ("def task(:\n", {}, ["line 1", "def task(:", "is not Python"]),
-        ("return 1\n", {}, ["line 1", "is not Python"]),
-        (HEAD + "lr = 0.1\n", {}, ["has no task() function"]),
-        (HEAD + "def other():\n    def task(): ...\n", {}, ["has no task() function"]),
+        ("def task(:\n", {}, ["line 1", "def task(:", "[task-file-not-python]"]),
+        ("return 1\n", {}, ["line 1", "[task-file-not-python]"]),
+        (HEAD + "lr = 0.1\n", {}, ["[task-function-missing]"]),
+        (HEAD + "def other():\n    def task(): ...\n", {}, ["[task-function-missing]"]),
         (
             HEAD + "def task(lr=0.1, *, width=8): ...\n",
             {"rate": "1"},
-            ["--set rate=1", "it takes lr, width"],
+            ["--set rate=1", "it takes lr, width", "[override-unknown]"],
         ),
-        (HEAD + "def task(lr=0.1): ...\n", {"lr": "fast"}, ["--set lr=fast", "a number"]),
-        (HEAD + "def task(kind: Literal['a', 'b'] = 'a'): ...\n", {"kind": "c"}, ["a or b"]),
+        (
+            HEAD + "def task(lr=0.1): ...\n",
+            {"lr": "fast"},
+            ["--set lr=fast", "a number", "[override-wrong-value]"],
+        ),
+        (
+            HEAD + "def task(kind: Literal['a', 'b'] = 'a'): ...\n",
+            {"kind": "c"},
+            ["a or b", "[override-wrong-value]"],
+        ),
         (
             HEAD + "def task(width: 'int | None' = None): ...\n",
             {"width": "wide"},
-            ["a whole number"],
+            ["a whole number", "[override-wrong-value]"],
         ),
-        (HEAD + "def task(lr): ...\n", {}, ["needs lr"]),
+        (HEAD + "def task(lr): ...\n", {}, ["lr", "[task-argument-missing]"]),
     ],
 )
 def test_mistakes_that_show(
@@ -74,8 +83,9 @@ def test_what_does_not_show_is_left_to_the_run(
 
 def test_the_bundled_tasks_are_looked_at_too() -> None:
     assert located("digits", {"lr": "0.1"}) == "digits"
-    with pytest.raises(TaskError, match="it takes epochs, lr"):
+    with refused("override-unknown", TaskError, key="rate") as caught:
         located("digits", {"rate": "1"})
+    assert caught.value.values["known"].startswith("it takes epochs, lr")
 
 
 def test_whether_a_file_declares_a_task(tmp_path: Path) -> None:

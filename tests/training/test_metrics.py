@@ -12,6 +12,7 @@ import pytest
 from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.training.metrics import MetricsFile, finite
 from lockstep.training.telemetry import TelemetryFile
+from tests.refused import refused
 
 STEP = {
     "kind": "step",
@@ -83,7 +84,12 @@ def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with (
         MetricsFile(tmp_path / "metrics.jsonl") as file,
-        pytest.raises(LockstepError, match=r"metrics\.jsonl cannot be written \(No space"),
+        refused(
+            "metrics-not-written",
+            LockstepError,
+            file=str(tmp_path / "metrics.jsonl"),
+            reason="No space left on device",
+        ),
     ):
         file.write(STEP)
 

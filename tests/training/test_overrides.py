@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.errors import TaskError
 from lockstep.training.overrides import arguments
+from tests.refused import refused
 
 
 def typed(
@@ -68,32 +69,56 @@ def test_nothing_set_passes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "overrides", "message"),
+    ("function", "overrides", "code", "values"),
     [
         (
             untyped,
             {"epoch": "1"},
-            (
-                r"--set epoch=1: task\(\) in t.py has no parameter 'epoch'; it takes lr, epochs,"
-                r" flag, name \(did you mean 'epochs'\?\)"
-            ),
+            "override-unknown",
+            {
+                "key": "epoch",
+                "value": "1",
+                "file": "t.py",
+                "known": "it takes lr, epochs, flag, name (did you mean 'epochs'?)",
+            },
         ),
-        (lambda: None, {"lr": "1"}, "has no parameter 'lr'; it takes nothing"),
-        (typed, {"epochs": "1.5"}, "--set epochs=1.5: epochs takes a whole number"),
-        (typed, {"lr": "fast"}, "--set lr=fast: lr takes a number"),
-        (typed, {"flag": "maybe"}, "flag takes true or false"),
-        (typed, {"mode": "c"}, "mode takes a or b or 3"),
-        (typed, {"clip": "x"}, "clip takes a number or none"),
-        (typed, {"layers": "1,2"}, "layers takes a list, which --set cannot give or none"),
+        (lambda: None, {"lr": "1"}, "override-unknown", {"key": "lr", "known": "it takes nothing"}),
         (
-            needs,
-            {"lr": "1"},
-            r"task\(\) in t.py needs depth: give it a default there, or a value with --set depth=",
+            typed,
+            {"epochs": "1.5"},
+            "override-wrong-value",
+            {"key": "epochs", "value": "1.5", "choices": "a whole number"},
         ),
+        (
+            typed,
+            {"lr": "fast"},
+            "override-wrong-value",
+            {"key": "lr", "value": "fast", "choices": "a number"},
+        ),
+        (
+            typed,
+            {"flag": "maybe"},
+            "override-wrong-value",
+            {"key": "flag", "choices": "true or false"},
+        ),
+        (typed, {"mode": "c"}, "override-wrong-value", {"key": "mode", "choices": "a or b or 3"}),
+        (
+            typed,
+            {"clip": "x"},
+            "override-wrong-value",
+            {"key": "clip", "choices": "a number or none"},
+        ),
+        (
+            typed,
+            {"layers": "1,2"},
+            "override-wrong-value",
+            {"key": "layers", "choices": "a list, which --set cannot give or none"},
+        ),
+        (needs, {"lr": "1"}, "task-argument-missing", {"key": "depth", "file": "t.py"}),
     ],
 )
 def test_what_does_not_fit_is_refused(
-    function: Any, overrides: dict[str, str], message: str
+    function: Any, overrides: dict[str, str], code: str, values: dict[str, str]
 ) -> None:
-    with pytest.raises(TaskError, match=message):
+    with refused(code, TaskError, **values):
         arguments(function, overrides, "t.py")

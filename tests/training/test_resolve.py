@@ -14,6 +14,7 @@ import pytest
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
 from lockstep.training.resolve import locate, resolve, short_name
+from tests.refused import refused
 
 GOOD = """
 from dataclasses import replace
@@ -79,47 +80,54 @@ def test_a_file_may_be_called_like_a_module_or_like_none(folder: Path, name: str
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "digit",
-            (
-                r"task 'digit' is unknown: the bundled tasks are digits, text \(did you mean"
-                r" 'digits'\?\)"
-            ),
-        ),
-        ("resnet", r"the bundled tasks are digits, text\. For your own, give the path"),
-        ("nowhere.py", r"task file 'nowhere.py' does not exist \(looked from /"),
-        ("./nowhere", "task file './nowhere' does not exist"),
-        ("/tmp", "task file '/tmp' is a folder"),
-    ],
+    ("name", "known"),
+    [("digit", "digits, text (did you mean 'digits'?)"), ("resnet", "digits, text")],
 )
-def test_a_name_that_is_none(name: str, message: str) -> None:
-    with pytest.raises(TaskError, match=message):
+def test_a_name_that_is_none(name: str, known: str) -> None:
+    with refused("unknown-task", TaskError, task=name, known=known):
         locate(name)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "problem"),
     [
-        ("x = 1", r"t.py has no task\(\) function: define `def task\(\):`"),
-        ("task = 3", "task in .*t.py is a int; make it a function"),
+        ("nowhere.py", "does not exist (looked from /"),
+        ("./nowhere", "does not exist"),
+        ("/tmp", "is a folder"),
+    ],
+)
+def test_a_path_that_is_none(name: str, problem: str) -> None:
+    with refused("task-file-missing", TaskError, task=name) as caught:
+        locate(name)
+    assert caught.value.values["problem"].startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "values"),
+    [
+        ("x = 1", "task-function-missing", {"found": "not defined"}),
+        ("task = 3", "task-function-missing", {"found": "a int"}),
         (
             "from tests.training import toy\ntask = toy.task()",
-            "task in .*t.py is a Task; make it a function",
+            "task-function-missing",
+            {"found": "a Task"},
         ),
         (
             "def task(): pass",
-            r"task\(\) in .*t.py returned a NoneType; it must return a lockstep.Task",
+            "wrong-return-type",
+            {"type": "NoneType", "expected": "a lockstep.Task"},
         ),
-        ("def task(): return {'model': 1}", "returned a dict"),
-        ("def task(lr): pass", "needs lr"),
+        ("def task(): return {'model': 1}", "wrong-return-type", {"type": "dict"}),
+        ("def task(lr): pass", "task-argument-missing", {"key": "lr"}),
     ],
 )
-def test_a_file_without_a_task(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_without_a_task(
+    tmp_path: Path, text: str, code: str, values: dict[str, str]
+) -> None:
     (tmp_path / "t.py").write_text(text)
-    with pytest.raises(TaskError, match=message):
+    with refused(code, TaskError, **values) as caught:
         resolve(str(tmp_path / "t.py"))
+    assert str(tmp_path / "t.py") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_another_training_is_refused_with_the_difference(tmp_path: Path) -> None
         with pytest.raises(WorkerFailed) as caught:
             trained(1, tmp_path, changes=changes, **options)
         assert message in str(caught.value)
+        assert "[another-training]" in str(caught.value)
     trained(1, tmp_path)
 
 
@@ -201,7 +202,7 @@ def test_records_of_steps_that_come_again_are_forgotten(tmp_path: Path) -> None:
 
 def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
     trained(1, tmp_path)
-    with pytest.raises(WorkerFailed, match="already holds a finished run") as caught:
+    with pytest.raises(WorkerFailed, match=r"\[run-finished\]") as caught:
         trained(1, tmp_path)
     assert "UsageError" in str(caught.value) or UsageError.__name__ in str(caught.value)
 
@@ -224,7 +225,7 @@ def test_a_task_that_changed_since_is_named_and_refused_in_exact_mode(
 ) -> None:
     with pytest.raises(WorkerFailed, match="Cut"):
         trained(2, tmp_path, 7)
-    with pytest.raises(WorkerFailed, match="--allow-changes") as caught:
+    with pytest.raises(WorkerFailed, match=r"\[task-changed\]") as caught:
         trained(1, tmp_path, changes=changes)
     assert named in str(caught.value)
     assert trained(2, tmp_path, changes=changes, allow_changes=True)["steps"] == 20

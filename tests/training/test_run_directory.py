@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.settings import Settings
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
 from lockstep.training import run_directory
 from lockstep.training.run_directory import RunDirectory, take_over
+from tests.refused import refused
 
 
 def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,11 +41,10 @@ def test_a_folder_in_use_names_pid_and_host(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(
-            UsageError,
-            match=(
-                rf"run is in use by process {other.pid} on {socket.gethostname()}: .*another --run"
-            ),
+        with refused(
+            "run-directory-in-use",
+            path=str(tmp_path / "run"),
+            owner=f"process {other.pid} on {socket.gethostname()}",
         ):
             RunDirectory.claim(tmp_path / "run", "x")
         other.kill()
@@ -54,7 +54,9 @@ def test_a_folder_in_use_names_pid_and_host(tmp_path: Path) -> None:
 
 def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
     with RunDirectory.claim(tmp_path, "x"):
-        with pytest.raises(UsageError, match=f"in use by process {os.getpid()} on "):
+        with refused(
+            "run-directory-in-use", owner=f"process {os.getpid()} on {socket.gethostname()}"
+        ):
             RunDirectory.claim(tmp_path, "x")
         assert json.loads((tmp_path / "lock").read_text()) == {
             "pid": os.getpid(),
@@ -66,12 +68,7 @@ def test_the_same_process_cannot_claim_it_twice(tmp_path: Path) -> None:
 def test_a_folder_that_holds_a_finished_run_is_refused_and_kept(tmp_path: Path) -> None:
     for name in ("lock", "metrics.jsonl", "result.json"):
         (tmp_path / name).touch()
-    with pytest.raises(
-        UsageError,
-        match=(
-            "already holds a finished run: choose another --run, or --fresh to train anew beside it"
-        ),
-    ):
+    with refused("run-finished", path=str(tmp_path)):
         RunDirectory.claim(tmp_path, "x")
     assert (tmp_path / "result.json").exists()
 
@@ -83,12 +80,10 @@ def test_a_run_that_did_not_come_to_its_end_may_go_on_as_it_was(tmp_path: Path) 
     with RunDirectory.claim(tmp_path, "x") as run:
         assert run.begun
         take_over(run, Settings(task="x", epochs=3, workers=4))
-        with pytest.raises(
-            UsageError,
-            match=(
-                r"did not come to its end: epochs was 3 and is 5\. Train on as it was, or give"
-                r" --fresh"
-            ),
+        with refused(
+            "another-training",
+            place=f"unfinished run {tmp_path}",
+            differences="epochs was 3 and is 5",
         ):
             take_over(run, Settings(task="x", epochs=5, workers=4))
     assert Settings.read(tmp_path).workers == 4
@@ -110,9 +105,7 @@ def test_fresh_sets_aside_what_is_there(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(
-        UsageError, match="holds other files and no run: choose a folder of its own with --run"
-    ):
+    with refused("run-directory-not-empty", path=str(tmp_path)):
         RunDirectory.claim(tmp_path, "x")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -120,14 +113,13 @@ def test_a_folder_with_other_files_is_refused_and_kept(tmp_path: Path) -> None:
 def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UsageError, match=f"run directory {path} cannot be made: .* is a file"):
+        with refused("run-directory-not-writable", path=str(path)) as caught:
             RunDirectory.claim(path, "x")
+        assert caught.value.values["reason"].endswith("is a file")
     monkeypatch.setattr(
         "os.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
     )
-    with pytest.raises(
-        UsageError, match=r"cannot be written \(Permission denied\): choose another --run"
-    ):
+    with refused("run-directory-not-writable", reason="Permission denied"):
         RunDirectory.claim(tmp_path / "run", "x")
 
 
@@ -156,7 +148,7 @@ def test_a_rank_neither_locks_nor_removes(tmp_path: Path) -> None:
         with RunDirectory.of_launcher(run.path):
             pass
         assert run.path.exists()
-        with pytest.raises(UsageError, match="in use"):
+        with refused("run-directory-in-use"):
             RunDirectory.claim(run.path, "x")
 
 
@@ -165,9 +157,9 @@ def test_a_folder_that_is_gone_or_another_is_noticed_by_owner_and_rank(tmp_path:
     with RunDirectory.claim(path, "x") as owner:
         rank = RunDirectory.of_launcher(path)
 
-        def both(message: str) -> None:
+        def both(what: str) -> None:
             for each in (owner, rank):
-                with pytest.raises(LockstepError, match=message):
+                with refused("run-directory-gone", LockstepError, path=str(path), what=what):
                     each.check()
 
         rank.check()
@@ -181,7 +173,7 @@ def test_a_folder_that_is_gone_or_another_is_noticed_by_owner_and_rank(tmp_path:
         path.symlink_to(tmp_path / "other")
         both("was removed, moved or emptied")
         with RunDirectory.claim(path, "x"):
-            both("was replaced by another folder")
+            both("was replaced by another folder of that name")
         path.unlink()
         aside.rename(path)
         owner.check()
@@ -248,7 +240,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    with pytest.raises(UsageError, match=r"cannot be written \(No space left on device\)"):
+    with refused("run-directory-not-writable", reason="No space left on device"):
         RunDirectory.claim(tmp_path / "run", "x")
     assert not (tmp_path / "run").exists()
 
@@ -262,5 +254,9 @@ def test_settings_that_do_not_fit_on_the_disk_are_a_sentence(
             "write_text",
             lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")),
         )
-        with pytest.raises(UsageError, match=r"run cannot be written \(No space left on device\)"):
+        with refused(
+            "run-directory-not-writable",
+            path=str(tmp_path / "run"),
+            reason="No space left on device",
+        ):
             take_over(run, Settings(task="x"))

@@ -12,6 +12,7 @@ import pytest
 from lockstep.config.task import EarlyStopping, Mode
 from lockstep.errors import TaskError
 from lockstep.training.state import BestMetric, TrainingState
+from tests.refused import refused
 
 
 def state(*, best: str | None = None, patience: int | None = None) -> TrainingState:
@@ -82,8 +83,5 @@ def test_the_first_of_equals_is_the_best_and_nan_never_is(
 
 
 def test_a_metric_that_is_not_there() -> None:
-    with pytest.raises(
-        TaskError,
-        match="'f1' shall be watched, but the metrics are accuracy, loss: use one of these",
-    ):
+    with refused("metric-not-measured", TaskError, metric="f1", measured=["accuracy", "loss"]):
         BestMetric("f1", "max").better({"accuracy": 1.0, "loss": 0.0}, 1)

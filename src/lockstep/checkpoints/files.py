@@ -202,7 +202,10 @@ def write(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise LockstepError(
-            f"checkpoint {folder_of(directory, step)} could not be written: {error}"
+            "checkpoint-not-written",
+            checkpoint=str(folder_of(directory, step)),
+            where="",
+            reason=str(error),
         ) from error
 
 
@@ -215,7 +218,9 @@ def read(folder: Path) -> Checkpoint:
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
         step = int(state["step"])
         if step_in(folder.name) not in (None, step):
-            raise DamagedCheckpoint(f"{folder.name}: its {STATE} is of step {step}", file=STATE)
+            raise DamagedCheckpoint(
+                "checkpoint-of-another-step", checkpoint=folder.name, file=STATE, step=step
+            )
         return Checkpoint(folder, entries, {**state, "step": step})
 
 

@@ -26,10 +26,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
         if not isinstance(value, Tensor):
-            raise TaskError(
-                f"the model's {name} is a {type(value).__name__}: get_extra_state() must return a"
-                " tensor, since checkpoints hold no pickled objects"
-            )
+            raise TaskError("extra-state-not-a-tensor", name=name, type=type(value).__name__)
         if id(value) not in seen:
             seen.add(id(value))
             found[name] = value.detach()
@@ -54,7 +51,7 @@ def check_storable(model: nn.Module) -> None:
             else ("buffer", ", or register it with persistent=False")
         )
         raise TaskError(
-            f"the model's {kind} {name} is {what}, which a checkpoint cannot hold: {instead}{spare}"
+            "tensor-not-storable", tensor=f"{kind} {name}", what=what, instead=instead + spare
         )
 
 

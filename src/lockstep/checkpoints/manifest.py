@@ -70,18 +70,21 @@ def check(folder: Path) -> list[Entry]:
     for entry in entries:
         file = folder / entry.name
         if not file.is_file() or file.is_symlink():
-            raise DamagedCheckpoint(f"{folder.name}: {entry.name} is missing", file=entry.name)
+            raise DamagedCheckpoint(
+                "checkpoint-file-missing", checkpoint=folder.name, file=entry.name
+            )
         size = file.stat().st_size
         if size != entry.bytes:
             raise DamagedCheckpoint(
-                f"{folder.name}: {entry.name} has {size} bytes and should have {entry.bytes}",
+                "checkpoint-file-wrong-size",
+                checkpoint=folder.name,
                 file=entry.name,
+                size=size,
+                listed=entry.bytes,
             )
         if measured(file).sha256 != entry.sha256:
             raise DamagedCheckpoint(
-                f"{folder.name}: {entry.name} has been changed (its SHA-256 is not the one in"
-                f" {MANIFEST})",
-                file=entry.name,
+                "checkpoint-file-changed", checkpoint=folder.name, file=entry.name, against=MANIFEST
             )
     return entries
 
@@ -94,15 +97,17 @@ def listed(folder: Path) -> list[Entry]:
     text = _read(folder / MANIFEST)
     if sealed != [hashlib.sha256(text).hexdigest(), f"{MANIFEST}\n"]:
         raise DamagedCheckpoint(
-            f"{folder.name}: {MANIFEST} does not agree with {SEAL}", file=MANIFEST
+            "checkpoint-file-changed", checkpoint=folder.name, file=MANIFEST, against=SEAL
         )
     try:
         found: Any = json.loads(text)
         if found["format"] != FORMAT:
             raise DamagedCheckpoint(
-                f"{folder.name}: its format is {found['format']!r}, and this version reads"
-                f" {FORMAT}",
+                "checkpoint-format-unknown",
+                checkpoint=folder.name,
                 file=MANIFEST,
+                format=found["format"],
+                known=FORMAT,
             )
         step = int(found["step"])
         entries = [
@@ -110,29 +115,26 @@ def listed(folder: Path) -> list[Entry]:
             for each in found["files"]
         ]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise DamagedCheckpoint(
-            f"{folder.name}: {MANIFEST} is not one of ours ({error})", file=MANIFEST
-        ) from None
+        raise _no_manifest(folder, str(error)) from None
     if step_in(folder.name) not in (None, step):
         raise DamagedCheckpoint(
-            f"{folder.name}: it holds the checkpoint of step {step} (its {MANIFEST} says so)",
-            file=MANIFEST,
+            "checkpoint-of-another-step", checkpoint=folder.name, file=MANIFEST, step=step
         )
     for entry in entries:
         if not _PLAIN.fullmatch(entry.name):
-            raise DamagedCheckpoint(
-                f"{folder.name}: {MANIFEST} names a file {entry.name!r} outside its folder",
-                file=MANIFEST,
-            )
+            raise _no_manifest(folder, f"it names a file {entry.name!r} outside its folder")
     names = {entry.name for entry in entries}
     if STATE not in names or not any(
         name == MODEL or name.startswith(MODEL_PART) for name in names
     ):
-        raise DamagedCheckpoint(
-            f"{folder.name}: {MANIFEST} lists no {STATE if STATE not in names else 'model'}",
-            file=MANIFEST,
-        )
+        raise _no_manifest(folder, f"it lists no {STATE if STATE not in names else 'model'}")
     return entries
+
+
+def _no_manifest(folder: Path, reason: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        "not-a-checkpoint-manifest", checkpoint=folder.name, file=MANIFEST, reason=reason
+    )
 
 
 @contextmanager
@@ -157,9 +159,11 @@ def believed(file: Path) -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError":
             # torch's, a RuntimeError: the file is not at fault
             raise
-        said = f"{type(error).__name__}: {error}"
         raise DamagedCheckpoint(
-            f"{file.parent.name}: {file.name} cannot be read ({said})", file=file.name
+            "checkpoint-file-unreadable",
+            checkpoint=file.parent.name,
+            file=file.name,
+            reason=f"{type(error).__name__}: {error}",
         ) from error
 
 
@@ -171,16 +175,30 @@ def _read(file: Path) -> bytes:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
                 raise DamagedCheckpoint(
-                    f"{file.parent.name}: {file.name} is not a regular file", file=file.name
+                    "checkpoint-file-unreadable",
+                    checkpoint=file.parent.name,
+                    file=file.name,
+                    reason="it is not a regular file",
                 )
             if found.st_size > LARGEST:
                 raise DamagedCheckpoint(
-                    f"{file.parent.name}: {file.name} is larger than any of ours", file=file.name
+                    "checkpoint-file-too-large",
+                    checkpoint=file.parent.name,
+                    file=file.name,
+                    size=found.st_size,
+                    most=LARGEST,
                 )
             return stream.read()
+    except FileNotFoundError:
+        raise DamagedCheckpoint(
+            "checkpoint-file-missing", checkpoint=file.parent.name, file=file.name
+        ) from None
     except OSError as error:
         raise DamagedCheckpoint(
-            f"{file.parent.name}: {file.name} is missing ({error.strerror})", file=file.name
+            "checkpoint-file-unreadable",
+            checkpoint=file.parent.name,
+            file=file.name,
+            reason=str(error.strerror),
         ) from None
 
 

@@ -210,13 +210,23 @@ def _whole(
         piece = _tensor(file, key)
         if start != at or piece.shape != (stop - start,):
             raise DamagedCheckpoint(
-                f"{file.parent.name}: {name} lacks elements from {at} on", file=file.name
+                "tensor-elements-missing",
+                checkpoint=file.parent.name,
+                file=file.name,
+                tensor=name,
+                start=at,
+                numel=numel,
             )
         found.append(piece)
         at = stop
     if at != numel:
         raise DamagedCheckpoint(
-            f"{parts[0][0].parent.name}: {name} has {at} of {numel} elements", file=parts[0][0].name
+            "tensor-elements-missing",
+            checkpoint=parts[0][0].parent.name,
+            file=parts[0][0].name,
+            tensor=name,
+            start=at,
+            numel=numel,
         )
     return torch.cat(found).as_strided(sizes, strides).contiguous()
 

@@ -46,22 +46,21 @@ def encoded(value: Any, what: str) -> Any:
             "shape": list(value.shape),
             _OF: base64.b64encode(octets).decode("ascii"),
         }
-    raise UsageError(
-        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint"
-        " cannot keep without pickle"
-    )
+    raise _not_storable(value, what)
 
 
 def _mapping(value: Mapping[Any, Any], what: str) -> Any:
     if type(value) is dict and all(type(key) is str for key in value) and _KIND not in value:
         return {key: encoded(each, f"{what}[{key!r}]") for key, each in value.items()}
     if type(value) not in (dict, Counter):
-        raise UsageError(
-            f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a"
-            " checkpoint cannot keep without pickle"
-        )
+        raise _not_storable(value, what)
     pairs = [[encoded(key, what), encoded(each, f"{what}[{key!r}]")] for key, each in value.items()]
     return {_KIND: type(value).__name__, _OF: pairs}
+
+
+def _not_storable(value: object, what: str) -> UsageError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return UsageError("value-not-storable", what=what, type=kind)
 
 
 def decoded(value: Any) -> Any:

@@ -38,7 +38,7 @@ class Remote:
         except Exception as error:
             # each file system has its own: a library that is missing, credentials, a misspelt
             # protocol
-            raise UsageError(f"checkpoints at {url}: {error}") from None
+            raise UsageError("unknown-checkpoint-url", url=url, reason=str(error)) from None
         self._fs: Any = found
         self._root = str(root).rstrip("/")
 
@@ -133,17 +133,21 @@ class Remote:
             found = files.read(folder)
             if found.step != step:
                 raise DamagedCheckpoint(
-                    f"{folder_of(directory, step).name}: it holds the checkpoint of step"
-                    f" {found.step}",
+                    "checkpoint-of-another-step",
+                    checkpoint=folder_of(directory, step).name,
                     file=manifest.MANIFEST,
+                    step=found.step,
                 )
             return replace(found, folder=files.put_in_place(folder, folder_of(directory, step)))
         except DamagedCheckpoint as error:
-            raise DamagedCheckpoint(f"{self.url}: {error}", file=error.file) from None
+            error.values["checkpoint"] = folder_of(directory, step).name
+            raise error.within(self.url) from None
         except OSError as error:
             raise LockstepError(
-                f"{folder_of(directory, step).name} of {self.url} could not be written here:"
-                f" {error}"
+                "checkpoint-not-written",
+                checkpoint=str(folder_of(directory, step)),
+                where=f" from {self.url}",
+                reason=str(error),
             ) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -171,16 +175,18 @@ class Remote:
             size = self._fs.size(self._place(step, name))
             if size is not None and size > most:
                 raise DamagedCheckpoint(
-                    f"{folder_of(folder, step).name}: {name} has {size} bytes and should have"
-                    f" {most}",
+                    "checkpoint-file-too-large",
+                    checkpoint=folder_of(folder, step).name,
                     file=name,
+                    size=size,
+                    most=most,
                 )
             self._fs.get_file(self._place(step, name), str(folder / name))
         except DamagedCheckpoint:
             raise
         except FileNotFoundError:
             raise DamagedCheckpoint(
-                f"{folder_of(folder, step).name}: {name} is missing", file=name
+                "checkpoint-file-missing", checkpoint=folder_of(folder, step).name, file=name
             ) from None
         except Exception as error:
             raise self._failed(
@@ -197,4 +203,9 @@ class Remote:
         return f"{self._root}/{folder_of(Path(), step).name}" + (f"/{name}" if name else "")
 
     def _failed(self, what: str, error: Exception) -> LockstepError:
-        return LockstepError(f"{self.url} {what} ({type(error).__name__}: {error})")
+        return LockstepError(
+            "checkpoint-copy-failed",
+            url=self.url,
+            what=what,
+            reason=f"{type(error).__name__}: {error}",
+        )

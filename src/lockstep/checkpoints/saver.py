@@ -149,8 +149,10 @@ class Saver:
             rank, text = min(failed.items())
             on = "" if self._group is None else f" on rank {rank}"
             raise LockstepError(
-                f"checkpoint {folders.folder_of(self._directory, step)} could not be written{on}:"
-                f" {text}"
+                "checkpoint-not-written",
+                checkpoint=str(folders.folder_of(self._directory, step)),
+                where=on,
+                reason=text,
             )
         return perf_counter() - begin, told["complaint"]
 
@@ -180,7 +182,7 @@ class Saver:
         try:
             self._guard()
         except LockstepError as gone:
-            return str(gone)
+            return gone.sentence
         return str(error)
 
     def _everybodys(self, mine: Any) -> list[Any]:

@@ -43,11 +43,7 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
     if name := _first_difference([each["samples"] for each in told]):
         ranks = _others([each["samples"] for each in told], name)
         raise ReplicaDivergence(
-            f"{name} of train_data has other contents on {listed(ranks)} than on rank 0: all ranks"
-            " need the same data set, and the Loader deals it out. Build it from files or from a"
-            " seed that does not depend on the rank",
-            parameter=name,
-            ranks=ranks,
+            "samples-differ-between-ranks", parameter=name, ranks=ranks, others=listed(ranks)
         )
     if len({each["code"] for each in told}) > 1:
         _compare_code(everybodys(code, group, _PLACE), group.rank)
@@ -60,10 +56,7 @@ def _compare_code(everyone: Sequence[Mapping[str, str]], rank: int) -> None:
     if name := _first_difference(strict):
         ranks = _others(strict, name)
         raise ReplicaDivergence(
-            f"the task's {name} is another on {listed(ranks)} than on rank 0: all ranks need the"
-            " same task, from the same files",
-            parameter=name,
-            ranks=ranks,
+            "task-differs-between-ranks", parameter=name, ranks=ranks, others=listed(ranks)
         )
     name = _first_difference(everyone)
     if name and rank == 0:

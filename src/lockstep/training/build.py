@@ -80,7 +80,10 @@ def model_of(task: Task) -> nn.Module:
     model: Any = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(
-            f"Task: model returned a {type(model).__name__}; it must return a torch.nn.Module"
+            "wrong-return-type",
+            function="Task: model",
+            type=type(model).__name__,
+            expected="a torch.nn.Module",
         )
     return model
 
@@ -88,15 +91,13 @@ def model_of(task: Task) -> nn.Module:
 def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
     optimizer: Any = task.optimizer(model)
     if isinstance(optimizer, (tuple, list, dict)):
-        raise TaskError(
-            f"Task: optimizer returned a {type(optimizer).__name__}; a task has one optimizer. Give"
-            " its parameter groups other settings, or, for several models or optimizers, write a"
-            " loop with a lockstep.Stepper each (docs/guide/windows.md)"
-        )
+        raise TaskError("several-optimizers", type=type(optimizer).__name__)
     if not isinstance(optimizer, Optimizer):
         raise TaskError(
-            f"Task: optimizer returned a {type(optimizer).__name__}; it must return a"
-            " torch.optim.Optimizer"
+            "wrong-return-type",
+            function="Task: optimizer",
+            type=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer",
         )
     return optimizer
 
@@ -109,14 +110,13 @@ def scheduler_of(task: Task, optimizer: Optimizer, length: Length) -> LRSchedule
         fix = (
             "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
         )
-        raise TaskError(
-            f"Task: scheduler is asked for a schedule over all {task.scheduler_per}s, and nobody"
-            f" knows how many a stream has: {fix}"
-        )
+        raise TaskError("schedule-length-unknown", per=task.scheduler_per, fix=fix)
     scheduler: Any = task.scheduler(optimizer, times)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
         raise TaskError(
-            f"Task: scheduler returned a {type(scheduler).__name__}; it must return a"
-            " torch.optim.lr_scheduler.LRScheduler that steps without a metric"
+            "wrong-return-type",
+            function="Task: scheduler",
+            type=type(scheduler).__name__,
+            expected="a torch.optim.lr_scheduler.LRScheduler that steps without a metric",
         )
     return scheduler

@@ -41,10 +41,7 @@ def located(name: str, overrides: Mapping[str, str] | None = None) -> str:
     module = _parsed(file_of(place), name)
     bound = _bound(module)
     if not bound and not any(_hides(node) for node in ast.walk(module)):
-        raise TaskError(
-            f"{name} has no task() function: define `def task():` in it, which returns a"
-            " lockstep.Task"
-        )
+        raise TaskError("task-function-missing", file=name, found="not defined")
     functions = [
         node
         for node in module.body
@@ -84,12 +81,17 @@ def _parsed(file: Path, name: str) -> ast.Module:
     except SyntaxError as error:
         line = f": `{error.text.strip()}`" if error.text else ""
         raise TaskError(
-            f"task file {name}, line {error.lineno}{line} is not Python: {error.msg}"
+            "task-file-not-python",
+            file=name,
+            place=f", line {error.lineno}{line}",
+            reason=error.msg,
         ) from None
     except ValueError as error:
-        raise TaskError(f"task file {name} is not Python: {error}") from None
+        raise TaskError("task-file-not-python", file=name, place="", reason=str(error)) from None
     except OSError as error:
-        raise TaskError(f"task file {name} cannot be read: {error.strerror or error}") from None
+        raise TaskError(
+            "cannot-read", name="task file", file=name, reason=str(error.strerror or error)
+        ) from None
 
 
 def _binds(node: ast.AST) -> set[str]:

@@ -178,10 +178,7 @@ class Training(AssembledTraining):
         steps = self.stepper.steps
         self.stepper.check_replicas(f"at the end, after step {steps}")
         if not self.world.agree(steps == 0 or self.reached.applied + self.stepper.applied > 0):
-            raise LockstepError(
-                f"none of the {steps} steps was applied, so nothing was trained: the weights are"
-                " those of the start. The warning of the first skipped step says why"
-            )
+            raise LockstepError("no-step-applied", steps=steps)
 
     def _result(self, seconds: float) -> Result:
         """The training is over: its last checkpoint, and what it came to."""

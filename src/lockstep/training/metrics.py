@@ -61,8 +61,7 @@ class MetricsFile:
             yield
         except OSError as error:
             raise LockstepError(
-                f"{self._file} cannot be written ({error.strerror}): make room on its disk; the"
-                " same command resumes from the last checkpoint"
+                "metrics-not-written", file=str(self._file), reason=str(error.strerror)
             ) from error
 
     def __enter__(self) -> MetricsFile:

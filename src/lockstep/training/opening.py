@@ -52,19 +52,14 @@ def intra_op_threads(count: int | None) -> Iterator[None]:
 def world_for(world: World | None, device: Device) -> Iterator[World]:
     """The one that is given, else the open one, else one for this training."""
     if device not in get_args(Device):
-        raise UsageError(
-            f"device={device!r} is unknown: choose one of {', '.join(get_args(Device))}"
-        )
+        raise UsageError("unknown-choice", name="device", value=device, choices=get_args(Device))
     if world is None and not dist.is_initialized():
         with init(backend=backend_of(device)) as own:
             yield own
         return
     world = world or World.current()
     if device not in ("auto", world.device.type):
-        raise UsageError(
-            f"device={device!r}, but the open world's is {world.device.type!r}: leave device out,"
-            " or open it with another backend"
-        )
+        raise UsageError("device-of-the-open-world", device=device, open=world.device.type)
     yield world
 
 
@@ -77,7 +72,7 @@ def run_directory_for(
         yield run
         return
     path = Path(run)
-    refused = PeerFailed(f"rank 0 could not use the run directory {path}")
+    refused = PeerFailed("rank-0-failed", what=f"use the run directory {path}")
     claim = partial(claimed, settings, path, resume=False, fresh=False)
     with claimed_by_first(world, claim, lambda code: refused) as directory:
         yield directory

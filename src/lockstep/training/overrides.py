@@ -56,15 +56,15 @@ def converted(
         if key not in parameters:
             known = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
             raise TaskError(
-                f"--set {key}={overrides[key]}: task() in {name} has no parameter {key!r};"
-                f" {known}{closest(key, parameters)}"
+                "override-unknown",
+                key=key,
+                value=overrides[key],
+                file=name,
+                known=known + closest(key, parameters),
             )
     for key, parameter in parameters.items():
         if parameter.required and key not in overrides:
-            raise TaskError(
-                f"task() in {name} needs {key}: give it a default there, or a value with --set"
-                f" {key}=..."
-            )
+            raise TaskError("task-argument-missing", key=key, file=name)
     return {key: _convert(key, text, parameters[key].kind) for key, text in overrides.items()}
 
 
@@ -91,7 +91,7 @@ def _convert(key: str, text: str, kind: Any) -> Any:
         except ValueError:
             continue
     raise TaskError(
-        f"--set {key}={text}: {key} takes {' or '.join(_spelled(choice) for choice in choices)}"
+        "override-wrong-value", key=key, value=text, choices=" or ".join(map(_spelled, choices))
     )
 
 

@@ -94,9 +94,10 @@ def place_model(
     check_parts(grid, settings.precision or task.precision, compile=compiles)
     if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
         raise UsageError(
-            f"mesh={str(settings.mesh)!r}: an iterable data set deals itself out to all ranks or to"
-            f" one, and here there are {grid.replicas} shares for {world.size} ranks: give it"
-            " numbers (__len__ and __getitem__), or choose data and shard alone, or none of them"
+            "mesh-with-iterable",
+            mesh=str(settings.mesh),
+            shares=grid.replicas,
+            world_size=world.size,
         )
     # with torch's engines, which take a second to import
     from lockstep.model_parallel.split_model import SplitModel

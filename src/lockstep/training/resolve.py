@@ -36,15 +36,9 @@ def locate(name: str) -> str:
     if path.suffix == ".py" or os.sep in name:
         if not path.is_file():
             kind = "is a folder" if path.is_dir() else f"does not exist (looked from {Path.cwd()})"
-            raise TaskError(
-                f"task file {name!r} {kind}: give the path of a .py file that has a task() function"
-            )
+            raise TaskError("task-file-missing", task=name, problem=kind)
         return os.path.abspath(path)
-    raise TaskError(
-        f"task {name!r} is unknown: the bundled tasks are"
-        f" {', '.join(BUNDLED)}{closest(name, BUNDLED)}. For your own, give the path of a .py file"
-        " whose task() returns a lockstep.Task"
-    )
+    raise TaskError("unknown-task", task=name, known=", ".join(BUNDLED) + closest(name, BUNDLED))
 
 
 def file_of(place: str) -> Path:
@@ -69,7 +63,10 @@ def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
     found = made(**arguments(made, overrides or {}, name))
     if not isinstance(found, Task):
         raise TaskError(
-            f"task() in {name} returned a {type(found).__name__}; it must return a lockstep.Task"
+            "wrong-return-type",
+            function=f"task() in {name}",
+            type=type(found).__name__,
+            expected="a lockstep.Task",
         )
     return found if found.name else replace(found, name=short_name(place))
 
@@ -77,15 +74,9 @@ def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
 def _function(module: ModuleType, name: str) -> Callable[..., object]:
     made = getattr(module, "task", None)
     if made is None:
-        raise TaskError(
-            f"{name} has no task() function: define `def task():` in it, which returns a"
-            " lockstep.Task"
-        )
+        raise TaskError("task-function-missing", file=name, found="not defined")
     if isinstance(made, Task) or not callable(made):
-        raise TaskError(
-            f"task in {name} is a {type(made).__name__}; make it a function, `def task():`, that"
-            " returns a lockstep.Task"
-        )
+        raise TaskError("task-function-missing", file=name, found=f"a {type(made).__name__}")
     return made  # type: ignore[no-any-return]
 
 

@@ -73,10 +73,7 @@ def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path)
     differing = [name for name in ours if ours[name] != theirs.get(name)]
     if differing:
         said = "; ".join(f"{name} was {theirs.get(name)} and is {ours[name]}" for name in differing)
-        raise UsageError(
-            f"{folder} belongs to another training: {said}. Train on as it was, or begin anew with"
-            " --fresh or another --run"
-        )
+        raise UsageError("another-training", place=str(folder), differences=said)
 
 
 def changed_since(
@@ -97,11 +94,7 @@ def changed_since(
         )
     )
     if found and refuse:
-        raise UsageError(
-            f"since {folder} was saved the task has changed, and exact=True promises the weights of"
-            f" one task: {found}. Restore it, start again with --fresh, or accept the changes with"
-            " --allow-changes (allow_changes=True)"
-        )
+        raise UsageError("task-changed", checkpoint=str(folder), changes=found)
     return found
 
 

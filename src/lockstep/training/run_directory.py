@@ -113,12 +113,7 @@ class RunDirectory:
             if found is None
             else "was replaced by another folder of that name"
         )
-        raise LockstepError(
-            f"run directory {self.path} {now} during the run, so the run cannot go on: the"
-            " settings, metrics, logs and checkpoints in it went with it, and nothing was written"
-            " to what has its name now. Where it was moved, move it back and give the same"
-            " command; else start again"
-        )
+        raise LockstepError("run-directory-gone", path=str(self.path), what=now)
 
     def look(self) -> None:
         """`check`, once a second at most."""
@@ -144,10 +139,7 @@ class RunDirectory:
             if fresh:
                 _set_aside(chosen)
             elif (chosen / RESULT).exists():
-                raise UsageError(
-                    f"run directory {chosen} already holds a finished run: choose another --run, or"
-                    " --fresh to train anew beside it (--resume shows its result)"
-                )
+                raise UsageError("run-finished", path=str(chosen))
         except BaseException:
             cls(chosen, lock, made_here=made_here).release()
             raise
@@ -226,9 +218,9 @@ def take_over(directory: RunDirectory, settings: Settings) -> None:
         different = settings.differences(Settings.read(directory.path))
         if different:
             raise UsageError(
-                f"run directory {directory.path} holds another training that did not come to its"
-                f" end: {'; '.join(different)}. Train on as it was, or give --fresh, or another"
-                " --run"
+                "another-training",
+                place=f"unfinished run {directory.path}",
+                differences="; ".join(different),
             )
     with _sentences(directory.path):
         settings.write(directory.path)
@@ -278,7 +270,7 @@ def _check_installed(url: str) -> None:
     try:
         fsspec.get_filesystem_class(protocol if separator else "file")
     except (ImportError, ValueError) as error:
-        raise UsageError(f"checkpoints at {url}: {error}") from None
+        raise UsageError("unknown-checkpoint-url", url=url, reason=str(error)) from None
 
 
 def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
@@ -327,10 +319,7 @@ def _locked(path: Path) -> tuple[bool, int]:
         with _sentences(path):
             made_here = not path.exists()
             if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
-                raise UsageError(
-                    f"run directory {path} holds other files and no run: choose a folder of its own"
-                    " with --run"
-                )
+                raise UsageError("run-directory-not-empty", path=str(path))
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -338,9 +327,7 @@ def _locked(path: Path) -> tuple[bool, int]:
         except BlockingIOError:
             owner = _owner(lock)
             os.close(lock)
-            raise UsageError(
-                f"run directory {path} is in use by {owner}: wait for it, or choose another --run"
-            ) from None
+            raise UsageError("run-directory-in-use", path=str(path), owner=owner) from None
         if _identity(path / _LOCK) == _identity(lock):
             return made_here, lock
         os.close(lock)  # its owner has removed it in between: this is the lock of nothing
@@ -375,10 +362,11 @@ def _sentences(path: Path) -> Iterator[None]:
         yield
     except (FileExistsError, NotADirectoryError):
         raise UsageError(
-            f"run directory {path} cannot be made: it, or a folder above it, is a file; choose"
-            " another --run"
+            "run-directory-not-writable",
+            path=str(path),
+            reason="it, or a folder above it, is a file",
         ) from None
     except OSError as error:
         raise UsageError(
-            f"run directory {path} cannot be written ({error.strerror}): choose another --run"
+            "run-directory-not-writable", path=str(path), reason=str(error.strerror)
         ) from None

@@ -183,7 +183,5 @@ def saving_in(
     if run is not None:
         return Saving(run, settings, stepper, loader)
     if settings.checkpoints is not None:
-        raise UsageError(
-            f"checkpoints={settings.checkpoints!r} are copies of a run's: give run= too"
-        )
+        raise UsageError("checkpoints-without-run", checkpoints=settings.checkpoints)
     return Unsaved()

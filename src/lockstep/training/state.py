@@ -32,10 +32,7 @@ class BestMetric:
         where the metric is not there.
         """
         if self.metric not in metrics:
-            raise TaskError(
-                f"Task: {self.metric!r} shall be watched, but the metrics are {', '.join(metrics)}:"
-                " use one of these names"
-            )
+            raise TaskError("metric-not-measured", metric=self.metric, measured=list(metrics))
         value = metrics[self.metric]
         improved = value > self.value if self.mode == "max" else value < self.value
         if improved or (math.isnan(self.value) and not math.isnan(value)):

@@ -56,7 +56,7 @@ def train(
             saved, if there is a run directory.
     """
     if not isinstance(task, Task):
-        raise TaskError(f"train() was given a {type(task).__name__}; it takes a lockstep.Task")
+        raise TaskError("not-a-task", type=type(task).__name__)
     chosen = (config or Config()).replaced(overrides)
     with world_for(world, chosen.device) as found:
         settings = Settings.of(chosen, task=task.name or "task", workers=found.size)

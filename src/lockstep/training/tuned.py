@@ -71,7 +71,7 @@ class Tuned:
             file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UsageError(
-                f"--out {file} cannot be written ({error.strerror}): choose another file"
+                "cannot-write", name="--out", file=str(file), reason=str(error.strerror)
             ) from None
 
     @classmethod
@@ -79,14 +79,13 @@ class Tuned:
         """Raises UsageError, naming what is wrong, for anything but such a file."""
         found = _json(file)
         if not isinstance(found, dict) or found.get("kind") != KIND:
-            raise UsageError(
-                f"--settings {file} is no file of tuned settings: give one that `lockstep tune TASK"
-                " --out FILE` wrote"
-            )
+            raise _not_tuned(file, f'it lacks "kind": "{KIND}"')
         if found.get("version") != _VERSION:
             raise UsageError(
-                f"--settings {file}: version={found.get('version')!r} is not this Lockstep's"
-                f" {_VERSION}: run `lockstep tune` again"
+                "settings-of-another-version",
+                file=str(file),
+                version=found.get("version"),
+                known=_VERSION,
             )
         settings, measured = found.get("settings"), found.get("measured")
         _check_names(file, "settings", settings, KNOBS)
@@ -102,15 +101,16 @@ class Tuned:
                 or not isinstance(measured[name], plain)
             ):
                 value = repr(measured[name]) if name in measured else "missing"
-                raise UsageError(
-                    f"--settings {file}: measured {name} is {value}, which `lockstep tune` did not"
-                    " write"
-                )
+                raise _not_tuned(file, f"measured {name} is {value}")
         try:
             Settings(task="any", **settings)
         except UsageError as error:
-            raise UsageError(f"--settings {file}: {error}") from None
+            raise error.within(f"--settings {file}") from None
         return cls(settings=settings, measured=TunedOn(**measured))
+
+
+def _not_tuned(file: Path, problem: str) -> UsageError:
+    return UsageError("not-tuned-settings", file=str(file), problem=problem)
 
 
 def _json(file: Path) -> Any:
@@ -119,34 +119,23 @@ def _json(file: Path) -> Any:
             content = stream.read(_LARGEST + 1)
     except OSError as error:
         raise UsageError(
-            f"--settings {file} cannot be read ({error.strerror}): give a file that `lockstep tune"
-            " TASK --out FILE` wrote"
+            "cannot-read", name="--settings", file=str(file), reason=str(error.strerror)
         ) from None
     if len(content) > _LARGEST:
-        raise UsageError(
-            f"--settings {file} is larger than {_LARGEST} bytes: it is no file of tuned settings"
-        )
+        raise _not_tuned(file, f"it has more than {_LARGEST} bytes")
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"--settings {file} is not JSON ({error}): give a file that `lockstep tune TASK --out"
-            " FILE` wrote"
-        ) from None
+        raise _not_tuned(file, f"it is not JSON ({error})") from None
 
 
 def _check_names(file: Path, what: str, found: object, known: Any) -> None:
     if not isinstance(found, dict):
-        raise UsageError(
-            f"--settings {file}: its {what} are a {type(found).__name__}, not names and values"
-        )
+        raise _not_tuned(file, f"its {what} are a {type(found).__name__}, not names and values")
     if what == "settings" and "micro_batch" in found:
-        raise UsageError(
-            f"--settings {file}: micro_batch changes the training and cannot come from a file of"
-            " settings; give it to the task"
-        )
+        raise UsageError("micro-batch-in-settings", file=str(file))
     if unknown := sorted(set(found) - set(known)):
-        raise UsageError(
-            f"--settings {file}: {', '.join(map(repr, unknown))} unknown among its {what}; they can"
-            f" be {', '.join(known)}"
+        raise _not_tuned(
+            file,
+            f"{', '.join(map(repr, unknown))} unknown among its {what}, which can be {', '.join(known)}",
         )

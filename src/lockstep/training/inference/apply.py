@@ -50,9 +50,7 @@ def apply(job: InferenceJob) -> None:
 
     task = resolve(job.task, job.overrides)
     if task.eval_data is None:
-        raise TaskError(
-            f"task {task.name!r} has no eval_data to {job.what} on: give it eval_data= in task()"
-        )
+        raise TaskError("no-eval-data", task=task.name, what=job.what)
     with world_for(None, job.device) as world:
         answer = _on(job, task, world)
         if world.rank == 0:
@@ -107,10 +105,7 @@ def fill(model: Any, checkpoint: Any, of: str, into: str) -> None:
     }
     if any(wrong.values()):
         said = "; ".join(f"{kind}: {_listed(names)}" for kind, names in wrong.items() if names)
-        raise TaskError(
-            f"{of} does not fit the model of {into}: {said}; give the task (and its --set values)"
-            " that was trained"
-        )
+        raise TaskError("checkpoint-of-another-model", checkpoint=of, task=into, differences=said)
     for name, tensor in ours.items():
         tensor.copy_(theirs[name])
 

@@ -97,10 +97,7 @@ def evaluate(
             names for another batch.
     """
     if fn is None and not metrics:
-        raise UsageError(
-            "neither fn nor metrics is given: there is nothing to measure; give fn=(output, batch)"
-            " -> {name: (sum, weight)}"
-        )
+        raise UsageError("nothing-to-measure")
     found = World.current() if world is None else world
     module = bare(model)
     device = device_of(module, found)
@@ -202,18 +199,20 @@ def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]
         if not wrong:
             return found
         raise TaskError(
-            f"{what} gave {type(found[wrong[0]]).__name__} for {wrong[0]!r}: give (sum, weight),"
-            " such as (correct.sum(), len(y))"
+            "wrong-return-type",
+            function=f"{what}, for {wrong[0]!r},",
+            type=type(found[wrong[0]]).__name__,
+            expected="(sum, weight), such as (correct.sum(), len(y))",
         )
     raise TaskError(
-        f"{what} returned a {type(found).__name__}: return a dict of name -> (sum, weight)"
+        "wrong-return-type",
+        function=what,
+        type=type(found).__name__,
+        expected="a dict of name -> (sum, weight)",
     )
 
 
 def _target(name: str, batch: Any) -> Any:
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
         return batch[1]
-    raise UsageError(
-        f"metric {name!r} has no target in a batch of type {type(batch).__name__}: let fn return"
-        f" its update's arguments, such as {{{name!r}: (output, batch['y'])}}"
-    )
+    raise UsageError("metric-target-missing", name=name, type=type(batch).__name__)

@@ -20,14 +20,18 @@ def check(path: Path) -> Path:
     """
     if path.suffix not in SUFFIXES:
         raise UsageError(
-            f"out={path} ends in {path.suffix or 'nothing'!r}: predictions are written as"
-            f" {' or '.join(SUFFIXES)}"
+            "not-a-predictions-file",
+            path=str(path),
+            problem=f"ends in {path.suffix or 'nothing'!r}",
+            suffixes=SUFFIXES,
         )
     if path.is_dir():
-        raise UsageError(f"out={path} is a folder: give the name of a file in it")
+        raise UsageError(
+            "not-a-predictions-file", path=str(path), problem="is a folder", suffixes=SUFFIXES
+        )
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise UsageError(
-            f"out={path} needs pyarrow, which is not installed: {install('parquet')}, or write .npy"
+            "missing-extra", what=f"out={path}", package="pyarrow", install=install("parquet")
         )
     return path
 
@@ -60,5 +64,5 @@ class Unfinished:
 
     def failed(self, error: OSError) -> LockstepError:
         return UsageError(
-            f"predictions cannot be written to {self.final} ({error.strerror}): choose another file"
+            "cannot-write", name="predictions", file=str(self.final), reason=str(error.strerror)
         )

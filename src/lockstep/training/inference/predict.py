@@ -86,10 +86,7 @@ def predict(
         )
         return run(Call(module, inputs), rows, found, seed=seed, out=file)
     if collate is not None or loader_workers:
-        raise UsageError(
-            f"collate and loader_workers are for a data set, and data is a {type(data).__name__},"
-            " one batch: leave them out"
-        )
+        raise UsageError("loading-options-for-a-batch", type=type(data).__name__)
     rows = BatchRows(data, found, batch=batch, device=device)
     joined = run(Call(module, inputs or as_arguments), rows, found, seed=seed, out=file)
     return joined if file is not None else _moved(joined, device)

@@ -56,14 +56,14 @@ class PredictionFile(ABC):
             except (UsageError, OSError) as error:
                 failure = error
         if said_by(0, failure is not None, world.control, _PLACE):
-            raise failure or PeerFailed(f"rank 0 could not write {path}")
+            raise failure or PeerFailed("rank-0-failed", what=f"write {path}")
 
     def finish(self, layout: RowLayout) -> Path:
         self._collect(layout, self._apart())
         said = self._complete(layout) if self._world.rank == 0 else ""
         if said_by(0, said, self._world.control, _PLACE):
             raise (
-                PeerFailed(f"rank 0 could not finish {self._unfinished.final}")
+                PeerFailed("rank-0-failed", what=f"finish {self._unfinished.final}")
                 if self._world.rank
                 else UsageError(said)
             )
@@ -275,10 +275,11 @@ def as_numpy(column: Column, tensor: Tensor) -> NDArray[Any]:
     try:
         return (tensor.float() if column.dtype in _HALF else tensor).numpy()
     except TypeError:
-        raise UsageError(
-            f"predictions of dtype {column.dtype} ({column.name!r}) cannot be written: return"
-            " .float() in the model"
-        ) from None
+        raise _not_writable(column, "return .float() in the model") from None
+
+
+def _not_writable(column: Column, instead: str) -> UsageError:
+    return UsageError("column-not-writable", column=column.name, kind=str(column), instead=instead)
 
 
 def _octets(tensor: Tensor) -> Tensor:
@@ -287,10 +288,7 @@ def _octets(tensor: Tensor) -> Tensor:
 
 def _only(layout: RowLayout) -> Column:
     if layout.container != "tensor":
-        raise UsageError(
-            f"the model returned {layout}: a .npy file holds one tensor; write .parquet, or wrap"
-            " the model in one that returns one"
-        )
+        raise UsageError("npy-holds-one-tensor", layout=str(layout))
     return layout.columns[0]
 
 
@@ -301,17 +299,11 @@ def _arrow() -> Any:
 def _array(column: Column, plain: NDArray[Any]) -> Any:
     pa = _arrow()
     if 0 in column.shape:
-        raise UsageError(
-            f"{column.name!r} has no numbers in a row (shape {list(column.shape)}): Parquet cannot"
-            " hold it; write .npy"
-        )
+        raise _not_writable(column, "write .npy")
     try:
         found = pa.array(plain.reshape(-1))
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid):
-        raise UsageError(
-            f"{column.name!r} is {column.dtype}, which Parquet does not have: write .npy, or return"
-            " real numbers"
-        ) from None
+        raise _not_writable(column, "write .npy, or return real numbers") from None
     for size in reversed(column.shape):
         found = pa.FixedSizeListArray.from_arrays(found, size)
     return found

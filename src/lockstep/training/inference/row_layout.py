@@ -79,15 +79,20 @@ def split(output: Any, piece: Piece) -> tuple[RowLayout, list[Tensor]]:
     for name, part in parts.items():
         if not isinstance(part, Tensor):
             raise UsageError(
-                f"the model returned a {type(part).__name__} as {name!r}: predict takes a tensor,"
-                " or a tuple, list or dict of tensors; wrap the model in one that returns those"
+                "wrong-return-type",
+                function=f"the model, as {name!r},",
+                type=type(part).__name__,
+                expected="a tensor, or a tuple, list or dict of tensors",
             )
         if part.dim() == 0 or len(part) != len(piece.rows):
             rows = "no rows (a 0-d tensor)" if part.dim() == 0 else f"{len(part)} rows"
             raise UsageError(
-                f"the model returned {rows} as {name!r} for the {len(piece.rows)} samples"
-                f" {piece.rows.start} to {piece.rows.stop - 1}: a prediction is one row a sample;"
-                " use evaluate for what is pooled over a batch"
+                "rows-are-not-samples",
+                column=name,
+                rows=rows,
+                samples=len(piece.rows),
+                start=piece.rows.start,
+                last=piece.rows.stop - 1,
             )
     columns = [
         Column(name, str(part.dtype).removeprefix("torch."), tuple(part.shape[1:]))
@@ -115,8 +120,7 @@ def same(first: RowLayout, other: RowLayout, where: str, of_first: str) -> None:
     """Raise UsageError where two batches gave other columns."""
     if first != other:
         raise UsageError(
-            f"the model returned {other} for {where} and {first} for {of_first}: every batch must"
-            " have the same columns"
+            "columns-differ", columns=str(other), where=where, first=str(first), of_first=of_first
         )
 
 
@@ -131,10 +135,7 @@ def agreed(mine: RowLayout | None, total: int, world: World) -> RowLayout:
     )
     for rank, (rows, _) in enumerate(found):
         if rows != found[0][0]:
-            raise UsageError(
-                f"rank {rank} was given {rows} rows and rank 0 {found[0][0]}: give all ranks the"
-                " same data"
-            )
+            raise UsageError("ranks-given-other-data", rank=rank, rows=rows, first=found[0][0])
     first = RowLayout.from_json(found[0][1])  # rank 0 has the first batch
     for rank, (_, layout) in enumerate(found):
         if layout is not None:

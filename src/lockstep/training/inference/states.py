@@ -41,13 +41,13 @@ class States:
 
     def __init__(self, name: str, metric: Any, device: torch.device) -> None:
         if any(not hasattr(metric, part) for part in _NEEDED):
-            raise UsageError(
-                f"metrics[{name!r}] is a {type(metric).__name__}: give torchmetrics.Metric objects"
-            )
+            raise UsageError("not-a-metric", name=name, type=type(metric).__name__, problem="")
         if not metric._reductions:
             raise UsageError(
-                f"metrics[{name!r}], a {type(metric).__name__}, keeps its state in other metrics:"
-                " give those themselves"
+                "not-a-metric",
+                name=name,
+                type=type(metric).__name__,
+                problem=", which keeps its state in other metrics",
             )
         self._name = name
         self._metric = metric.clone().to(device)
@@ -60,8 +60,7 @@ class States:
         """Take the batch's `arguments` into account: those of the metric's own `update`."""
         if not isinstance(arguments, (tuple, list)):
             raise UsageError(
-                f"metric {self._name!r} got a {type(arguments).__name__}: give the arguments of its"
-                " update() as a tuple, such as (output, y)"
+                "metric-arguments-not-a-tuple", name=self._name, type=type(arguments).__name__
             )
         self._metric.reset()
         self._metric.update(*arguments)
@@ -141,10 +140,7 @@ def _numbers(name: str, value: Any) -> dict[str, float]:
             for inner, number in _numbers(f"{name}_{key}", part).items()
         }
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise UsageError(
-            f"metric {name!r} has shape {list(value.shape)}, and evaluation gives one number a"
-            " metric: let it average (average='macro')"
-        )
+        raise UsageError("metric-not-a-number", name=name, shapes=[list(value.shape)])
     return {name: float(value)}
 
 

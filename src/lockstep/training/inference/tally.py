@@ -59,17 +59,13 @@ class Tally:
         ]
         if any(part.numel() != 1 for part in parts):
             raise TaskError(
-                f"metric {name!r} is (sum, weight) of shapes"
-                f" {[list(part.shape) for part in parts]}: sum them to one number each"
+                "metric-not-a-number", name=name, shapes=[list(part.shape) for part in parts]
             )
         return torch.stack([part.reshape(()) for part in parts])
 
 
 def _row(sums: dict[str, Tensor], names: list[str]) -> Tensor:
     if sorted(sums) != names:
-        raise TaskError(
-            f"metrics gave {', '.join(sorted(sums))} for one batch and {', '.join(names)} for the"
-            " first: name the same each time"
-        )
+        raise TaskError("metric-names-changed", names=sorted(sums), first=names)
     # no -0: a sum with zeros would lose the sign
     return torch.cat([sums[name] for name in names]).cpu() + 0.0 if names else torch.empty(0)
