@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from tests.cli.command import command as given
+from tests.refused import refused
 
 TASK = """
 import numpy as np
@@ -60,7 +61,7 @@ def test_what_is_wrong_is_the_exit_code(file: Path, capsys: pytest.CaptureFixtur
 def test_mistakes_are_sentences(file: Path) -> None:
     with pytest.raises(UsageError, match="task 'digit' is unknown"):
         given("audit", "digit")
-    with pytest.raises(UsageError, match="--workers 0: give at least 1"):
+    with refused("below-one", option="--workers", value=0):
         given("audit", str(file), workers=0)
-    with pytest.raises(UsageError, match=r"--json .*none/x.json cannot be written"):
+    with refused("cannot-write", name="--json", file=file.parent / "none" / "x.json"):
         given("audit", str(file), json=file.parent / "none" / "x.json")

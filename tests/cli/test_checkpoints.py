@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from lockstep.checkpoints import files
 from lockstep.cli.checkpoints import app
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 TENSORS = {
     "a.weight": torch.arange(6.0),
@@ -106,27 +107,44 @@ def test_export(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "code", "values"),
     [
-        (("ls", "{}/nowhere"), "does not exist"),
-        (("ls", "{}"), "holds no checkpoints"),
+        (("ls", "{}/nowhere"), "no-such-run", {"run": "{}/nowhere"}),
+        (("ls", "{}"), "no-checkpoint", {"run": "{}"}),
         (
             ("export", "{}/run", "--out", "{}/x.pt", "--step", "5"),
-            "--step 5: .* has checkpoints of step-0000004, step-0000008",
+            "no-such-step",
+            {"step": 5, "there": ["step-0000004", "step-0000008"]},
         ),
-        (("export", "{}/run", "--out", "{}/x.pt", "--step", "4", "--best"), "exclude each other"),
-        (("export", "{}/run", "--out", "{}/nowhere/x.safetensors"), "cannot be written"),
-        (("export", "{}/run", "--out", "{}/nowhere/x.pt"), "cannot be written"),
+        (
+            ("export", "{}/run", "--out", "{}/x.pt", "--step", "4", "--best"),
+            "options-exclude-each-other",
+            {"one": "--best", "other": "--step 4"},
+        ),
+        (
+            ("export", "{}/run", "--out", "{}/nowhere/x.safetensors"),
+            "cannot-write",
+            {"name": "--out", "file": "{}/nowhere/x.safetensors"},
+        ),
+        (
+            ("export", "{}/run", "--out", "{}/nowhere/x.pt"),
+            "cannot-write",
+            {"name": "--out", "file": "{}/nowhere/x.pt"},
+        ),
         (
             ("export", "{}/run", "--out", "{}/model.bin"),
-            r"ends in \.safetensors, or in \.pt or \.pth",
+            "wrong-ending",
+            {"file": "{}/model.bin", "endings": [".safetensors", ".pt", ".pth"]},
         ),
     ],
 )
-def test_what_cannot_work_is_a_sentence(
-    run: Path, tmp_path: Path, words: tuple[str, ...], message: str
+def test_what_cannot_work_is_refused(
+    run: Path, tmp_path: Path, words: tuple[str, ...], code: str, values: dict[str, Any]
 ) -> None:
     found = called(*(word.format(tmp_path) for word in words))
-    assert isinstance(found.exception, UsageError)
-    with pytest.raises(UsageError, match=message):
+    values = {
+        name: Path(value.format(tmp_path)) if name in ("run", "file") else value
+        for name, value in values.items()
+    }
+    with refused(code, **values):
         raise found.exception

@@ -19,6 +19,7 @@ from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.training.resolve import resolve
 from tests.cli.command import command as given
+from tests.refused import refused
 
 TASK = """
 from torch import nn
@@ -125,9 +126,7 @@ def test_a_task_without_eval_data(tmp_path: Path) -> None:
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(
-        UsageError, match=r"--run .*run does not exist \(looked from .*\): give the run directory"
-    ):
+    with refused("no-such-run", run=run, folder=Path.cwd()):
         given("evaluate", "digits", run=run)
     run.mkdir()
     with pytest.raises(
@@ -136,10 +135,10 @@ def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     ):
         given("evaluate", "digits", run=run)
     Settings(task="digits").write(run)
-    with pytest.raises(UsageError, match=r"run .* has no checkpoint yet"):
+    with refused("no-checkpoint", run=run):
         given("evaluate", "digits", run=run)
     files.write(run / "checkpoints", 1, {}, {})
-    with pytest.raises(UsageError, match=r"--best: run .* has no best checkpoint"):
+    with refused("no-best-checkpoint", run=run):
         given("evaluate", "digits", run=run, best=True)
     with pytest.raises(UsageError, match="workers=0: give a whole number of at least 1"):
         given("evaluate", "digits", run=run, workers=0)

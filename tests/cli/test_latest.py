@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import latest
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 @pytest.fixture
@@ -37,9 +37,9 @@ def test_other_names_are_left_alone(folder: Path) -> None:
 
 
 def test_without_a_run_it_is_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="no run under runs"):
+    with refused("latest-run-missing", runs=Path("runs"), folder=folder):
         latest.run_of(Path("latest"))
-    with pytest.raises(UsageError, match="--resume"):
+    with refused("option-missing", option="--run latest", needed="--resume"):
         latest.refused(Path("latest"))
     assert latest.refused(Path("mine")) == Path("mine")
 

@@ -116,6 +116,7 @@ def test_without_libcst_it_says_what_to_install(
     monkeypatch.setitem(sys.modules, "libcst", None)  # as if it were not installed
     done = CliRunner().invoke(app, ["lint", scripts[0]])
     assert isinstance(done.exception, UsageError)
+    assert done.exception.code == "missing-extra"
     assert "[lint]'" in str(done.exception)
 
 

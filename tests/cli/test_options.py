@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from lockstep.config.launching import Launch, RunChoice
 from lockstep.config.settings import Config
 from lockstep.errors import UsageError
 from tests.cli.command import taken
+from tests.refused import refused
 
 
 def asked(choice: RunChoice, config: Config, launch: Launch, given: GivenNames) -> None:
@@ -161,10 +162,6 @@ def test_the_command_line_comes_first_and_says_so_once(
         ("a.toml", "mesh = 2\n", "mesh=2: give AXIS=N,..."),
         ("a.toml", "exact = 1\n", "exact=1: give true or false"),
         ("a.toml", "set = 3\n", "overrides=3: give KEY=VALUE"),
-        ("a.toml", "steps = \n", "is not TOML: "),
-        ("a.yaml", "[1, 2]\n", "holds a list: give names of options and their values"),
-        ("a.yaml", "a: [\n", "is not YAML: "),
-        ("a.json", "{}\n", "give a file that ends in .toml, .yaml or .yml"),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(
@@ -175,7 +172,25 @@ def test_a_wrong_file_is_named_with_what_is_wrong(
         taken(asked, "--config", file)
     assert file in str(refused.value)
     assert said in str(refused.value)
-    with pytest.raises(UsageError, match="cannot be read"):
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "values"),
+    [
+        ("a.toml", "steps = \n", "config-file-not-parsed", {"language": "TOML"}),
+        ("a.yaml", "[1, 2]\n", "config-file-without-names", {"kind": "list"}),
+        ("a.yaml", "a: [\n", "config-file-not-parsed", {"language": "YAML"}),
+        ("a.json", "{}\n", "wrong-ending", {"endings": [".toml", ".yaml", ".yml"]}),
+        ("a.toml", "#" * (2**20 + 1), "config-file-too-large", {"most": 2**20}),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(
+    tmp_path: Path, name: str, text: str, code: str, values: dict[str, Any]
+) -> None:
+    file = written(tmp_path, name, text)
+    with refused(code, file=Path(file), **values):
+        taken(asked, "--config", file)
+    with refused("cannot-read", name="--config", file=tmp_path / "missing.toml"):
         taken(asked, "--config", f"{tmp_path}/missing.toml")
 
 
@@ -183,5 +198,5 @@ def test_yaml_is_refused_where_its_package_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(UsageError, match="needs PyYAML: install it"):
+    with refused("missing-extra", package="PyYAML", install="pip install pyyaml"):
         taken(asked, "--config", written(tmp_path, "a.yaml", "steps: 1\n"))

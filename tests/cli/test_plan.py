@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
+from tests.refused import refused
 
 SMALL = [
     "text",
@@ -95,8 +96,6 @@ def test_what_was_measured_stands_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*SMALL, "--workers", "2,4"], "--workers 2,4 with --methods: give one number of ranks"),
-        ([*SMALL, "--workers", "0"], "--workers 0: give at least 1"),
         ([*SMALL, "--network", "modem"], "--network modem is unknown: choose one of 100Mbit"),
         ([*SMALL, "--step-ms", "0"], "step_ms=0"),
         ([*SMALL, "--step-ms", "inf"], "step_ms=inf"),
@@ -114,6 +113,13 @@ def test_what_was_measured_stands_beside_it(tmp_path: Path) -> None:
 def test_a_wrong_question_is_one_sentence(words: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         plan(*words)
+
+
+def test_a_table_of_methods_is_for_one_number_of_ranks() -> None:
+    with refused("not-one-count", option="--methods", workers="2,4"):
+        plan(*SMALL, "--workers", "2,4")
+    with refused("not-a-list-of-counts", value="0"):
+        plan(*SMALL, "--workers", "0")
 
 
 @pytest.mark.parametrize(

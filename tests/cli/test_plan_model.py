@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 def plan(*words: str) -> str:
@@ -82,22 +83,31 @@ def test_a_way_that_is_given_is_the_only_one() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "vgg16"], "--model vgg16 needs a --device"),
         (["--model", "vgg", "--device", "p100"], "--model vgg is unknown: choose one of"),
         (["--model", "vgg16", "--device", "p1000"], "--device p1000 is unknown: choose one of"),
         (["--model", "vgg16", "--device", "p100", "--batch", "0"], "--batch 0"),
         (["--model", "vgg16", "--device", "p100", "--batch", "-1"], "--batch -1"),
-        (["--model", "vgg16", "--device", "p100", "--workers", "0"], "--workers 0"),
+    ],
+)
+def test_a_model_that_cannot_be_planned(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plan(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "values"),
+    [
+        ([], "option-missing", {"option": "--model vgg16", "needed": "--device NAME"}),
+        (["--device", "p100", "--workers", "0"], "not-a-list-of-counts", {"value": "0"}),
+        (["--device", "p100", "--network", "here"], "not-on-network-here", {"what": "--model"}),
         (
-            ["--model", "vgg16", "--device", "p100", "--network", "here"],
-            "--network here is of this host's own ranks",
-        ),
-        (
-            ["--model", "vgg16", "--device", "p100", "--noise-scale"],
-            "--noise-scale does not go with --model",
+            ["--device", "p100", "--noise-scale"],
+            "option-of-another-plan",
+            {"option": "--noise-scale", "plan": "--model"},
         ),
     ],
 )
-def test_what_cannot_be_planned(words: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be_planned(words: list[str], code: str, values: dict[str, str]) -> None:
+    words = ["--model", "vgg16", *words]
+    with refused(code, **values):
         CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
+from tests.refused import refused
 from tests.tools.report.page.runs import anatomy, make, metrics
 
 
@@ -91,9 +92,7 @@ def test_it_can_be_written_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["/nowhere"], "/nowhere does not exist"),
         (["{tmp}"], "is not a run directory of `lockstep train`"),
-        (["{tmp}/run/settings.json"], "settings.json is a file: give the run directory"),
         (
             ["{tmp}/run", "--out", "/nowhere/page.html"],
             "--out /nowhere/page.html cannot be written",
@@ -131,3 +130,10 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("place", ["nowhere", "run/settings.json"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, place: str) -> None:
+    make(tmp_path / "run", parts={})
+    with refused("no-such-run", run=tmp_path / place):
+        report(str(tmp_path / place))

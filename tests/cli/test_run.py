@@ -103,19 +103,21 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["run"], "error: nothing to run: give a script"),
+        (["run"], "error: nothing to run: give a script (lockstep run train.py) or a module"),
+        (["run"], "[nothing-to-run]"),
         (["run", "nowhere.py"], "error: script 'nowhere.py' does not exist"),
-        (["run", "--workers", "0", "-m", "this"], "error: --workers 0: give at least 1"),
+        (["run", "--workers", "0", "-m", "this"], "--workers 0: give at least 1 [below-one]"),
         (
             ["run", "--log", "/dev/null/x", "-m", "this"],
             "error: --log /dev/null/x: no directory can be made there (Not a directory)",
         ),
         (
             ["run", "--debug", "-m", "this"],
-            "error: --debug writes to the logs, which are removed when all goes well",
+            "error: --debug needs --log DIR too: logs without a folder of their own",
         ),
-        (["run", "--wrokers", "2", "x.py"], "--wrokers"),
-        (["run", "--workers", "two", "x.py"], "error: --workers two: give a whole number"),
+        (["run", "--wrokers", "2", "x.py"], "error: --wrokers is no option of `lockstep run`"),
+        (["run", "--wrokers", "2", "x.py"], "[unknown-option]"),
+        (["run", "--workers", "two", "x.py"], "two: give a whole number [wrong-argument]"),
     ],
 )
 def test_mistakes_are_sentences_with_code_2(args: list[str], message: str, tmp_path: Path) -> None:

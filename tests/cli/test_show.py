@@ -5,6 +5,7 @@ after, word for word.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +15,8 @@ from lockstep.collectives.algorithms import schedule
 from lockstep.errors import UsageError
 from lockstep.tools.show import data_picture as picture
 from lockstep.tools.show import schedule_picture
+from tests.cli.command import command
+from tests.refused import refused
 
 
 @pytest.mark.parametrize(
@@ -180,25 +183,10 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
     ("args", "message"),
     [
         (
-            ["all-reduce", "--values", "a,b;c,d"],
-            '--values "a,b;c,d": give numbers, rows split by semicolons, such as "1,2,3;4,5,6"',
-        ),
-        (["all-reduce", "--values", "1,2;"], "give numbers, rows split by semicolons"),
-        (
             ["all-reduce", "--values", "1,2;3"],
             "rows of 2, 1 numbers: in an all-reduce all ranks have equally many",
         ),
         (["all-reduce", "--op", "mean"], "op='mean' of int64 would have to round"),
-        (
-            ["all-reduce", "--values", "99999999999999999999;1"],
-            "99999999999999999999 does not fit into 64 bits",
-        ),
-        (["broadcast", "--op", "sum"], "--op sum: broadcast adds nothing up"),
-        (["all-gather", "--root", "1"], "--root 1: in all-gather no rank is special"),
-        (
-            ["ring", "--ranks-per-node", "2"],
-            "--ranks-per-node is for hierarchical: to ring all ranks are alike",
-        ),
         (
             ["all-reduce", "--op", "median"],
             "op='median' is unknown: choose one of sum, mean, max, min, prod",
@@ -216,8 +204,6 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
             "in an all-to-all every rank has one number for each of the 2 ranks",
         ),
         (["broadcast", "--root", "3"], "root=3 is not one of the 3 ranks: they are 0 to 2"),
-        (["ring", "--workers", "0"], "--workers 0: give at least 1"),
-        (["hierarchical", "--ranks-per-node", "0"], "--ranks-per-node 0"),
         (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a file that ends in .svg or .png"),
     ],
 )
@@ -225,6 +211,40 @@ def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["show", *args])
     assert isinstance(done.exception, UsageError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "values"),
+    [
+        (["all-reduce", "--values", "a,b;c,d"], "not-rows-of-numbers", {"value": "a,b;c,d"}),
+        (["all-reduce", "--values", "1,2;"], "not-rows-of-numbers", {"value": "1,2;"}),
+        (["all-reduce", "--values", f"{10**20};1"], "integer-too-large", {"value": 10**20}),
+        (
+            ["broadcast", "--op", "sum"],
+            "option-without-effect",
+            {"option": "--op sum", "name": "broadcast"},
+        ),
+        (
+            ["all-gather", "--root", "1"],
+            "option-without-effect",
+            {"option": "--root 1", "name": "all-gather"},
+        ),
+        (
+            ["ring", "--ranks-per-node", "2"],
+            "option-without-effect",
+            {"option": "--ranks-per-node", "name": "ring"},
+        ),
+        (["ring", "--workers", "0"], "below-one", {"option": "--workers", "value": 0}),
+        (
+            ["hierarchical", "--ranks-per-node", "0"],
+            "below-one",
+            {"option": "--ranks-per-node", "value": 0},
+        ),
+    ],
+)
+def test_options_that_cannot_be_shown(args: list[str], code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
+        command("show", *args)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from lockstep.cli.app import app
 from lockstep.config.pipeline_schedules import Schedule
 from lockstep.errors import UsageError
 from lockstep.tools.show.pipeline_picture import chart, drawing, text
+from tests.cli.command import command
+from tests.refused import refused
 
 
 def shown(*args: str) -> str:
@@ -49,8 +51,6 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
                 " zero-bubble"
             ),
         ),
-        (["--stages", "0"], "--stages 0: give at least 1"),
-        (["--micro-batches", "-1"], "--micro-batches -1: give at least 1"),
         (
             ["--stages", "4", "--micro-batches", "3"],
             "3 micro-batches for 4 stages: 1f1b needs at least as many",
@@ -63,3 +63,9 @@ def test_what_cannot_be_shown(args: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["show", "pipeline", *args])
     assert isinstance(done.exception, UsageError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--stages", 0), ("--micro-batches", -1)])
+def test_at_least_one_of_each(option: str, value: int) -> None:
+    with refused("below-one", option=option, value=value):
+        command("show", "pipeline", option, str(value))

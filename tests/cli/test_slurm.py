@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from tests.cli.command import command
+from tests.refused import refused
 
 
 @pytest.fixture(autouse=True)
@@ -75,35 +76,9 @@ def test_a_run_directory_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None
         ("digit", [], {}, r"task 'digit' .*did you mean 'digits'.* \[unknown-task\]"),
         ("nowhere.py", [], {}, r"task file 'nowhere.py' .* \[task-file-missing\]"),
         ("broken.py", [], {}, r"broken.py, line 1: .* \[task-file-not-python\]"),
-        ("digits", ["--exat"], {}, "after --, for lockstep train: No such option: --exat"),
-        ("digits", ["--epochs", "x"], {}, "after --, for lockstep train: .*--epochs"),
-        ("digits", ["more"], {}, "after --, for lockstep train: .*more"),
-        ("digits", ["--help"], {}, "after --: --help trains nothing"),
-        (
-            "digits",
-            ["--workers", "4"],
-            {},
-            "after --: --workers 4 is not the ranks' affair here; give --nodes",
-        ),
-        ("digits", ["--max-restarts", "1"], {}, "after --: --max-restarts 1 is not"),
-        (
-            "digits",
-            [],
-            {"job_name": "a\nb"},
-            r"--job-name 'a\\nb': a line of a script cannot hold a line break",
-        ),
-        ("digits", [], {"job_name": ""}, "--job-name '': give a name"),
-        ("digits", [], {"time": "1h"}, "--time '1h' is no time limit"),
-        ("digits", [], {"nodes": 0}, "--nodes 0: give at least 1"),
-        (
-            "digits",
-            [],
-            {"log": Path("broken.py/logs")},
-            "--log broken.py/logs cannot be made .*: SLURM would drop the output",
-        ),
     ],
 )
-def test_mistakes(
+def test_mistakes_in_the_task(
     tmp_path: Path, target: str, args: list[str], options: dict[str, object], message: str
 ) -> None:
     (tmp_path / "broken.py").write_text("def task(:")
@@ -112,9 +87,45 @@ def test_mistakes(
     assert [path.name for path in tmp_path.iterdir()] == ["broken.py"]
 
 
+@pytest.mark.parametrize(
+    ("args", "options", "code", "values"),
+    [
+        (["--exat"], {}, "unknown-option", {"option": "--exat", "command": "lockstep train"}),
+        (["--epochs", "x"], {}, "wrong-argument", {"name": "--epochs", "given": " x"}),
+        (["more"], {}, "wrong-command-line", {"command": "lockstep train"}),
+        (["--help"], {}, "option-not-for-a-job", {"option": "--help"}),
+        (["--workers", "4"], {}, "option-not-for-a-job", {"option": "--workers 4"}),
+        (["--max-restarts", "1"], {}, "option-not-for-a-job", {"option": "--max-restarts 1"}),
+        ([], {"job_name": "a\nb"}, "control-character", {"option": "--job-name", "value": "a\nb"}),
+        ([], {"job_name": ""}, "empty-value", {"option": "--job-name"}),
+        ([], {"time": "1h"}, "not-a-time-limit", {"value": "1h"}),
+        ([], {"nodes": 0}, "below-one", {"option": "--nodes", "value": 0}),
+        (
+            [],
+            {"log": Path("file/logs")},
+            "cannot-make-folder",
+            {"option": "--log", "folder": Path("file/logs"), "reason": "Not a directory"},
+        ),
+    ],
+)
+def test_mistakes(
+    tmp_path: Path,
+    args: list[str],
+    options: dict[str, object],
+    code: str,
+    values: dict[str, object],
+) -> None:
+    (tmp_path / "file").touch()
+    with refused(code, **values) as caught:
+        command("slurm", "digits", *(["--", *args] if args else []), **options)
+    if args:
+        assert str(caught.value).startswith("after --: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_without_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="--submit: there is no sbatch here; use --print"):
+    with refused("no-sbatch"):
         command("slurm", "digits", submit=True)
 
 

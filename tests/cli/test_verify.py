@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from tests.cli.command import command as given
+from tests.refused import refused
 from tests.tools.verify.planted import __file__ as planted
 from tests.tools.verify.test_finished_runs import run
 
@@ -137,22 +138,37 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("what", "options", "message"),
     [
-        (["digits"], {"workers": "2"}, "--workers 2: give at least two whole numbers"),
-        (["digits"], {"workers": "1,two"}, "--workers 1,two"),
-        (["digits"], {"workers": "1,0"}, "--workers 1,0"),
         (["digits"], {"steps": 0}, "steps=0"),
         (["digits"], {"exact": True, "reduce": "central"}, "reduce='central' with exact"),
         (["digit"], {}, r"task 'digit' is unknown: .*did you mean 'digits'"),
-        (["a", "b", "c"], {}, "3 arguments were given: give one task, or two run directories"),
+    ],
+)
+def test_mistakes_in_the_training_are_refused(
+    what: list[str], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        given("verify", *what, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "code", "values"),
+    [
+        (["digits"], {"workers": "2"}, "not-a-list-of-counts", {"value": "2"}),
+        (["digits"], {"workers": "1,two"}, "not-a-list-of-counts", {"value": "1,two"}),
+        (["digits"], {"workers": "1,0"}, "not-a-list-of-counts", {"value": "1,0"}),
+        (["a", "b", "c"], {}, "task-or-two-runs", {"given": "3 arguments"}),
         (
             ["a", "b"],
             {"exact": True, "steps": 3},
-            "--exact, --steps: two runs are compared as they are",
+            "options-exclude-each-other",
+            {"one": "--exact, --steps", "other": "RUN_A RUN_B"},
         ),
-        (["a", "b"], {}, "run a does not exist"),
-        (["."], {}, ". is a folder: give two run directories"),
+        (["a", "b"], {}, "no-such-run", {"run": Path("a")}),
+        (["."], {}, "task-or-two-runs", {"given": "the folder ."}),
     ],
 )
-def test_mistakes_are_sentences(what: list[str], options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_mistakes_on_the_command_line_are_refused(
+    what: list[str], options: dict[str, object], code: str, values: dict[str, object]
+) -> None:
+    with refused(code, **values):
         given("verify", *what, **options)

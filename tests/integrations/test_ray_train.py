@@ -63,5 +63,7 @@ def test_without_ray_the_import_names_the_command_that_installs_it(tmp_path: Pat
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert "(no Ray here): pip install " in done.stdout
+    assert "lockstep.integrations.ray_train needs Ray Train (no Ray here)" in done.stdout
+    assert "pip install " in done.stdout
+    assert done.stdout.endswith("[missing-extra]\n")
     assert "[ray]" in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import numpy as np
@@ -15,6 +14,7 @@ from lockstep import train
 from lockstep.errors import TaskError
 from lockstep.runtime.extras import install
 from lockstep.tasks import digits
+from tests.refused import refused
 
 
 def test_no_training_index_is_in_the_evaluation_split_and_classes_are_balanced() -> None:
@@ -64,7 +64,7 @@ def test_the_data_are_read_without_importing_scikit_learn(monkeypatch: pytest.Mo
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(
-        TaskError, match=f"digits needs scikit-learn.*: {re.escape(install('tasks'))}"
+    with refused(
+        "missing-extra", TaskError, what="digits", package="scikit-learn", install=install("tasks")
     ):
         digits.task()

@@ -12,9 +12,11 @@ import pytest
 
 import lockstep
 from lockstep import testing
-from lockstep.errors import UsageError, WorkerFailed
+from lockstep.errors import WorkerFailed
 from lockstep.runtime import status
+from lockstep.runtime.step_clock import PHASES
 from lockstep.testing import faults, run_ranks
+from tests.refused import refused
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +75,11 @@ def test_to_be_slow_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_values_that_cannot_work_are_refused() -> None:
-    with pytest.raises(UsageError, match="phase='loading' is unknown: choose one of start, data"):
+    with refused("unknown-choice", name="phase", value="loading", choices=PHASES):
         testing.kill_at(0, 1, "loading")
-    with pytest.raises(UsageError, match="rank=-1 and step=2"):
+    with refused("fault-below-zero", rank=-1, step=2):
         testing.stop_at(-1, 2, "data")
-    with pytest.raises(UsageError, match="seconds=0"):
+    with refused("not-above-zero", name="seconds", value=0):
         testing.slow_at(0, 2, "data", 0)
 
 

@@ -127,7 +127,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(ExitCode.USAGE)
-        _refuse(refusals.of_parser(error, sys.argv[1:]))
+        _refuse(str(refusals.of_parser(error, sys.argv[1:])))
     except LockstepError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(ExitCode.FAILED)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from lockstep.cli.options import option_name
 from lockstep.errors import UsageError
 
 
@@ -30,4 +31,4 @@ def at_least_one(**options: float | None) -> None:
     """
     for name, value in options.items():
         if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: give at least 1")
+            raise UsageError("below-one", option=option_name(name), value=value)

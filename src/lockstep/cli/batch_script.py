@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Annotated
 
+from lockstep.cli.arguments import at_least_one
 from lockstep.config.knob import Knob
 from lockstep.errors import ExitCode, UsageError
 
@@ -64,24 +65,18 @@ class Job(SlurmOptions):
     def __post_init__(self) -> None:
         for field in fields(self):
             value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
-            if isinstance(value, int) and value < 1:
-                raise UsageError(f"{option} {value}: give at least 1")
+            if isinstance(value, int):
+                at_least_one(**{field.name: value})
             for text in (
                 [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
             ):
                 if _UNPRINTABLE.search(text):
-                    raise UsageError(
-                        f"{option} {text!r}: a line of a script cannot hold a line break or another"
-                        " control character"
-                    )
+                    raise UsageError("control-character", option=option, value=text)
                 if not text and isinstance(value, str):
-                    raise UsageError(f"{option} '': give a name, or leave the option out")
+                    raise UsageError("empty-value", option=option)
         limit(self.time)
         if "%" in self.log:
-            raise UsageError(
-                f"--log {self.log!r}: SLURM reads % in the name of a log as a placeholder; choose a"
-                " folder without it"
-            )
+            raise UsageError("percent-in-log", log=self.log)
 
 
 def limit(time: str) -> timedelta:
@@ -94,10 +89,7 @@ def limit(time: str) -> timedelta:
         units = ("hours", "minutes", "seconds") if found[1] or found[4] else ("minutes", "seconds")
         span = timedelta(days=int(days), **dict(zip(units, map(int, parts), strict=False)))
     if not span:
-        raise UsageError(
-            f"--time {time!r} is no time limit: write minutes (90), hours:minutes:seconds (1:30:00)"
-            " or days-hours (2-12)"
-        )
+        raise UsageError("not-a-time-limit", value=time)
     return span
 
 

@@ -138,8 +138,10 @@ def _refuse_with_tune(given: dict[str, object]) -> None:
     for option, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{option} {value}: --tune measures every collective and algorithm, as often as"
-                f" each is worth; leave {option} out"
+                "options-exclude-each-other",
+                one=f"{option} {value}",
+                other="--tune",
+                reason="--tune measures every collective and algorithm, as often as each is worth",
             )
 
 
@@ -252,7 +254,7 @@ def _sizes(text: str) -> list[int]:
     """`4K..64M`: 4096, 16384, ...; a single size is itself."""
     ends = [_bytes(part, text) for part in text.split("..")]
     if len(ends) > 2 or ends[0] > ends[-1]:
-        raise UsageError(f"--sizes {text}: give FROM..TO, such as 4K..64M")
+        raise UsageError("not-a-range-of-sizes", value=text)
     found = [ends[0]]
     while found[-1] * 4 <= ends[-1]:
         found.append(found[-1] * 4)
@@ -262,7 +264,5 @@ def _sizes(text: str) -> list[int]:
 def _bytes(part: str, text: str) -> int:
     number, unit = (part[:-1], part[-1].upper()) if part and not part[-1].isdigit() else (part, "")
     if not number.isdigit() or unit not in _UNITS or int(number) == 0:
-        raise UsageError(
-            f"--sizes {text}: {part!r} is no number of bytes; give FROM..TO, such as 4K..64M"
-        )
+        raise UsageError("not-a-range-of-sizes", value=text)
     return int(number) * _UNITS[unit]

@@ -59,7 +59,10 @@ class ScalingOptions:
         ]
         if len(given) > 1:
             raise UsageError(
-                f"--{' --'.join(given)}: give one of them; --both measures strong and weak scaling"
+                "options-exclude-each-other",
+                one=f"--{given[0]}",
+                other=f"--{given[1]}",
+                reason="--both measures strong and weak scaling",
             )
         return given[0] if given else "strong"
 
@@ -127,8 +130,9 @@ def _counts(text: str | None) -> list[int] | None:
         found = []
     if not found or min(found) < 1:
         raise UsageError(
-            f"--workers {text or repr(text)}: give numbers of workers, each at least 1, with commas"
-            " between them, such as 1,2,4"
+            "not-a-list-of-counts",
+            value=text,
+            wanted="numbers of workers of at least 1, such as 1,2,4",
         )
     return found
 

@@ -153,11 +153,15 @@ def export(
     """
     if out.suffix not in (".safetensors", *_TORCH):
         raise UsageError(
-            f"--out {out}: give a name that ends in .safetensors, or in {' or '.join(_TORCH)} for a"
-            " file that torch.load reads"
+            "wrong-ending", option="--out", file=out, endings=[".safetensors", *_TORCH]
         )
     if best and step is not None:
-        raise UsageError(f"--best and --step {step} exclude each other: give one")
+        raise UsageError(
+            "options-exclude-each-other",
+            one="--best",
+            other=f"--step {step}",
+            reason="each names a checkpoint",
+        )
     directory = _directory(run)
     folder = _checkpoint(directory, step=step, best=best)
     import torch
@@ -186,18 +190,13 @@ def export(
         if isinstance(error, LockstepError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--out {out} cannot be written ({reason}): choose another file") from None
+        raise UsageError("cannot-write", name="--out", file=out, reason=reason) from None
     print(f"{out}: the model of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")
 
 
 def _directory(run: Path) -> Path:
-    run = latest.run_of(run)
+    run = latest.existing(run)
     inner = run / "checkpoints"
-    if not run.is_dir():
-        raise UsageError(
-            f"{run} does not exist (looked from {Path.cwd()}): give the run directory that"
-            " `lockstep train` made"
-        )
     return inner if inner.is_dir() else run
 
 
@@ -206,7 +205,7 @@ def _every(directory: Path) -> list[Path]:
 
     found = written(directory)
     if not found:
-        raise UsageError(f"{directory} holds no checkpoints")
+        raise UsageError("no-checkpoint", run=directory)
     return found
 
 
@@ -220,18 +219,14 @@ def _checkpoint(path: Path, *, step: int | None = None, best: bool = False) -> P
     if best:
         named = best_name(directory)
         if named is None:
-            raise UsageError(
-                f"--best: {directory} has no best checkpoint, since its task names no metric with"
-                " best=; leave --best out"
-            )
+            raise UsageError("no-best-checkpoint", run=directory)
         return directory / named
     if step is None:
         return every[-1]
     folder = folder_of(directory, step)
     if folder not in every:
         raise UsageError(
-            f"--step {step}: {directory} has checkpoints of"
-            f" {', '.join(each.name for each in every)}"
+            "no-such-step", step=step, run=directory, there=[each.name for each in every]
         )
     return folder
 

@@ -55,29 +55,26 @@ def _value(field: Field, value: Any, file: Path) -> Any:
             else value
         )
     except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
+        raise error.within(str(file)) from None
     return value
 
 
 def _read(file: Path) -> dict[str, Any]:
     kind = file.suffix.lower()
     if kind not in (".toml", ".yaml", ".yml"):
-        raise UsageError(f"--config {file}: give a file that ends in .toml, .yaml or .yml")
+        raise UsageError(
+            "wrong-ending", option="--config", file=file, endings=[".toml", ".yaml", ".yml"]
+        )
     try:
         with file.open(encoding="utf-8") as stream:
             text = stream.read(_LARGEST + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read ({error})") from None
+        raise UsageError("cannot-read", name="--config", file=file, reason=error) from None
     if len(text) > _LARGEST:
-        raise UsageError(
-            f"--config {file} is larger than {_LARGEST} bytes: it is no file of options"
-        )
+        raise UsageError("config-file-too-large", file=file, most=_LARGEST)
     found = _toml(text, file) if kind == ".toml" else _yaml(text, file)
     if not isinstance(found, dict):
-        raise UsageError(
-            f"--config {file} holds a {type(found).__name__}: give names of options and their"
-            " values"
-        )
+        raise UsageError("config-file-without-names", file=file, kind=type(found).__name__)
     return found
 
 
@@ -85,7 +82,9 @@ def _toml(text: str, file: Path) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"--config {file} is not TOML: {error}") from None
+        raise UsageError(
+            "config-file-not-parsed", file=file, language="TOML", reason=error
+        ) from None
 
 
 def _yaml(text: str, file: Path) -> Any:
@@ -93,10 +92,14 @@ def _yaml(text: str, file: Path) -> Any:
         import yaml
     except ImportError:
         raise UsageError(
-            f"--config {file} needs PyYAML: install it (pip install pyyaml), or write the file as"
-            " TOML"
+            "missing-extra", what=f"--config {file}", package="PyYAML", install="pip install pyyaml"
         ) from None
     try:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(
+            "config-file-not-parsed",
+            file=file,
+            language="YAML",
+            reason=" ".join(str(error).split()),
+        ) from None

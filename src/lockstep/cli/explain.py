@@ -3,38 +3,68 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
 
-from lockstep.config.knob import known
-from lockstep.errors import catalog
+from lockstep.errors import UsageError, catalog
 
+_WIDEST = 88  # columns
 _PAGE = """# Errors
 
 Written by `lockstep explain > docs/guide/errors.md`.
 
-An error ends with its code: `error: workers=0: ... [workers-below-one]`. `lockstep explain CODE` prints its entry.
+An error ends with its code: `error: --workers 0: ... [below-one]`. `lockstep explain CODE` prints its entry.
 """
 
 
 def explain(
     code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="The word in brackets after an error.")
+        list[str] | None,
+        typer.Argument(metavar="CODE", help="The word in brackets after an error."),
     ] = None,
 ) -> None:
-    """Explain an error by its CODE. Without CODE: all of them, as Markdown."""
+    """Explain an error by its CODE, or by its whole line in quotes. Without CODE: all of them, as
+    Markdown.
+    """
     entries = catalog()
-    if code is None:
+    if not code:
         print(_PAGE)
         print("\n\n".join(_section(each, entries[each]) for each in sorted(entries)))
         return
-    code = code.strip("[]")
-    known(entries, [code], "explain")
-    entry = entries[code]
-    print(f"{code}\n\n  {_shown(entry['message'])}\n")
-    print(f"Cause: {entry['cause']}\nFix: {entry['fix']}")
+    name = _code(" ".join(code))
+    if name not in entries:
+        near = get_close_matches(name, entries, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise UsageError("unknown-code", value=name, near=meant)
+    print(_text(name, entries[name], min(_WIDEST, shutil.get_terminal_size().columns)))
+
+
+def _code(said: str) -> str:
+    """The code in what was copied from a terminal: in brackets, after `error:`, or alone."""
+    bracketed = re.search(r"\[\s*([\w-]+)\s*\]?\s*$", said, re.MULTILINE)
+    name = bracketed[1] if bracketed else said.removeprefix("error:").strip("[] `'\".")
+    return name.lower()
+
+
+def _text(code: str, entry: Mapping[str, str], width: int) -> str:
+    def wrapped(first: str, rest: str, text: str) -> str:
+        return textwrap.fill(
+            text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        )
+
+    return "\n\n".join(
+        [
+            code,
+            wrapped("    ", "    ", _shown(entry["message"])),
+            wrapped("Cause: ", "       ", entry["cause"]),
+            wrapped("Fix:   ", "       ", entry["fix"]),
+        ]
+    )
 
 
 def _section(code: str, entry: Mapping[str, str]) -> str:
@@ -42,5 +72,6 @@ def _section(code: str, entry: Mapping[str, str]) -> str:
 
 
 def _shown(message: str) -> str:
-    """The sentence, with <name> for what an error fills in."""
-    return re.sub(r"{(\w+)[^{}]*}", r"<\1>", message)
+    """The sentence, with <name> for what an error fills in: `{count:# rank}` is `<count> ranks`."""
+    counted = re.sub(r"{(\w+):#\s*([^{}]*)}", r"<\1> \2s", message)
+    return re.sub(r"{(\w+)[^{}]*}", r"<\1>", counted)

@@ -24,16 +24,10 @@ def fitted(settings: Settings, *, count_workers: bool) -> Settings:
 
     gpus = server.gpus()
     if settings.device == "cuda" and not gpus:
-        raise UsageError(
-            "--device cuda: this host has no GPU that torch can use; leave it out, or give"
-            " --device cpu"
-        )
+        raise UsageError("no-gpu-here")
     workers = gpus or 1 if count_workers else settings.workers
     if gpus and workers > gpus:
-        raise UsageError(
-            f"--workers {workers}: this host has {gpus} GPU{'s' * (gpus > 1)}; give at most {gpus},"
-            " or --device cpu"
-        )
+        raise UsageError("more-workers-than-gpus", workers=workers, gpus=gpus)
     return replace(settings, workers=workers)
 
 

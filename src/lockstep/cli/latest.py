@@ -24,11 +24,16 @@ def run_of(run: Path | None) -> Path | None:
         return run
     found = [file for file in _RUNS.glob("*/settings.json") if file.is_file()]
     if not found:
-        raise UsageError(
-            f"latest: there is no run under {_RUNS} (looked from {Path.cwd()}): give the run"
-            " directory that `lockstep train` printed"
-        )
+        raise UsageError("latest-run-missing", runs=_RUNS, folder=Path.cwd())
     return max(found, key=lambda file: file.stat().st_mtime_ns).parent
+
+
+def existing(run: Path) -> Path:
+    """The run directory that is meant. Raises UsageError where there is none."""
+    found = run_of(run)
+    if not found.is_dir():
+        raise UsageError("no-such-run", run=found, folder=Path.cwd())
+    return found
 
 
 def refused(run: Path | None) -> Path | None:
@@ -37,7 +42,9 @@ def refused(run: Path | None) -> Path | None:
     """
     if run == _NAME:
         raise UsageError(
-            "--run latest names a run that is there: give --resume too, or a directory of another"
-            " name"
+            "option-missing",
+            option="--run latest",
+            needed="--resume",
+            reason="latest names a run that is there already",
         )
     return run

@@ -30,7 +30,9 @@ def lint(
     there is one, 2 for an unreadable file.
     """
     if find_spec("libcst") is None:
-        raise UsageError(f"lint needs LibCST, which is not installed: {extras.install('lint')}")
+        raise UsageError(
+            "missing-extra", what="lint", package="LibCST", install=extras.install("lint")
+        )
     findings: list[LintFinding] = []
     unreadable: list[str] = []
     for file in files:
@@ -64,7 +66,9 @@ def _checked(file: Path, fix: bool) -> list[LintFinding]:
     try:
         file.write_bytes(found.fixed)
     except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror or error}") from error
+        raise UsageError(
+            "cannot-write", name="--fix", file=file, reason=error.strerror or error
+        ) from error
     left = check_file(file).findings
     print(f"{file}: {len(found.findings) - len(left)} fixed")
     return left

@@ -266,15 +266,22 @@ def refuse_beside_ray(nodes: int | None, node_rank: int | None, endpoint: str | 
     for name, value in options.items():
         if value is not None:
             raise UsageError(
-                f"--ray and {name} {value} exclude each other: Ray says which nodes there are;"
-                " give one"
+                "options-exclude-each-other",
+                one="--ray",
+                other=f"{name} {value}",
+                reason="Ray says which nodes there are",
             )
 
 
 def ranks_on_ray(workers: T | None) -> T:
     """Raises UsageError without --workers: a cluster may be others' too."""
     if workers is None:
-        raise UsageError("--ray: give --workers too, the ranks over all nodes")
+        raise UsageError(
+            "option-missing",
+            option="--ray",
+            needed="--workers N",
+            reason="a cluster may be shared, so say how many ranks to start on it",
+        )
     return workers
 
 

@@ -68,8 +68,8 @@ def answer(
     from lockstep.training.inference.apply import InferenceJob
 
     place, overrides = task_of(task, override)
-    run = latest.run_of(run)
-    trained = _trained(run)
+    run = latest.existing(run)
+    trained = Settings.read(run)
     overrides = {**trained.overrides, **overrides}
     located(task, overrides)
     settings = Settings(
@@ -112,10 +112,7 @@ def answer(
         if outcome.exit_code:
             raise typer.Exit(outcome.exit_code)
         if not file.exists():
-            raise UsageError(
-                f"task {task!r} ended its process before it was over: let task() return, and do not"
-                " call sys.exit()"
-            )
+            raise UsageError("task-ended-its-process", task=task)
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return {**found, "checkpoint": str(folder)}
 
@@ -139,18 +136,7 @@ def write_json(file: Path | None, found: Any) -> None:
     try:
         file.write_text(json.dumps(finite(found), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"--json {file} cannot be written ({error.strerror}): choose another file"
-        ) from None
-
-
-def _trained(run: Path) -> Any:
-    if not run.is_dir():
-        raise UsageError(
-            f"--run {run} does not exist (looked from {Path.cwd()}): give the run directory that"
-            " `lockstep train` made"
-        )
-    return Settings.read(run)
+        raise UsageError("cannot-write", name="--json", file=file, reason=error.strerror) from None
 
 
 def _checkpoint(run: Path, *, best: bool) -> Path:
@@ -158,12 +144,7 @@ def _checkpoint(run: Path, *, best: bool) -> Path:
 
     folder = files.best(run / "checkpoints") if best else folders.newest(run / "checkpoints")
     if folder is None and best:
-        raise UsageError(
-            f"--best: run {run} has no best checkpoint, since its task names no metric with best=;"
-            " leave --best out"
-        )
+        raise UsageError("no-best-checkpoint", run=run)
     if folder is None:
-        raise UsageError(
-            f"run {run} has no checkpoint yet: wait until its training has written one"
-        )
+        raise UsageError("no-checkpoint", run=run)
     return folder

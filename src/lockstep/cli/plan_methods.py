@@ -28,7 +28,7 @@ _PROFILED = 1.0  # seconds
 def run(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
     """Bytes and time of a step for every method, on ranks each with a link of its own."""
     if len(numbers := asked.counts("4")) > 1:
-        raise UsageError(f"--workers {asked.workers} with --methods: give one number of ranks")
+        raise UsageError("not-one-count", option="--methods", workers=asked.workers)
     workers = numbers[0]
     from lockstep.tools.plan.fabrics import link_named
 

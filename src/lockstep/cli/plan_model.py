@@ -14,7 +14,10 @@ def run(asked: PlanChoice, chosen: Parallelism) -> None:
     """What fits, and how long a step takes in the layouts that do."""
     if asked.device is None:
         raise UsageError(
-            f"--model {asked.model} needs a --device: p100, v100, rtx4090, a100-80g, h100 or h200"
+            "option-missing",
+            option=f"--model {asked.model}",
+            needed="--device NAME",
+            reason="the plan is for p100, v100, rtx4090, a100-80g, h100 or h200",
         )
     assert asked.model is not None
     from lockstep.tools.plan.connection import HERE, connection
@@ -22,10 +25,7 @@ def run(asked: PlanChoice, chosen: Parallelism) -> None:
     from lockstep.tools.plan.models.known import model_named
 
     if asked.network == HERE:
-        raise UsageError(
-            "--network here is of this host's own ranks: name a network for devices that are"
-            " elsewhere, such as NVLink+IB"
-        )
+        raise UsageError("not-on-network-here", what="--model")
     model, device = model_named(asked.model), device_named(asked.device)
     found_network = connection(asked.network, asked.nodes_of)
     check_writable(asked.json_file, "--json")

@@ -130,10 +130,7 @@ class PlanChoice:
         if text is None:
             return self.nodes_of
         if not text.isdecimal() or int(text) < 1:
-            raise UsageError(
-                f"--ranks-per-host {text}: give the ranks that share one host's cores, at least 1,"
-                " or all"
-            )
+            raise UsageError("not-ranks-per-host", value=text)
         return int(text)
 
 
@@ -142,23 +139,33 @@ def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) 
     kind: Kind = "methods" if asked.methods else "model" if asked.model is not None else "task"
     if task is None and kind != "model":
         raise UsageError(
-            "lockstep plan needs a TASK (digits, text, or a Python file), or --model and --device"
-            " of the table"
+            "option-missing",
+            option="lockstep plan",
+            needed="a TASK, or --model and --device",
+            reason="it predicts the steps of digits, text, a Python file, or a model of the table",
         )
     for name in sorted(given):
         if name not in _TAKES[kind]:
             raise UsageError(
-                f"{'TASK' if name == 'task' else option_name(name)} does not go with {_TOLD[kind]}:"
-                " leave one of them out"
+                "option-of-another-plan",
+                option="TASK" if name == "task" else option_name(name),
+                plan=_TOLD[kind],
             )
         if name in _FAILURES and asked.mtbf is None:
-            raise UsageError(f"{option_name(name)} is about failures: give --mtbf HOURS too")
+            raise UsageError(
+                "option-missing",
+                option=option_name(name),
+                needed="--mtbf HOURS",
+                reason="without failures there is no goodput to predict",
+            )
     if asked.profile is not None:
         for name in ("seconds", "save_profile"):
             if name in given:
                 raise UsageError(
-                    f"{option_name(name)} with --profile {asked.profile}: nothing is measured where"
-                    " a profile is given; leave one out"
+                    "options-exclude-each-other",
+                    one=option_name(name),
+                    other=f"--profile {asked.profile}",
+                    reason="nothing is measured where a profile is given",
                 )
     return kind
 
@@ -168,8 +175,10 @@ def counts_of(text: str) -> list[int]:
     UsageError.
     """
     wrong = UsageError(
-        f"--workers {text}: give a number of ranks such as 512, several such as 1,2,4, or powers of"
-        " two such as 1..4096"
+        "not-a-list-of-counts",
+        value=text,
+        wanted="a number of ranks such as 512, several such as 1,2,4, or powers of two such as"
+        " 1..4096",
     )
     if found := re.fullmatch(r"(\d+)\.\.(\d+)", text):
         low, high = int(found[1]), int(found[2])
@@ -183,7 +192,7 @@ def counts_of(text: str) -> list[int]:
     else:
         raise wrong
     if numbers[0] < 1:
-        raise UsageError(f"--workers {text}: give at least 1")
+        raise wrong
     if numbers[-1] > MOST:
-        raise UsageError(f"--workers {text}: a plan goes up to {MOST} ranks")
+        raise UsageError("too-many-ranks-to-plan", value=text, most=MOST)
     return numbers

@@ -76,13 +76,10 @@ def _question(asked: PlanChoice, method: Parallelism, loaders: int) -> Question:
 
 def _check_here(asked: PlanChoice, method: Parallelism) -> None:
     if asked.nodes_of != 1:
-        raise UsageError(
-            f"--nodes-of {asked.nodes_of} with --network here: this host is one node; leave it out"
-        )
+        raise UsageError("not-on-network-here", what=f"--nodes-of {asked.nodes_of}")
     if method.update != "replicated" or method.local is not None or method.mesh is not None:
         raise UsageError(
-            "--network here measures how replicas sum gradients in every step: name a network for"
-            " other updates, local steps and meshes"
+            "not-on-network-here", what="an update other than replicated, local steps or a mesh"
         )
 
 
@@ -92,10 +89,7 @@ def _check_cores(ranks: int) -> None:
     from lockstep.tools.timing.machine import kind_of_device
 
     if kind_of_device() == "cpu" and ranks > (most := 8 * cores()):
-        raise UsageError(
-            f"{ranks} ranks on a host like this one would take turns on {cores()} cores: give at"
-            f" most {most} with --ranks-per-host, --nodes-of or, with --network here, --workers"
-        )
+        raise UsageError("more-ranks-than-cores", ranks=ranks, cores=cores(), most=most)
 
 
 def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], name: str) -> None:
@@ -206,10 +200,12 @@ def _profile(
         task.micro_batch,
     ):
         raise UsageError(
-            f"--profile {asked.profile} is of {found.task} (global_batch={found.global_batch},"
-            f" micro_batch={found.micro_batch}), and the plan of {name}"
-            f" (global_batch={task.global_batch}, micro_batch={task.micro_batch}): leave it out, or"
-            " plan what was profiled"
+            "profile-of-another-task",
+            file=asked.profile,
+            task=found.task,
+            batches=(found.global_batch, found.micro_batch),
+            planned=name,
+            wanted=(task.global_batch, task.micro_batch),
         )
     return found
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
+from lockstep.errors import UsageError
+
 REFUSED: Any = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
@@ -24,10 +26,8 @@ _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 _TYPES = {int: "a whole number", float: "a number"}
 
 
-def of_parser(error: Any, line: Sequence[str]) -> str:
-    """A sentence for what the parser refuses. `line`: the command line without the program's
-    name.
-    """
+def of_parser(error: Any, line: Sequence[str]) -> UsageError:
+    """What the parser refuses, in our style. `line`: the command line without the program's name."""
     context, kind = getattr(error, "ctx", None), type(error).__name__
     path = _command(context)
     if kind == "NoSuchOption":
@@ -40,20 +40,24 @@ def of_parser(error: Any, line: Sequence[str]) -> str:
                 for name in (*each.opts, *each.secondary_opts)
             ]
         )
-        return (
-            f"{error.option_name} is no option of `{path}`{_meant(error.option_name, options)}:"
-            f" `{path} -h` lists them"
+        return UsageError(
+            "unknown-option",
+            option=error.option_name,
+            command=path,
+            near=_meant(error.option_name, options),
         )
     if kind == "MissingParameter" and error.param is not None:
-        return f"{_shown(error.param)} is missing: `{path} -h` says what it takes"
+        return UsageError("missing-argument", name=_shown(error.param), command=path)
     if kind == "BadParameter" and error.param is not None:
         value = _typed(error.param.opts, line)
-        return (
-            f"{_shown(error.param)}{f' {value}' if value is not None else ''}:"
-            f" {_takes(context, error)}"
+        return UsageError(
+            "wrong-argument",
+            name=_shown(error.param),
+            given="" if value is None else f" {value}",
+            wanted=_takes(context, error),
         )
     text = error.format_message().rstrip(".")
-    return f"{text[:1].lower()}{text[1:]}; see `{path} -h`"
+    return UsageError("wrong-command-line", reason=text[:1].lower() + text[1:], command=path)
 
 
 def as_typed(message: str, line: Sequence[str]) -> str:

@@ -48,7 +48,7 @@ def report(
     from lockstep.tools.timing.files import check_writable
     from lockstep.training.timeline import perfetto
 
-    run = latest.run_of(run)
+    run = latest.existing(run)
     recorded = read(run)
     file = out or run / FILE
     check_writable(file, "--out")
@@ -67,9 +67,7 @@ def report(
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"--out {file} cannot be written ({error.strerror}): choose another file"
-        ) from None
+        raise UsageError("cannot-write", name="--out", file=file, reason=error.strerror) from None
     print(f"page: {file}")
     if recorded.anatomy is not None:
         try:

@@ -70,21 +70,17 @@ def run(
     rank's own.
     """
     if not command:
-        raise UsageError(
-            "nothing to run: give a script (lockstep run train.py) or a module (lockstep run -m"
-            " package.train)"
-        )
+        raise UsageError("nothing-to-run")
     at_least_one(workers=workers)
     if launch.debug and log is None:
         raise UsageError(
-            "--debug writes to the logs, which are removed when all goes well: say where they shall"
-            " stay, with --log DIR"
+            "option-missing",
+            option="--debug",
+            needed="--log DIR",
+            reason="logs without a folder of their own are removed when all goes well",
         )
     if launch.on_stall == "restart":
-        raise UsageError(
-            "on_stall='restart' needs checkpoints to go on from: it is for lockstep train; choose"
-            " wait or abort"
-        )
+        raise UsageError("restart-needs-checkpoints")
     from lockstep.launcher.foreign import rank_here
     from lockstep.launcher.logs import directory_for_logs
     from lockstep.launcher.watch import Stalls, timeout_for_ranks
@@ -93,8 +89,9 @@ def run(
     environment = timeout_for_ranks(launch.timeout)
     if launch.max_restarts is not None and cluster.ray is None:
         raise UsageError(
-            f"--max-restarts {launch.max_restarts}: a script is restarted on a Ray cluster only"
-            " (--ray); use lockstep train"
+            "no-restarts-here",
+            restarts=launch.max_restarts,
+            what="a script is restarted on a Ray cluster only",
         )
     target = _target(command[0], command[1:], module=module)
     script = _Script(
@@ -123,8 +120,7 @@ def _target(name: str, args: list[str], *, module: bool) -> Target:
         return Target(script=name, args=args)
     if PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
         raise UsageError(
-            f"-m {name}: there is no module {name.partition('.')[0]!r} in {os.getcwd()}, and none"
-            " is installed"
+            "no-such-module", module=name, name=name.partition(".")[0], folder=os.getcwd()
         )
     return Target(module=name, args=args)
 

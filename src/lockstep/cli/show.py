@@ -143,7 +143,12 @@ def _algorithm(name: str) -> Callable[..., None]:
         from lockstep.tools.show import schedule_picture as picture
 
         if ranks_per_node is not None and name != "hierarchical":
-            raise UsageError(f"--ranks-per-node is for hierarchical: to {name} all ranks are alike")
+            raise UsageError(
+                "option-without-effect",
+                option="--ranks-per-node",
+                name=name,
+                reason="all ranks are alike",
+            )
         found = schedule(
             "all_reduce",
             name.replace("-", "_"),
@@ -186,9 +191,19 @@ def _collective(name: str) -> Callable[..., None]:
 
         kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
         if op is not None and kind not in REDUCING:
-            raise UsageError(f"--op {op}: {name} adds nothing up")
+            raise UsageError(
+                "option-without-effect",
+                option=f"--op {op}",
+                name=name,
+                reason="nothing is added up",
+            )
         if root is not None and name not in _ROOTED:
-            raise UsageError(f"--root {root}: in {name} no rank is special")
+            raise UsageError(
+                "option-without-effect",
+                option=f"--root {root}",
+                name=name,
+                reason="no rank is special",
+            )
         from lockstep.tools.show.before_after import before_and_after  # with torch
 
         chosen = algorithm and algorithm.replace("-", "_")
@@ -210,16 +225,14 @@ def _rows(text: str) -> list[list[float]]:
             for row in text.split(";")
         ]
     except ValueError:
-        raise UsageError(
-            f'--values "{text}": give numbers, rows split by semicolons, such as "1,2,3;4,5,6"'
-        ) from None
+        raise UsageError("not-rows-of-numbers", value=text) from None
     for value in (
         value
         for row in rows
         for value in row
         if isinstance(value, int) and not -(2**63) <= value < 2**63
     ):
-        raise UsageError(f"--values: {value} does not fit into 64 bits; write {value}. for a float")
+        raise UsageError("integer-too-large", value=value)
     return rows
 
 

@@ -93,27 +93,28 @@ def _run_of(args: list[str]) -> Path | None:
     for days before it finds one.
     """
     from lockstep.cli.options import spread
+    from lockstep.cli.refusals import REFUSED, of_parser
     from lockstep.cli.train import train
 
     app = typer.Typer(add_completion=False)
     app.command()(spread(train))
     if "--help" in args:
         raise UsageError(
-            "after --: --help trains nothing; leave it out, and see lockstep train --help"
+            "option-not-for-a-job",
+            option="--help",
+            reason="it trains nothing; see `lockstep train --help`",
         )
     try:
-        context = typer.main.get_command(app).make_context("train", ["TASK", *args])
-    except Exception as error:
-        # of a mistake in the options; the class has been in two packages
-        message = getattr(error, "format_message", None)
-        if message is None:
-            raise
-        raise UsageError(f"after --, for lockstep train: {message()}") from None
+        context = typer.main.get_command(app).make_context("lockstep train", ["TASK", *args])
+    except REFUSED as error:
+        raise of_parser(error, args).within("after --") from None
     for option in ("workers", "max_restarts"):
         if context.params[option] is not None:
             raise UsageError(
-                f"after --: --{option.replace('_', '-')} {context.params[option]} is not the ranks'"
-                " affair here; give --nodes and --workers-per-node, and the queue restarts the job"
+                "option-not-for-a-job",
+                option=f"--{option.replace('_', '-')} {context.params[option]}",
+                reason="--nodes and --workers-per-node say how many ranks there are, and the queue"
+                " restarts the job",
             )
     run: Path | None = context.params["run"]
     return run
@@ -124,8 +125,7 @@ def _make(log: Path) -> None:
         log.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"--log {log} cannot be made ({error.strerror}): SLURM would drop the output without a"
-            " word; choose another folder"
+            "cannot-make-folder", option="--log", folder=log, reason=error.strerror
         ) from None
 
 
@@ -135,10 +135,7 @@ def _sbatch(text: str) -> str:
             ["sbatch", "--parsable"], input=text, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
-        raise UsageError(
-            "--submit: there is no sbatch here; use --print > job.sh, and submit that where SLURM's"
-            " commands are installed"
-        ) from None
+        raise UsageError("no-sbatch") from None
     if done.returncode:
         print(f"error: sbatch has refused the job: {done.stderr.strip()}", file=sys.stderr)
         raise typer.Exit(ExitCode.FAILED)

@@ -114,17 +114,14 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
 
     workers = None if choice.workers is None else str(choice.workers)
     weights = None if config.balance is None else Balance.of(config.balance).weights
-    for option, count, what in (
-        (f"--mesh {config.mesh}", None if config.mesh is None else config.mesh.size, "place"),
-        (f"--balance {config.balance}", None if weights is None else len(weights), "number"),
+    for option, count in (
+        (f"--mesh {config.mesh}", None if config.mesh is None else config.mesh.size),
+        (f"--balance {config.balance}", None if weights is None else len(weights)),
     ):
         if count is None:
             continue
         if workers is not None and ":" in workers:
-            raise UsageError(
-                f"{option} has a {what} for each of {count} ranks: give that number of workers, and"
-                " no range"
-            )
+            raise UsageError("range-of-workers-with-places", option=option, count=count)
         workers = workers or str(count)
     return workers
 
@@ -178,8 +175,9 @@ def _train_on_nodes(
 ) -> None:
     if launch.max_restarts is not None:
         raise UsageError(
-            f"--max-restarts {launch.max_restarts}: a fixed set of nodes does not restart; use"
-            " --ray, or a scheduler that restarts the command"
+            "no-restarts-here",
+            restarts=launch.max_restarts,
+            what="a fixed set of nodes does not restart",
         )
     from lockstep.launcher.supervise import supervise
 
@@ -341,10 +339,7 @@ def _say_finished(directory: RunDirectory, task: str) -> None:
 
     directory.check()
     if not directory.result.exists():
-        raise UsageError(
-            f"task {task!r} ended its process before the training was over: let task() return, and"
-            " do not call sys.exit()"
-        )
+        raise UsageError("task-ended-its-process", task=task)
     print(f"run directory: {directory.path}", file=sys.stderr, flush=True)
     print(result.last_line(result.read(directory.result)))
 

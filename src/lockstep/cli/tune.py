@@ -60,7 +60,7 @@ def tune(
     from lockstep.tools.timing.files import check_writable
 
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"seconds={seconds:g}: give the time for measuring, above 0")
+        raise UsageError("not-above-zero", name="seconds", value=seconds)
     if out is not None:
         check_writable(out, "--out")
     place, overrides = task_of(task, choice.overrides)
@@ -108,10 +108,7 @@ def _search(task: str, settings: Settings, seconds: float) -> dict[str, Any]:
             raise typer.Exit(outcome.exit_code)
         file = Path(scratch) / "answer.json"
         if not file.exists():
-            raise UsageError(
-                f"task {task!r} ended its process before it was over: let task() return, and do not"
-                " call sys.exit()"
-            )
+            raise UsageError("task-ended-its-process", task=task)
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found
 

@@ -61,10 +61,10 @@ def verify(
     """
     if len(what) == 2:
         _refuse_with_runs(given - {"what", "json"})
-        _runs(latest.run_of(Path(what[0])), latest.run_of(Path(what[1])), json)
+        _runs(latest.existing(Path(what[0])), latest.existing(Path(what[1])), json)
         return
     if len(what) != 1:
-        raise UsageError(f"{len(what)} arguments were given: give one task, or two run directories")
+        raise UsageError("task-or-two-runs", given=f"{len(what)} arguments")
     settings, counts = _settings(
         what[0], workers, config, choice.overrides, fits_here=cluster.ray is None
     )
@@ -106,9 +106,7 @@ def _settings(
     from lockstep.cli.hardware import fitted
 
     if Path(task).is_dir():
-        raise UsageError(
-            f"{task} is a folder: give two run directories to compare them, or a task to train it"
-        )
+        raise UsageError("task-or-two-runs", given=f"the folder {task}")
     counts = _counts(_COUNTS if workers is None else workers)
     place, overrides = task_of(task, override)
     steps = _STEPS if config.steps is None else config.steps
@@ -125,8 +123,9 @@ def _counts(text: str) -> list[int]:
         counts = []
     if len(counts) < 2 or min(counts) < 1:
         raise UsageError(
-            f'--workers {text}: give at least two whole numbers of at least 1, such as "1,2,4"'
-            ' ("2,2" trains twice alike)'
+            "not-a-list-of-counts",
+            value=text,
+            wanted="at least two whole numbers of at least 1, such as 1,2,4",
         )
     return counts
 
@@ -134,18 +133,14 @@ def _counts(text: str) -> list[int]:
 def _refuse_with_runs(given: Collection[str]) -> None:
     if given:
         raise UsageError(
-            f"{', '.join(sorted(map(option_name, given)))}: two runs are compared as they are,"
-            " nothing is trained; leave it out, or give one task"
+            "options-exclude-each-other",
+            one=", ".join(sorted(map(option_name, given))),
+            other="RUN_A RUN_B",
+            reason="two runs are compared as they are, and nothing is trained",
         )
 
 
 def _runs(one: Path, other: Path, json: Path | None) -> None:
-    for run in (one, other):
-        if not run.is_dir():
-            raise UsageError(
-                f"run {run} does not exist (looked from {Path.cwd()}): give a run directory that"
-                " `lockstep train` made"
-            )
     from lockstep.tools.verify.finished_runs import differences, summary  # imports torch
 
     found = differences(one, other)

@@ -28,7 +28,10 @@ try:
     from ray.train.torch.config import TorchConfigContextManager, _TorchBackend
 except ImportError as error:
     raise UsageError(
-        f"lockstep.integrations.ray_train needs Ray Train ({error}): {extras.install('ray')}"
+        "missing-extra",
+        what="lockstep.integrations.ray_train",
+        package=f"Ray Train ({error})",
+        install=extras.install("ray"),
     ) from None
 
 

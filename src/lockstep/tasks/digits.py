@@ -135,7 +135,9 @@ def _scans() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     )
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise TaskError(f"digits needs scikit-learn, which brings the images: {install('tasks')}")
+        raise TaskError(
+            "missing-extra", what="digits", package="scikit-learn", install=install("tasks")
+        )
     table = np.loadtxt(file, delimiter=",", encoding="utf-8")
     return table[:, :-1], table[:, -1].astype(np.int64)
 

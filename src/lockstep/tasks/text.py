@@ -144,7 +144,7 @@ def task(
     rise, the rest to fall to a tenth.
     """
     if width % _HEADS:
-        raise TaskError(f"width={width} is not a multiple of {_HEADS}, the attention heads")
+        raise TaskError("width-not-divisible", width=width, heads=_HEADS)
     train_text, eval_text = texts(train_bytes, eval_bytes)
 
     def optimizer(model: nn.Module) -> Optimizer:
@@ -205,10 +205,7 @@ def texts(train_bytes: int, eval_bytes: int, root: Path | None = None) -> tuple[
             break
     train, held_out = (b"".join(part) for part in found)
     if not train or not held_out:
-        raise TaskError(
-            f"text learns from the .py files of Python's standard library, but {root} holds too"
-            " few: install Python with its source"
-        )
+        raise TaskError("too-few-source-files", folder=root)
     return train, held_out
 
 

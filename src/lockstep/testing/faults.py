@@ -84,9 +84,7 @@ def hold_gil_at(rank: int, step: int, phase: str) -> None:
 def slow_at(rank: int, step: int, phase: str, seconds: float) -> None:
     """Sleep for `seconds` whenever the phase begins, from that step on."""
     if not seconds > 0:
-        raise UsageError(
-            f"seconds={seconds}: give how long the rank shall dawdle, a number above 0"
-        )
+        raise UsageError("not-above-zero", name="seconds", value=seconds)
     _add(rank, step, phase, lambda: time.sleep(seconds), lasting=True)
 
 
@@ -100,11 +98,9 @@ def _add(
     rank: int, step: int, phase: str, strike: Callable[[], None], lasting: bool = False
 ) -> None:
     if phase not in PHASES:
-        raise UsageError(f"phase={phase!r} is unknown: choose one of {', '.join(PHASES)}")
+        raise UsageError("unknown-choice", name="phase", value=phase, choices=PHASES)
     if rank < 0 or step < 0:
-        raise UsageError(
-            f"rank={rank} and step={step}: both count from 0, and steps that are computed from 1"
-        )
+        raise UsageError("fault-below-zero", rank=rank, step=step)
     _faults.append(_Fault(rank, step, phase, strike, lasting))
     status.on_phase(_meet)
 

@@ -15,6 +15,7 @@ from lockstep.checkpoints import files
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.tools.verify.finished_runs import differences, summary
+from tests.refused import refused
 
 
 def run(
@@ -120,30 +121,38 @@ def test_a_task_in_another_checkout_is_the_same_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    ("broken", "code", "values"),
     [
         (
             lambda path: (path / "result.json").unlink(),
-            "b has no result.json: its training is still going on or was broken off",
+            "run-not-finished",
+            {"missing": "result.json"},
         ),
         (
-            lambda path: (path / "settings.json").unlink(),
-            "is not a run directory of `lockstep train`",
+            lambda path: (path / "metrics.jsonl").write_text("{"),
+            "cannot-read",
+            {"file": "metrics.jsonl"},
         ),
-        (lambda path: (path / "metrics.jsonl").write_text("{"), "metrics.jsonl cannot be read"),
-        (lambda path: (path / "checkpoints").rename(path / "elsewhere"), "b has no checkpoint"),
-        (lambda path: path.rename(path.with_name("c")), "b does not exist"),
+        (lambda path: (path / "checkpoints").rename(path / "elsewhere"), "no-checkpoint", {}),
     ],
 )
-def test_runs_that_cannot_be_compared(tmp_path: Path, broken: Any, message: str) -> None:
+def test_runs_that_cannot_be_compared(
+    tmp_path: Path, broken: Any, code: str, values: dict[str, Any]
+) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b")
     broken(other)
-    with pytest.raises(UsageError, match=message):
+    where = {"file": other / values["file"]} if "file" in values else {"run": other, **values}
+    with refused(code, **where):
+        differences(one, other)
+
+
+def test_a_folder_without_settings_is_no_run(tmp_path: Path) -> None:
+    one, other = run(tmp_path / "a"), run(tmp_path / "b")
+    (other / "settings.json").unlink()
+    with pytest.raises(UsageError, match="is not a run directory of `lockstep train`"):
         differences(one, other)
 
 
 def test_runs_of_two_tasks(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"trained 'digits' and .* 'text': compare two runs of one task"
-    ):
+    with refused("runs-of-two-tasks", tasks=["digits", "text"], other=tmp_path / "b"):
         differences(run(tmp_path / "a"), run(tmp_path / "b", task="text"))

@@ -44,24 +44,13 @@ class FinishedRun:
         """Raises UsageError where it is no run directory, its training has not ended, or a file
         is missing or broken.
         """
-        if not path.is_dir():
-            raise UsageError(
-                f"run {path} does not exist (looked from {Path.cwd()}): give a run directory that"
-                " `lockstep train` made"
-            )
         task = short_name(Settings.read(path).task)
         if not (path / RESULT).exists():
-            raise UsageError(
-                f"run {path} has no {RESULT}: its training is still going on or was broken off;"
-                " compare runs that have ended"
-            )
+            raise UsageError("run-not-finished", run=path, missing=RESULT)
         records = _records(path / METRICS)
         checkpoint = newest(path / "checkpoints")
         if checkpoint is None:
-            raise UsageError(
-                f"run {path} has no checkpoint, so its weights cannot be compared: they were moved"
-                " or removed"
-            )
+            raise UsageError("no-checkpoint", run=path)
         steps, evaluations = (
             [each for each in records if each.get("kind") == kind] for kind in ("step", "evaluate")
         )
@@ -79,9 +68,7 @@ def differences(one: Path, other: Path) -> list[str]:
     """
     ours, theirs = FinishedRun.read(one), FinishedRun.read(other)
     if ours.task != theirs.task:
-        raise UsageError(
-            f"{one} trained {ours.task!r} and {other} {theirs.task!r}: compare two runs of one task"
-        )
+        raise UsageError("runs-of-two-tasks", one=one, other=other, tasks=[ours.task, theirs.task])
     found = [
         _first("step", ours.steps, theirs.steps),
         _first("evaluation after step", ours.evaluations, theirs.evaluations),
@@ -151,7 +138,5 @@ def _records(file: Path) -> list[dict[str, Any]]:
     try:
         records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{file} cannot be read ({error}): it was moved, or is not as `lockstep train` wrote it"
-        ) from None
+        raise UsageError("cannot-read", name="run file", file=file, reason=error) from None
     return [record for record in records if isinstance(record, dict)]

@@ -48,15 +48,8 @@ def test_a_damaged_result_is_none(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    for place, said in (
-        (tmp_path / "none", "does not exist"),
-        (file, "is a file"),
-        (tmp_path, "is not a run directory of `lockstep train`"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            read(place)
+    with pytest.raises(UsageError, match="is not a run directory of `lockstep train`"):
+        read(tmp_path)
 
 
 def test_without_metrics_there_is_a_run_all_the_same(tmp_path: Path) -> None:

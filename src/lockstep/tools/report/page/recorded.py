@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.settings import Settings
-from lockstep.errors import UsageError
 from lockstep.training.run_directory import METRICS, RESULT
 from lockstep.training.timeline.lanes import Anatomy
 from lockstep.training.timeline.lanes import read as read_anatomy
@@ -39,10 +38,7 @@ class Recorded:
 
 
 def read(run: Path) -> Recorded:
-    """Raises UsageError where `run` is no run directory of `lockstep train`."""
-    if not run.is_dir():
-        kind = "is a file" if run.exists() else f"does not exist (looked from {Path.cwd()})"
-        raise UsageError(f"{run} {kind}: give the run directory that `lockstep train` made")
+    """Raises UsageError where `run` has no settings."""
     settings = Settings.read(run)
     records = list(_records(run / METRICS))
     result = _mapping(_text(run / RESULT))

@@ -1,0 +1,84 @@
+"""`lockstep explain`: an entry of errors.toml, however its code was copied."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.errors import UsageError, catalog
+from tests.cli.command import command
+from tests.refused import refused
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    command("explain", *words)
+    return capsys.readouterr().out
+
+
+def test_an_entry_with_its_cause_and_fix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    text = explained(capsys, "missing-argument")
+    entry = catalog()["missing-argument"]
+    assert text.splitlines()[0] == "missing-argument"
+    assert "    <name> is missing: `<command> -h` says what it takes\n" in text
+    assert f"Cause: {entry['cause']}" in text
+    assert f"Fix:   {entry['fix']}" in text
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        ["[no-sbatch]"],
+        ["error:", "no-sbatch"],
+        ["error: no-sbatch"],
+        ["No-Sbatch"],
+        ["`no-sbatch`."],
+        [f"error: {UsageError('no-sbatch')}"],
+        ["error: a [list] of files is missing [no-sbatch]\n  its stack"],
+    ],
+)
+def test_a_code_however_it_was_copied(
+    copied: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explained(capsys, *copied).startswith("no-sbatch\n")
+
+
+@pytest.mark.parametrize("columns", [40, 72, 300])
+def test_the_text_fits_into_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = explained(capsys, "no-gpu-here").splitlines()
+    assert max(map(len, lines)) <= min(columns, 88)
+    words = " ".join(" ".join(lines).split())
+    assert catalog()["no-gpu-here"]["fix"] in words
+
+
+def test_a_counted_value_is_shown_with_its_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "<gpus> GPUs" in explained(capsys, "more-workers-than-gpus")
+
+
+def test_an_unknown_code_names_the_nearest() -> None:
+    with refused("unknown-code", value="no-sbach", near=" (did you mean no-sbatch?)"):
+        command("explain", "no-sbach")
+    with refused("unknown-code", value="qqq", near=""):
+        command("explain", "qqq")
+
+
+def test_an_unknown_code_leaves_with_2() -> None:
+    line = [sys.executable, "-m", "lockstep", "explain", "no-sbach"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith("[unknown-code]\n")
+
+
+def test_all_of_them_as_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys)
+    titles = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")]
+    assert titles == sorted(catalog())
+    assert all(entry["fix"] in text for entry in catalog().values())
