@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import World
-from lockstep.config.pipeline_schedules import Schedule
+from lockstep.config.pipeline_schedules import PipelineSchedule
 from lockstep.errors import LockstepWarning
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
@@ -48,7 +48,7 @@ def measured(
     world: World, schedule: str, micro_batches: int, repeats: int
 ) -> list[tuple[float, float]]:
     """(busy, wall) seconds of each window."""
-    group, order = world.group, Schedule.read(schedule)
+    group, order = world.group, PipelineSchedule.read(schedule)
     layers = layers_of(nn.Sequential(*[Block() for _ in range(_BLOCKS_A_RANK * group.size)]))
     ranges = balanced([1.0] * len(layers), order.count(group.size))
     stages = {
@@ -94,7 +94,7 @@ def main() -> None:
         f" {'ratio':>6}"
     )
     for name in asked.schedules.split(","):
-        schedule = Schedule.read(name)
+        schedule = PipelineSchedule.read(name)
         for micro_batches in map(int, asked.micro_batches.split(",")):
             schedule.check(asked.ranks, micro_batches)
             windows = run_ranks(

@@ -26,7 +26,6 @@ BARE = {
     "backend",
     "checks",
     "collectives",
-    "config",
     "data",
     "gradients",
     "launcher",

@@ -344,7 +344,7 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
         ),
         (["text", "--variants", ""], "variant '' is unknown: choose some of ddp:MB"),
         (["text", "--set", "widht=3"], "--set widht"),
-        (["text", "--set", "width"], "--set width: write it as --set key=value"),
+        (["text", "--set", "width"], "--set: write 'width' as name=value"),
         (
             ["text", "--workers", "9"],
             (

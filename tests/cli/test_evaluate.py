@@ -131,7 +131,7 @@ def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     run.mkdir()
     with pytest.raises(
         UsageError,
-        match=r"settings.json cannot be read .* is not a run directory of `lockstep train`",
+        match=r"is not a run directory of `lockstep train`: its settings.json cannot be read",
     ):
         given("evaluate", "digits", run=run)
     Settings(task="digits").write(run)

@@ -80,7 +80,7 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
         ),
         (
             ["--mesh", "pipe=2"],
-            "--mesh pipe=2: there is no axis 'pipe'; there are data, shard, pipeline, tensor",
+            "--mesh pipe=2: there is no axis 'pipe'; did you mean pipeline?",
         ),
         (
             ["--mesh", "pipeline=2", "--workers", "1:2"],
@@ -92,15 +92,15 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
         (
             ["--schedule", "gpipe"],
             (
-                "--schedule gpipe says how a pipeline runs, and there is none: give --mesh"
-                " pipeline=2, say"
+                "--schedule gpipe says how a pipeline runs, and the mesh has no pipeline. Give"
+                " --mesh pipeline=2, for example"
             ),
         ),
         (
             ["--mesh", "shard=2", "--exact"],
             (
-                "--exact with --mesh shard=2: torch's engines add up in orders of their own; leave"
-                " one out"
+                "--exact with --mesh shard=2: torch's parallelism adds in an order of its own."
+                " Leave one out. [mesh-with-exact]"
             ),
         ),
     ],

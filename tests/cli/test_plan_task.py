@@ -106,7 +106,7 @@ def test_failures_and_other_ways(saved: str) -> None:
         (["digits", "--loader-workers", "-1"], "loader_workers=-1"),
         (["digits", "--seconds", "0"], "seconds=0"),
         (["digits", "--compress", "zip"], "compress='zip' is unknown"),
-        (["digits", "--mesh", "shard"], "is no axis"),
+        (["digits", "--mesh", "shard"], "write 'shard' as name=value"),
         (["digits", "--profile", "/nowhere"], "--profile /nowhere cannot be read"),
         (["digits", "--json", "/nowhere/at/all"], "--json /nowhere/at/all cannot be written"),
         (["digits", "--plot", "plan.gif2"], "is no kind of picture"),

@@ -38,7 +38,11 @@ def refused(
         (["train", "digits", "--max-restarts", "-1"], "--max-restarts -1: ", ["at least 0"]),
         (["train", "digits", "--precision", "bf8"], "--precision bf8 ", ["fp32, bf16"]),
         (["train", "digits", "-n", "0"], "--workers 0: ", []),
-        (["train", "digits", "--exact", "--reduce", "central"], "--reduce central with exact", []),
+        (
+            ["train", "digits", "--exact", "--reduce", "central"],
+            "--reduce central with --exact",
+            [],
+        ),
         (["train", "digits", "--staleness", "3"], "--staleness 3 ", ["--update server"]),
         (["train", "digits", "--epochs", "2", "--steps", "3"], "--epochs 2 and --steps 3 ", []),
         (["run", "--workers", "two", "script.py"], "--workers two: ", ["a whole number"]),

@@ -160,7 +160,7 @@ def test_a_tasks_own_error_is_the_users_traceback(folder: Path, place: str, last
         ("digit", {}, r"task 'digit' .* \[unknown-task\]"),
         ("digits", {"workers": 0}, "workers=0: give a whole number of at least 1"),
         ("digits", {"device": "tpu"}, r"device='tpu' .*\[unknown-choice\]"),
-        ("digits", {"set": ["lr"]}, "--set lr: write it as --set key=value"),
+        ("digits", {"set": ["lr"]}, "--set: write 'lr' as name=value"),
         (
             "digits",
             {"out": Path("nowhere/tuned.json")},

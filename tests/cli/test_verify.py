@@ -139,7 +139,7 @@ def test_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("what", "options", "message"),
     [
         (["digits"], {"steps": 0}, "steps=0"),
-        (["digits"], {"exact": True, "reduce": "central"}, "reduce='central' with exact"),
+        (["digits"], {"exact": True, "reduce": "central"}, "reduce='central' with exact=True"),
         (["digit"], {}, r"task 'digit' is unknown: .*did you mean 'digits'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lockstep.config.balance import Balance
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("given", ["auto", "2,1,1", "0.5,0,3"])
@@ -25,77 +26,56 @@ def test_numbers_are_as_good_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "code", "values"),
     [
-        ("", "balance='': give auto, or a number for each rank, such as 2,1,1"),
-        ("Auto", "balance='Auto': give auto, or a number for each rank"),
-        ("2;1", "balance='2;1': give auto, or a number for each rank"),
-        ("2,,1", "balance='2,,1': give auto"),
-        (5, "balance=5: give auto"),
-        (["2", None], "balance='2,None': '2' is no share"),
-        (
-            "2,-1",
-            (
-                "balance='2,-1': -1.0 is no share; give auto, or a number from 0 for each rank, not"
-                " all 0, such as 2,1,1"
-            ),
-        ),
-        ("nan,1", "balance='nan,1': nan is no share"),
-        ("inf,1", "balance='inf,1': inf is no share"),
-        ((True, 1), "balance='1,1': True is no share"),
-        ("0,0", "balance='0,0': nobody would have anything to do"),
-        ((), "balance='': nobody would have anything to do"),
+        ("", "wrong-type", {"name": "balance", "value": ""}),
+        ("Auto", "wrong-type", {"value": "Auto"}),
+        ("2;1", "wrong-type", {"value": "2;1"}),
+        ("2,,1", "wrong-type", {"value": "2,,1"}),
+        (5, "wrong-type", {"value": 5}),
+        (["2", None], "number-out-of-range", {"name": "share", "value": "2"}),
+        ("2,-1", "number-out-of-range", {"value": -1.0}),
+        ("inf,1", "number-out-of-range", {"value": math.inf}),
+        ((True, 1), "number-out-of-range", {"value": True}),
+        ("0,0", "nobody-has-work", {"balance": "0,0"}),
+        ((), "nobody-has-work", {"balance": ""}),
     ],
 )
-def test_what_is_no_balance_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_is_no_balance_is_refused(given: Any, code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
         Balance.of(given)
 
 
+def test_a_share_that_is_no_number_is_refused_with_all_shares() -> None:
+    with refused("number-out-of-range") as caught:
+        Balance.of("nan,1")
+    assert str(caught.value) == (
+        "balance='nan,1': share=nan: give a number of at least 0. [number-out-of-range]"
+    )
+
+
 @pytest.mark.parametrize(
-    ("given", "method", "message"),
+    ("given", "method", "code", "values"),
     [
-        (
-            "2,1,1",
-            Parallelism(),
-            "balance='2,1,1' gives 3 of 2 workers a share: give one number for each of them",
-        ),
-        ("1", Parallelism(), "balance='1' gives 1 of 2 workers a share"),
-        (
-            "auto",
-            Parallelism(update="server"),
-            (
-                "balance='auto' with update='server': ranks draw micro-batches as fast as they are;"
-                " leave balance out"
-            ),
-        ),
-        ("2,1", Parallelism(update="server"), "balance='2,1' with update='server'"),
+        ("2,1,1", {}, "balance-of-other-count", {"balance": "2,1,1", "given": 3, "workers": 2}),
+        ("1", {}, "balance-of-other-count", {"balance": "1", "given": 1, "workers": 2}),
+        ("auto", {"update": "server"}, "balance-with-server", {"update": "server"}),
+        ("2,1", {"update": "server"}, "balance-with-server", {"balance": "2,1"}),
+        ("auto", {"sync_every": 4}, "balance-with-sync-every", {"sync_every": 4}),
+        ("2,1", {"mesh": Mesh(tensor=2)}, "balance-with-mesh", {"mesh": "tensor=2"}),
         (
             "auto",
-            Parallelism(sync_every=4),
-            (
-                "balance='auto' with sync_every=4: ranks that step alone do not tell each other how"
-                " long they take"
-            ),
-        ),
-        (
-            "2,1",
-            Parallelism(mesh=Mesh(tensor=2)),
-            (
-                "balance='2,1' with mesh='tensor=2': ranks that hold parts of one model take as"
-                " long as the slowest"
-            ),
-        ),
-        (
-            "auto",
-            Parallelism(mesh=Mesh(data=2, shard=2)),
-            "balance='auto' with mesh='data=2,shard=2'",
+            {"mesh": Mesh(data=2, shard=2)},
+            "balance-with-mesh",
+            {"balance": "auto", "mesh": "data=2,shard=2"},
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(given: str, method: Parallelism, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Balance.of(given).check(method, 2)
+def test_what_it_does_not_go_with_is_refused(
+    given: str, method: dict[str, Any], code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
+        Balance.of(given).check(Parallelism(**method), 2)
 
 
 def test_it_goes_with_the_rest() -> None:

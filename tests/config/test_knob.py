@@ -5,21 +5,25 @@ everywhere.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import pytest
 
+from lockstep.config import knob
 from lockstep.config.documented import field_docstrings
-from lockstep.config.knob import GROUPS, Knob, knobs, known
+from lockstep.config.knob import GROUPS, Knob, knobs
 from lockstep.config.launching import Cluster, Launch, RunChoice
 from lockstep.config.mesh import Mesh
 from lockstep.config.reference import TRAIN, page
 from lockstep.config.settings import Config, Settings
-from lockstep.errors import UsageError
+from lockstep.errors import TaskError, UsageError
 from tests.cli.command import taken
+from tests.refused import refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +49,7 @@ def test_a_new_field_is_on_the_command_line_in_settings_json_and_in_the_referenc
     assert json.loads((tmp_path / "settings.json").read_text())["colour"] == "red"
     assert Wider.read(tmp_path).colour == "red"
     assert "| `--colour` | `NAME` | Colour of the ranks. Default: blue. |" in page(Wider)
-    with pytest.raises(UsageError, match="colour=3: give a text"):
+    with refused("wrong-type", name="colour", value=3, expected="a text"):
         Wider(task="digits", colour=3)
 
 
@@ -81,29 +85,45 @@ def test_ten_are_common() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"epochs": "2"}, "epochs='2': give a whole number of at least 1"),
-        ({"loader_workers": 1.5}, "loader_workers=1.5: give a whole number of at least 0"),
-        ({"exact": "yes"}, "exact='yes': give true or false"),
-        ({"compile": 1}, "compile=1: give true or false"),
-        ({"checkpoint_every": 0}, "checkpoint_every=0: give a whole number of steps of at least 1"),
+        ({"epochs": "2"}, "epochs='2': give a whole number of at least 1."),
+        ({"loader_workers": 1.5}, "loader_workers=1.5: give a whole number of at least 0."),
+        ({"exact": "yes"}, "exact='yes': give true or false."),
+        ({"compile": 1}, "compile=1: give true or false."),
+        (
+            {"checkpoint_every": 0},
+            "checkpoint_every=0: give a whole number of steps of at least 1.",
+        ),
+        ({"bucket_mb": 0}, "bucket_mb=0: give a number of MiB above 0."),
         ({"device": 1}, "device=1 is unknown: choose one of auto, cpu, cuda"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused_with_what_is_expected(
     changes: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         Config(**changes)
-    assert str(refused.value) == said
+    assert caught.value.sentence == said
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    assert type(Config(epochs=np.int64(3)).epochs) is int  # type: ignore[arg-type]
+
+
+def test_the_bounds_of_a_number_are_said() -> None:
+    assert (knob.number("lr", 1, above=0, most=1), knob.whole("seed", -3, -math.inf)) == (1.0, -3)
+    with refused("number-out-of-range", expected="a number above 0 and at most 1"):
+        knob.number("share", 1.5, above=0, most=1)
+    with refused("number-out-of-range", expected="a number of at least 0 and below 1"):
+        knob.number("momentum", 1, least=0, below=1)
+    with refused("not-a-whole-number", TaskError, expected="a whole number"):
+        knob.whole("seed", 0.5, -math.inf, error=TaskError)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(
-        UsageError, match=r"config: there is no option 'sync_evry'; did you mean sync_every\?"
-    ):
+    with refused("unknown-name", name="sync_evry", meant="did you mean sync_every?"):
         Config().replaced({"sync_evry": 4})
     with pytest.raises(UsageError, match="here: there is no option 'x'; there are one, two"):
-        known(["one", "two"], ["x"], "here")
+        knob.known(["one", "two"], ["x"], "here")
 
 
 def test_a_mesh_may_be_given_as_text_and_is_written_as_text(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """The grid of ranks, over every way to factor a world."""
 
-import re
 from itertools import product
 
 import pytest
 
 from lockstep.config.mesh import AXES, Coordinates, Mesh
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 def factorisations(size: int) -> list[Mesh]:
@@ -70,36 +69,23 @@ def test_read(text, mesh):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "values"),
     [
-        (
-            "data",
-            (
-                "mesh='data': 'data' is no axis; write it as data=2,pipeline=2 (axes: data, shard,"
-                " pipeline, tensor)"
-            ),
-        ),
-        ("", "mesh='': '' is no axis; write it as"),
-        ("data=-1", "mesh='data=-1': 'data=-1' is no axis"),
-        ("data=0", "mesh: data=0 is no number of ranks: give a whole number of at least 1"),
-        (
-            "pipe=2",
-            "mesh='pipe=2': there is no axis 'pipe'; there are data, shard, pipeline, tensor",
-        ),
-        ("data=2,data=2", "mesh='data=2,data=2': data is given twice"),
+        ("data", "not-a-pair", {"where": "mesh='data'", "text": "data"}),
+        ("", "not-a-pair", {"where": "mesh=''", "text": ""}),
+        ("data=x", "not-a-whole-number", {"name": "data", "value": "x"}),
+        ("data=-1", "not-a-whole-number", {"name": "data", "value": -1}),
+        ("data=0", "not-a-whole-number", {"name": "data", "value": 0}),
+        ("pipe=2", "unknown-name", {"name": "pipe", "meant": "did you mean pipeline?"}),
+        ("data=2,data=2", "given-twice", {"where": "mesh='data=2,data=2'", "name": "data"}),
     ],
 )
-def test_what_is_no_mesh_is_refused(text, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
+def test_what_is_no_mesh_is_refused(text, code, values):
+    with refused(code, **values):
         Mesh.read(text)
 
 
 def test_another_number_of_ranks_is_refused_with_the_product():
-    with pytest.raises(
-        UsageError,
-        match=re.escape(
-            "mesh='data=2,tensor=2' has 4 ranks (data 2 x tensor 2), and the run has 3: make the"
-            " two equal"
-        ),
-    ):
+    said = {"mesh": "data=2,tensor=2", "size": 4, "product": "data 2 x tensor 2", "workers": 3}
+    with refused("mesh-of-other-size", **said):
         Mesh(data=2, tensor=2).check_size(3)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.parallelism import Compression, Outer, Parallelism, Server
+from lockstep.config.parallelism import Compression, Outer, Parallelism, ServerOptions
 from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 @pytest.mark.parametrize(
@@ -55,98 +56,127 @@ def test_values_that_are_as_always_are_not_said() -> None:
 
 
 def test_servers() -> None:
-    assert Server.read("server:shards=2,lr=by-age") == Server(2, "by-age")
+    assert ServerOptions.read("server:shards=2,lr=by-age") == ServerOptions(2, "by-age")
     assert Parallelism(update="server").bound == 4
     assert Parallelism(update="server", staleness="inf").bound == float("inf")
     assert Parallelism(update="server", staleness=0).alone
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "code", "values"),
     [
-        ({"reduce": "gossip"}, "reduce='gossip' is unknown: choose one of auto, native, "),
-        ({"update": "zero"}, "update='zero' is unknown: choose one of replicated, sharded, server"),
-        ({"update": "sharded:shards=2"}, "is unknown: choose one of replicated"),
+        ({"reduce": "gossip"}, "unknown-choice", {"name": "reduce", "value": "gossip"}),
+        (
+            {"update": "zero"},
+            "unknown-choice",
+            {"value": "zero", "choices": ["replicated", "sharded", "server"]},
+        ),
+        ({"update": "sharded:shards=2"}, "unknown-choice", {"value": "sharded:shards=2"}),
         (
             {"compress": "gzip"},
-            "compress='gzip' is unknown: choose one of bf16, fp16, int8, powersgd:RANK, topk:SHARE",
+            "unknown-choice",
+            {"choices": ["bf16", "fp16", "int8", "powersgd:RANK", "topk:SHARE"]},
         ),
-        ({"compress": "powersgd"}, "compress='powersgd': say which rank, as in powersgd:4"),
-        ({"compress": "powersgd:1.5"}, "a whole number of at least 1"),
-        ({"compress": "powersgd:0"}, "a whole number of at least 1"),
-        ({"compress": "topk:2"}, "lies between 0 and 1, as in topk:0.01"),
-        ({"compress": "topk:x"}, "'x' is no number"),
-        ({"compress": "bf16:3"}, "is unknown"),
-        ({"sync_every": 0}, "sync_every=0: give a whole number of steps of at least 1"),
-        ({"sync_every": 2.0}, "sync_every=2.0"),
-        ({"sync_every": True}, "sync_every=True"),
-        ({"outer": "nesterov"}, "give sync_every too"),
+        ({"compress": "powersgd"}, "compression-without-amount", {"compress": "powersgd"}),
+        ({"compress": "powersgd:1.5"}, "compression-without-amount", {}),
+        ({"compress": "powersgd:0"}, "compression-without-amount", {}),
+        ({"compress": "powersgd:inf"}, "compression-without-amount", {}),
+        ({"compress": "topk:2"}, "compression-without-amount", {"compress": "topk:2"}),
+        ({"compress": "topk:x"}, "compression-without-amount", {"compress": "topk:x"}),
+        ({"compress": "topk:nan"}, "compression-without-amount", {}),
+        ({"compress": "bf16:3"}, "unknown-choice", {"value": "bf16:3"}),
+        (
+            {"sync_every": 0},
+            "not-a-whole-number",
+            {"name": "sync_every", "value": 0, "expected": "a whole number of steps of at least 1"},
+        ),
+        ({"sync_every": 2.0}, "not-a-whole-number", {"value": 2.0}),
+        ({"sync_every": True}, "not-a-whole-number", {"value": True}),
+        ({"outer": "nesterov"}, "outer-without-sync-every", {"outer": "nesterov"}),
         (
             {"sync_every": 4, "outer": "median"},
-            "outer='median' is unknown: choose one of average, nesterov",
+            "unknown-choice",
+            {"name": "outer", "value": "median", "choices": ["average", "nesterov"]},
+        ),
+        ({"sync_every": 4, "outer": "average:lr=1"}, "average-with-lr", {}),
+        (
+            {"sync_every": 4, "outer": "nesterov:lr=0"},
+            "number-out-of-range",
+            {"name": "lr", "value": 0},
         ),
         (
-            {"sync_every": 4, "outer": "average:lr=1"},
-            "an average has neither lr nor momentum; choose nesterov",
+            {"sync_every": 4, "outer": "nesterov:momentum=1"},
+            "number-out-of-range",
+            {"name": "momentum", "value": 1},
         ),
-        ({"sync_every": 4, "outer": "nesterov:lr=0"}, "lr is a number above 0"),
-        ({"sync_every": 4, "outer": "nesterov:momentum=1"}, "momentum one from 0 to below 1"),
         (
             {"sync_every": 4, "outer": "nesterov:momenta=1"},
-            "there is no option 'momenta'; there are lr, momentum, after, fragments, overlap",
+            "unknown-name",
+            {"name": "momenta", "meant": "did you mean momentum?"},
         ),
         (
             {"sync_every": 4, "outer": "nesterov:fragments=1.5"},
-            "fragments is a whole number of at least 1",
+            "not-a-whole-number",
+            {"name": "fragments", "value": 1.5},
         ),
+        ({"sync_every": 4, "outer": "nesterov:lr=x"}, "number-out-of-range", {"value": "x"}),
+        ({"sync_every": 4, "outer": "nesterov:fragments"}, "not-a-pair", {"text": "fragments"}),
         (
-            {"sync_every": 4, "outer": "nesterov:fragments"},
-            "options are written nesterov:name=value,name=value, each once",
+            {"sync_every": 4, "outer": "average:after=1,after=2"},
+            "given-twice",
+            {"name": "after", "where": "outer='average:after=1,after=2'"},
         ),
-        (
-            {"sync_every": 4, "outer": "nesterov:fragments=8"},
-            "so many fragments do not fit between two meetings",
-        ),
+        ({"sync_every": 4, "outer": "nesterov:fragments=8"}, "too-many-fragments", {}),
         (
             {"sync_every": 4, "outer": "average:overlap=4"},
-            "a meeting must be over before the next one of the same fragment",
+            "overlap-too-long",
+            {"overlap": 4, "sync_every": 4},
         ),
-        ({"staleness": 2}, "give update='server' too"),
-        ({"update": "server", "staleness": -1}, "a whole number from 0, or inf"),
-        ({"update": "server", "staleness": "soon"}, "a whole number from 0, or inf"),
-        ({"update": "server", "staleness": 1.5}, "a whole number from 0, or inf"),
-        ({"update": "server:shards=0"}, "shards is a whole number of at least 1"),
-        ({"update": "server:lr=older"}, "server has the options shards=N and lr=by-age"),
-        (
-            {"exact": True, "compress": "bf16"},
-            "compress='bf16' with exact: what it computes depends on the number of workers",
-        ),
-        ({"exact": True, "sync_every": 2}, "sync_every=2 with exact"),
-        ({"exact": True, "update": "server"}, "update='server' with exact"),
-        (
-            {"exact": True, "reduce": "central"},
-            "reduce='central' with exact: it adds in an order of its own",
-        ),
+        ({"staleness": 2}, "staleness-without-server", {"staleness": 2}),
+        ({"update": "server", "staleness": -1}, "not-a-whole-number", {"name": "staleness"}),
+        ({"update": "server", "staleness": "soon"}, "not-a-whole-number", {"value": "soon"}),
+        ({"update": "server", "staleness": 1.5}, "not-a-whole-number", {"value": 1.5}),
+        ({"update": "server", "staleness": True}, "not-a-whole-number", {"value": True}),
+        ({"update": "server", "staleness": "nan"}, "not-a-whole-number", {}),
+        ({"update": "server:shards=0"}, "not-a-whole-number", {"name": "shards", "value": 0}),
+        ({"update": "server:lr=older"}, "unknown-choice", {"name": "lr", "value": "older"}),
+        ({"update": "server:parts=2"}, "unknown-name", {"name": "parts"}),
+        ({"exact": True, "compress": "bf16"}, "exact-with-compress", {"compress": "bf16"}),
+        ({"exact": True, "sync_every": 2}, "exact-with-sync-every", {"sync_every": 2}),
+        ({"exact": True, "update": "server"}, "exact-with-server", {"update": "server"}),
+        ({"exact": True, "reduce": "central"}, "exact-with-reduce", {"reduce": "central"}),
         (
             {"compress": "bf16", "reduce": "central"},
-            "compressed gradients have carriers of their own; leave reduce out",
+            "compress-with-reduce",
+            {"compress": "bf16", "reduce": "central"},
         ),
         (
             {"sync_every": 2, "update": "sharded"},
-            "ranks that step alone each need a whole optimizer; choose replicated",
+            "sync-every-with-update",
+            {"sync_every": 2, "update": "sharded"},
         ),
-        (
-            {"update": "server", "compress": "bf16"},
-            "what a server is told travels as it is; leave one out",
-        ),
-        (
-            {"update": "server", "reduce": "native"},
-            "a server adds gradients up itself; leave reduce out",
-        ),
-        ({"update": "server", "sync_every": 2}, "choose replicated"),
+        ({"update": "server", "compress": "bf16"}, "server-with-compress", {"compress": "bf16"}),
+        ({"update": "server", "reduce": "native"}, "server-with-reduce", {"reduce": "native"}),
+        ({"update": "server", "sync_every": 2}, "sync-every-with-update", {"update": "server"}),
+        ({"mesh": "tensor=2", "exact": True}, "mesh-with-exact", {"mesh": "tensor=2"}),
+        ({"mesh": "tensor=2", "compress": "int8"}, "mesh-with-compress", {"compress": "int8"}),
+        ({"mesh": "tensor=2", "sync_every": 2}, "mesh-with-sync-every", {"sync_every": 2}),
+        ({"mesh": "tensor=2", "update": "server"}, "mesh-with-server", {"update": "server"}),
+        ({"mesh": "shard=2,pipeline=2"}, "mesh-shard-with-pipeline", {}),
+        ({"mesh": "shard=2", "update": "sharded"}, "mesh-already-sharded", {"mesh": "shard=2"}),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_a_sentence(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as refused:
+def test_what_makes_no_sense_is_refused(
+    given: dict[str, Any], code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
         Parallelism(**given)
-    assert said in str(refused.value)
+
+
+def test_a_refusal_names_both_options() -> None:
+    with pytest.raises(UsageError) as caught:
+        Parallelism(exact=True, reduce="ring")
+    assert caught.value.sentence == (
+        "reduce='ring' with exact=True: this algorithm adds in an order of its own. Leave reduce"
+        " out, or choose native or shared_memory."
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.config.settings import Settings, overrides_of
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 def test_there_and_back(tmp_path: Path) -> None:
@@ -32,65 +32,95 @@ def test_there_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "code", "values"),
     [
-        ({"workers": 0}, "workers=0: give a whole number of at least 1"),
-        ({"workers": None}, "workers=None"),
-        ({"epochs": -1}, "epochs=-1"),
-        ({"steps": 1.5}, "steps=1.5"),
-        ({"epochs": 2, "steps": 3}, "epochs=2 and steps=3 exclude each other"),
-        ({"loader_workers": -1}, "loader_workers=-1"),
-        ({"threads": 0}, "threads=0: give a whole number of at least 1"),
-        ({"threads": True}, "threads=True"),
-        ({"bucket_mb": 0}, "bucket_mb=0: give a number of MiB above 0"),
-        ({"bucket_mb": float("nan")}, "bucket_mb=nan"),
-        ({"bucket_mb": float("inf")}, "bucket_mb=inf"),
-        ({"bucket_mb": "5"}, "bucket_mb='5'"),
-        ({"device": "tpu"}, "device='tpu' is unknown: choose one of auto, cpu, cuda"),
         (
-            {"reduce": "star"},
-            (
-                "reduce='star' is unknown: choose one of auto, native, central, ring, tree,"
-                " halving_doubling, "
-            ),
+            {"workers": 0},
+            "not-a-whole-number",
+            {"name": "workers", "value": 0, "expected": "a whole number of at least 1"},
         ),
+        ({"workers": None}, "not-a-whole-number", {"name": "workers", "value": None}),
+        ({"epochs": -1}, "not-a-whole-number", {"name": "epochs", "value": -1}),
+        ({"steps": 1.5}, "not-a-whole-number", {"name": "steps", "value": 1.5}),
+        ({"epochs": 2, "steps": 3}, "epochs-and-steps", {"epochs": 2, "steps": 3}),
+        ({"loader_workers": -1}, "not-a-whole-number", {"name": "loader_workers", "value": -1}),
+        ({"threads": 0}, "not-a-whole-number", {"name": "threads", "value": 0}),
+        ({"threads": True}, "not-a-whole-number", {"name": "threads", "value": True}),
         (
-            {"reduce": "ring", "exact": True},
-            "reduce='ring' with exact: it adds in an order of its own",
+            {"bucket_mb": 0},
+            "number-out-of-range",
+            {"name": "bucket_mb", "value": 0, "expected": "a number of MiB above 0"},
         ),
-        ({"balance": "2,x"}, "balance='2,x': give auto, or a number for each rank"),
+        ({"bucket_mb": float("inf")}, "number-out-of-range", {"value": float("inf")}),
+        ({"bucket_mb": "5"}, "number-out-of-range", {"name": "bucket_mb", "value": "5"}),
+        (
+            {"device": "tpu"},
+            "unknown-choice",
+            {"name": "device", "value": "tpu", "choices": ["auto", "cpu", "cuda"]},
+        ),
+        ({"reduce": "star"}, "unknown-choice", {"name": "reduce", "value": "star"}),
+        ({"reduce": "ring", "exact": True}, "exact-with-reduce", {"reduce": "ring"}),
+        ({"balance": "2,x"}, "wrong-type", {"name": "balance", "value": "2,x"}),
         (
             {"balance": "2,1", "workers": 3},
-            "balance='2,1' gives 2 of 3 workers a share: give one number for each of them",
+            "balance-of-other-count",
+            {"balance": "2,1", "given": 2, "workers": 3},
         ),
-        ({"balance": "auto", "sync_every": 2}, "balance='auto' with sync_every=2"),
+        (
+            {"balance": "auto", "sync_every": 2},
+            "balance-with-sync-every",
+            {"balance": "auto", "sync_every": 2},
+        ),
         (
             {"balance": "2,1", "workers": 2, "grow": True},
-            "balance='2,1' has a number for each of 2 workers: give that number of workers, and no",
+            "range-of-workers",
+            {"name": "balance", "value": "2,1", "workers": 2},
         ),
-        ({"precision": "fp8"}, "precision='fp8' is unknown: choose one of fp32, bf16, fp16, tf32"),
+        (
+            {"mesh": "data=2", "workers": 2, "grow": True},
+            "range-of-workers",
+            {"name": "mesh", "value": "data=2", "workers": 2},
+        ),
+        (
+            {"precision": "fp8"},
+            "unknown-choice",
+            {"name": "precision", "value": "fp8", "choices": ["fp32", "bf16", "fp16", "tf32"]},
+        ),
+        ({"precision": "fp16", "sync_every": 2}, "fp16-with-own-steps", {"sync_every": 2}),
+        ({"precision": "fp16", "mesh": "tensor=2"}, "fp16-with-mesh", {"mesh": "tensor=2"}),
+        ({"compile": True, "mesh": "tensor=2"}, "compile-with-mesh", {"mesh": "tensor=2"}),
+        ({"schedule": "gpipe"}, "no-pipeline", {"name": "schedule", "value": "gpipe"}),
+        ({"split": "parameters"}, "no-pipeline", {"name": "split", "value": "parameters"}),
     ],
 )
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_cannot_work_is_refused(
+    changes: dict[str, Any], code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
         Settings(task="digits", **changes)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "code", "values"),
     [
-        (None, "cannot be read .*is not a run directory"),
-        ("{", "cannot be read"),
-        ("[]", "holds a list, not settings"),
-        ("{}", "no task named"),
-        ('{"task": "digits", "colour": 1, "age": 2}', "age, colour unknown to this version"),
-        ('{"task": "digits", "workers": 0}', "workers=0"),
+        (None, "not-a-run-directory", {"file": "settings.json"}),
+        ("{", "not-a-run-directory", {"file": "settings.json"}),
+        ("[]", "foreign-settings", {"wrong": "it holds a list"}),
+        ("{}", "foreign-settings", {"wrong": "it names no task"}),
+        (
+            '{"task": "digits", "colour": 1, "age": 2}',
+            "foreign-settings",
+            {"wrong": "it has age, colour"},
+        ),
+        ('{"task": "digits", "workers": 0}', "not-a-whole-number", {"name": "workers", "value": 0}),
     ],
 )
-def test_a_foreign_file_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_foreign_file_is_refused(
+    tmp_path: Path, text: str | None, code: str, values: dict[str, Any]
+) -> None:
     if text is not None:
         (tmp_path / "settings.json").write_text(text)
-    with pytest.raises(UsageError, match=message):
+    with refused(code, **values):
         Settings.read(tmp_path)
 
 
@@ -111,10 +141,10 @@ def test_overrides_are_pairs() -> None:
         "name": " a=b",
         "empty": "",
     }
-    for pairs, message in (
-        [["lr"], "--set lr: write it as --set key=value"],
-        [["=3"], "write it"],
-        [["a=1", "a=2"], "--set a is given twice"],
+    for pairs, code, values in (
+        (["lr"], "not-a-pair", {"where": "--set", "text": "lr"}),
+        (["=3"], "not-a-pair", {"text": "=3"}),
+        (["a=1", "a=2"], "given-twice", {"where": "--set", "name": "a"}),
     ):
-        with pytest.raises(UsageError, match=message):
-            overrides_of(list(pairs))
+        with refused(code, **values):
+            overrides_of(pairs)

@@ -178,7 +178,7 @@ def test_a_window_left_with_its_epoch_is_forgotten() -> None:
     [
         (
             {"balance": "2,1,1"},
-            "balance='2,1,1' gives 3 of 2 workers a share: give one number for each of them",
+            "balance='2,1,1' gives 3 of 2 workers a share",
         ),
         (
             {"balance": "auto", "micro_batch": None},

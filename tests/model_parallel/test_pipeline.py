@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep import World
 from lockstep.config.parts import Parts
-from lockstep.config.pipeline_schedules import NAMES, Schedule
+from lockstep.config.pipeline_schedules import NAMES, PipelineSchedule
 from lockstep.errors import LockstepWarning, WorkerFailed
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
@@ -34,7 +34,7 @@ def pipelined(
     world: World, model: nn.Module, schedule: str, parts: Parts | None = None, **options: Any
 ) -> Pipeline:
     """This rank's stages of a model that all ranks have."""
-    layers, group, order = layers_of(model, parts), world.group, Schedule.read(schedule)
+    layers, group, order = layers_of(model, parts), world.group, PipelineSchedule.read(schedule)
     ranges = cut(layers, order.count(group.size), parts)
     stages = {
         number: stage_module(layers, ranges[number])

@@ -39,11 +39,11 @@ from lockstep.training.train import train
         ),
         (
             {"mesh": "data=2", "schedule": "gpipe"},
-            "schedule='gpipe' says how a pipeline runs, and there is none",
+            "schedule='gpipe' says how a pipeline runs, and the mesh has no pipeline",
         ),
         (
             {"mesh": "tensor=2", "split": "parameters"},
-            "split='parameters' says how a pipeline runs, and there is none",
+            "split='parameters' says how a pipeline runs, and the mesh has no pipeline",
         ),
         (
             {"mesh": "pipeline=2", "split": "layers"},
@@ -52,17 +52,17 @@ from lockstep.training.train import train
         (
             {"mesh": "pipeline=2", "precision": "fp16"},
             (
-                "precision='fp16' with mesh='pipeline=2': every part would find a loss scale of"
-                " its own"
+                "precision='fp16' with mesh='pipeline=2': every part of the model would find its"
+                " own loss scale"
             ),
         ),
         (
             {"mesh": "shard=2", "compile": True},
-            "compile with mesh='shard=2': parts of a model are not compiled",
+            "compile=True with mesh='shard=2': a model that is split over ranks is not compiled",
         ),
         (
             {"mesh": "pipeline=2", "exact": True},
-            "exact=True with mesh='pipeline=2': torch's engines add up in orders of their own",
+            "exact=True with mesh='pipeline=2': torch's parallelism adds in an order of its own",
         ),
         ({"mesh": "tensor=2", "compress": "bf16"}, "compress='bf16' with mesh='tensor=2'"),
         (
@@ -71,11 +71,11 @@ from lockstep.training.train import train
         ),
         (
             {"mesh": "pipeline=2", "update": "server"},
-            "update='server' with mesh='pipeline=2': a server's workers each need a whole model",
+            "update='server' with mesh='pipeline=2': each worker of a server needs a whole model",
         ),
         (
             {"mesh": "tensor=2", "update": "sharded"},
-            "update='sharded' with mesh='tensor=2': parameters that are split already",
+            "update='sharded' with mesh='tensor=2': these parameters are already split",
         ),
         (
             {"mesh": "shard=2,pipeline=2", "workers": 4},
@@ -83,10 +83,7 @@ from lockstep.training.train import train
         ),
         (
             {"mesh": "data=2", "grow": True},
-            (
-                "mesh='data=2' has a place for each of 2 ranks: give that number of workers, and no"
-                " range"
-            ),
+            "mesh='data=2' fixes the number of ranks. Give exactly 2 workers, and no range",
         ),
     ],
 )

@@ -265,10 +265,10 @@ def pipeline(
     how much of the time ranks wait.
     """
     at_least_one(stages=stages, micro_batches=micro_batches)
-    from lockstep.config.pipeline_schedules import Schedule
+    from lockstep.config.pipeline_schedules import PipelineSchedule
     from lockstep.tools.show import pipeline_picture as picture
 
-    found = picture.chart(Schedule.read(schedule), stages, micro_batches, backward)
+    found = picture.chart(PipelineSchedule.read(schedule), stages, micro_batches, backward)
     if out is None:
         print(picture.text(found))
     else:

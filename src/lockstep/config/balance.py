@@ -10,10 +10,10 @@ exact mode: only who computes them moves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
@@ -30,19 +30,11 @@ class Balance:
     def __post_init__(self) -> None:
         if self.weights is None:
             return
-        bad = [
-            each
-            for each in self.weights
-            if isinstance(each, bool)
-            or not isinstance(each, int | float)
-            or not 0 <= each < math.inf
-        ]
-        if bad or not any(self.weights):
-            why = f"{bad[0]!r} is no share" if bad else "nobody would have anything to do"
-            raise UsageError(
-                f"balance={str(self)!r}: {why}; give auto, or a number from 0 for each rank, not"
-                " all 0, such as 2,1,1"
-            )
+        with knob.within(f"balance={str(self)!r}"):
+            for each in self.weights:
+                knob.number("share", each, least=0)
+        if not any(self.weights):
+            raise UsageError("nobody-has-work", balance=str(self))
 
     @classmethod
     def of(cls, given: str | Sequence[float]) -> Balance:
@@ -52,9 +44,8 @@ class Balance:
         try:
             weights = tuple(map(float, given.split(",")) if isinstance(given, str) else given)
         except (TypeError, ValueError):
-            raise UsageError(
-                f"balance={given!r}: give auto, or a number for each rank, such as 2,1,1"
-            ) from None
+            expected = "auto, or a number for each rank, such as 2,1,1"
+            raise UsageError("wrong-type", name="balance", value=given, expected=expected) from None
         return cls(weights)
 
     @property
@@ -65,30 +56,22 @@ class Balance:
         """Raise a UsageError where it does not go together with the method, or has another
         number of ranks.
         """
-        given = f"balance={str(self)!r}"
         self.check_count(ranks)
+        balance = str(self)
         if method.server is not None:
-            raise UsageError(
-                f"{given} with update={method.update!r}: ranks draw micro-batches as fast as they"
-                " are; leave balance out"
-            )
+            raise UsageError("balance-with-server", balance=balance, update=method.update)
         if method.sync_every is not None and self.measured:
             raise UsageError(
-                f"{given} with sync_every={method.sync_every}: ranks that step alone do not tell"
-                " each other how long they take; give a number for each rank, such as 2,1,1"
+                "balance-with-sync-every", balance=balance, sync_every=method.sync_every
             )
         if method.mesh is not None and not method.mesh.only_data:
-            raise UsageError(
-                f"{given} with mesh={str(method.mesh)!r}: ranks that hold parts of one model take"
-                " as long as the slowest of them; leave one out"
-            )
+            raise UsageError("balance-with-mesh", balance=balance, mesh=str(method.mesh))
 
     def check_count(self, ranks: int) -> None:
         """Raise a UsageError for weights of another number of ranks."""
         if self.weights is not None and len(self.weights) != ranks:
             raise UsageError(
-                f"balance={str(self)!r} gives {len(self.weights)} of {ranks} workers a share: give"
-                " one number for each of them"
+                "balance-of-other-count", balance=str(self), given=len(self.weights), workers=ranks
             )
 
     def __str__(self) -> str:

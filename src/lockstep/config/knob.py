@@ -5,6 +5,9 @@
 The help is the string under the field, one sentence. Read from here: the command line
 (cli/options.py), --config files, settings.json, the reference (docs/guide/options.md), and the
 checks that every value goes through, wherever it came from.
+
+Below them, the checks of a single value that all rooms share: `whole`, `number`, `chosen`, `known`,
+`pairs`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import collections.abc
 import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
@@ -110,44 +114,24 @@ class Field:
         sentence = field_docstrings(self.owner).get(self.name, "")
         return f"{sentence} Default: {told}." if told else sentence
 
-    def check(self, value: object) -> None:
-        """Raise a UsageError, naming the field, the value and what is expected, for a value that
-        it cannot have.
+    def check(self, value: Any) -> Any:
+        """The value. Raises UsageError, naming the field, the value and what is expected, for one
+        that it cannot have.
         """
         if value is None and self.optional:
-            return
+            return None
+        unit = self.knob.unit.lower() if self.knob.unit.isupper() else self.knob.unit
+        unit = unit if len(unit) > 1 else ""
         if self.choices:
-            if value not in self.choices:
-                raise UsageError(
-                    "unknown-choice", name=self.name, value=value, choices=self.choices
-                )
-        elif self.type in (int, float):
-            kinds = int if self.type is int else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not self._in_range(value):
-                raise UsageError(f"{self.name}={value!r}: give {self._number()}")
+            chosen(self.name, value, self.choices)
+        elif self.type is int:
+            return whole(self.name, value, self.knob.least, unit=unit)
+        elif self.type is float:
+            number(self.name, value, least=self.knob.least, above=self.knob.above, unit=unit)
         elif not isinstance(value, self._kind):
-            raise UsageError(f"{self.name}={value!r}: give {_KINDS.get(self.type, self.knob.unit)}")
-
-    def _in_range(self, value: float) -> bool:
-        return math.isfinite(value) and value >= self.knob.least and value > self.knob.above
-
-    def _number(self) -> str:
-        kind = "a whole number" if self.type is int else "a number"
-        unit = (
-            f" of {self.knob.unit.lower() if self.knob.unit.isupper() else self.knob.unit}"
-            if len(self.knob.unit) > 1
-            else ""
-        )
-        if self.knob.least > -math.inf:
-            return f"{kind}{unit} of at least {self.knob.least:g}"
-        return (
-            f"{kind}{unit} above {self.knob.above:g}"
-            if self.knob.above > -math.inf
-            else f"{kind}{unit}"
-        )
-
-
-_KINDS: Mapping[Any, str] = {bool: "true or false", str: "a text"}
+            expected = {bool: "true or false", str: "a text"}.get(self.type, self.knob.unit)
+            raise UsageError("wrong-type", name=self.name, value=value, expected=expected)
+        return value
 
 
 def knobs(cls: Any) -> Mapping[str, Field]:
@@ -183,14 +167,105 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
 def check(configured: object) -> None:
     """Look at every knob's value. Raises UsageError."""
     for name, field in knobs(type(configured)).items():
-        field.check(getattr(configured, name))
+        object.__setattr__(configured, name, field.check(getattr(configured, name)))
 
 
-def known(names: Iterable[str], given: Iterable[str], where: str) -> None:
-    """Raise a UsageError for a name that is not known, with the nearest one that is."""
+def whole(
+    name: str,
+    value: Any,
+    least: float = 1,
+    *,
+    unit: str = "",
+    error: type[UsageError] = UsageError,
+) -> int:
+    """`value` as an int. Raises `error` for what is not a whole number, or is below `least`."""
+    try:
+        if not isinstance(value, bool) and operator.index(value) >= least:
+            return operator.index(value)
+    except TypeError:
+        pass
+    expected = _range("a whole number", unit, {"of at least": least})
+    raise error("not-a-whole-number", name=name, value=value, expected=expected)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    unit: str = "",
+    error: type[UsageError] = UsageError,
+) -> float:
+    """`value` as a float. Raises `error` for what is not a finite number, or lies outside the bounds."""
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    if numeric and math.isfinite(value) and above < value < below and least <= value <= most:
+        return float(value)
+    bounds = {"of at least": least, "above": above, "at most": most, "below": below}
+    expected = _range("a number", unit, bounds)
+    raise error("number-out-of-range", name=name, value=value, expected=expected)
+
+
+def _range(kind: str, unit: str, bounds: Mapping[str, float]) -> str:
+    limits = [f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound)]
+    return " ".join(filter(None, [kind, unit and f"of {unit}", " and ".join(limits)]))
+
+
+def chosen(
+    name: str, value: Any, choices: Iterable[Any], *, error: type[UsageError] = UsageError
+) -> None:
+    """Raise `error` for a value that is none of the choices."""
+    every = list(choices)
+    if value not in every:
+        raise error("unknown-choice", name=name, value=value, choices=every)
+
+
+def known(names: Iterable[str], given: Iterable[str], where: str, what: str = "option") -> None:
+    """Raise a UsageError for a name that is not known, with the nearest one that is.
+
+    Args:
+        names: that are known.
+        given: names to look at.
+        where: they were given, for the error's sentence.
+        what: the names are names of.
+    """
     every = list(names)
     for name in given:
         if name not in every:
             near = get_close_matches(name, every, 1)
             meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(every)}"
-            raise UsageError(f"{where}: there is no option {name!r}; {meant}")
+            raise UsageError("unknown-name", where=where, what=what, name=name, meant=meant)
+
+
+def pairs(texts: Iterable[str], where: str) -> dict[str, str]:
+    """Of ["name=value", ...]. Raises UsageError for one without "=", and for a name given twice."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise UsageError("not-a-pair", where=where, text=text)
+        if name.strip() in found:
+            raise UsageError("given-twice", where=where, name=name.strip())
+        found[name.strip()] = value
+    return found
+
+
+@contextmanager
+def within(where: str) -> Iterator[None]:
+    """What is refused in the block is said of `where`: an option inside an option, a file."""
+    try:
+        yield
+    except UsageError as error:
+        raise error.within(where) from None
+
+
+def value_of(text: str) -> int | float | str:
+    """A number where the text is one, for `whole` and `number` to look at."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from lockstep.config import knob
 from lockstep.errors import UsageError
 
 Axis = Literal["data", "shard", "pipeline", "tensor"]
@@ -51,32 +52,16 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            count = getattr(self, axis)
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise UsageError(
-                    f"mesh: {axis}={count!r} is no number of ranks: give a whole number of at"
-                    " least 1"
-                )
+            knob.whole(f"mesh: {axis}", getattr(self, axis), unit="ranks")
 
     @classmethod
     def read(cls, text: str) -> Mesh:
         """`data=2,pipeline=2`; axes that are left out have one rank. Raises UsageError."""
-        found: dict[str, int] = {}
-        for pair in text.split(","):
-            axis, equals, count = (part.strip() for part in pair.partition("="))
-            if not equals or not count.isdecimal():
-                raise UsageError(
-                    f"mesh={text!r}: {pair.strip()!r} is no axis; write it as data=2,pipeline=2"
-                    f" (axes: {', '.join(AXES)})"
-                )
-            if axis not in AXES:
-                raise UsageError(
-                    f"mesh={text!r}: there is no axis {axis!r}; there are {', '.join(AXES)}"
-                )
-            if axis in found:
-                raise UsageError(f"mesh={text!r}: {axis} is given twice")
-            found[axis] = int(count)
-        return cls(**found)
+        where = f"mesh={text!r}"
+        found = knob.pairs(text.split(","), where)
+        knob.known(AXES, found, where, "axis")
+        with knob.within(where):
+            return cls(**{axis: knob.whole(axis, knob.value_of(found[axis])) for axis in found})
 
     def __str__(self) -> str:
         """As `read` takes it, without axes of one rank."""
@@ -107,15 +92,13 @@ class Mesh:
     def check_size(self, workers: int) -> None:
         """Raise a UsageError where the mesh has another number of ranks than the run."""
         if self.size != workers:
-            product = (
-                " x ".join(
-                    f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1
-                )
-                or "data 1"
-            )
+            product = str(self).replace("=", " ").replace(",", " x ")
             raise UsageError(
-                f"mesh={str(self)!r} has {self.size} ranks ({product}), and the run has {workers}:"
-                " make the two equal"
+                "mesh-of-other-size",
+                mesh=str(self),
+                size=self.size,
+                product=product,
+                workers=workers,
             )
 
     def at(self, rank: int) -> Coordinates:

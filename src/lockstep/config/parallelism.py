@@ -13,6 +13,7 @@ command line refuses before any rank starts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -27,6 +28,10 @@ Reduce = Literal[
 ]
 CAST = ("bf16", "fp16")
 COMPRESSIONS = (*CAST, "int8", "powersgd:RANK", "topk:SHARE")
+_AMOUNTS = {
+    "powersgd": "the rank of its factors, a whole number of at least 1, as in powersgd:4",
+    "topk": "the share of elements that travel, a number above 0 and at most 1, as in topk:0.01",
+}
 UPDATES = ("replicated", "sharded", "server")
 OUTERS = ("average", "nesterov")
 
@@ -45,30 +50,17 @@ class Compression:
     def read(cls, text: str) -> Compression:
         """Raises UsageError."""
         kind, colon, value = text.partition(":")
-        if kind in ("powersgd", "topk") and colon:
-            amount = _number("compress", value, text)
-            if kind == "powersgd" and not (amount.is_integer() and amount >= 1):
-                raise UsageError(
-                    f"compress={text!r}: the rank of PowerSGD's factors is a whole number of at"
-                    " least 1, as in powersgd:4"
-                )
-            if kind == "topk" and not 0 < amount <= 1:
-                raise UsageError(
-                    f"compress={text!r}: the share of elements that travel lies between 0 and 1, as"
-                    " in topk:0.01"
-                )
-            return cls(kind, amount)
+        if kind in _AMOUNTS and (colon or kind == text):
+            expected, amount = _AMOUNTS[kind], knob.value_of(value)
+            if (
+                isinstance(amount, str)
+                or not (amount >= 1 if kind == "powersgd" else 0 < amount <= 1)
+                or (kind == "powersgd" and not float(amount).is_integer())
+            ):
+                raise UsageError("compression-without-amount", compress=text, expected=expected)
+            return cls(kind, float(amount))
         if text not in (*CAST, "int8"):
-            hints = {
-                "powersgd": "say which rank, as in powersgd:4",
-                "topk": "say which share, as in topk:0.01",
-            }
-            hint = (
-                f": {hints[kind]}"
-                if kind in hints
-                else f" is unknown: choose one of {', '.join(COMPRESSIONS)}"
-            )
-            raise UsageError(f"compress={text!r}{hint}")
+            knob.chosen("compress", text, COMPRESSIONS)
         return cls(text)
 
     def __str__(self) -> str:
@@ -95,22 +87,14 @@ class Outer:
     """Steps that are computed while a meeting's sums travel."""
 
     def __post_init__(self) -> None:
-        if self.kind not in OUTERS:
-            raise UsageError(f"outer={self.kind!r} is unknown: choose one of {', '.join(OUTERS)}")
-        if not 0 < self.lr < math.inf or not 0 <= self.momentum < 1:
-            raise UsageError(
-                f"outer={str(self)!r}: lr is a number above 0, momentum one from 0 to below 1"
-            )
-        for name, least in (("after", 0), ("fragments", 1), ("overlap", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(
-                    f"outer={str(self)!r}: {name} is a whole number of at least {least}"
-                )
+        knob.chosen("outer", self.kind, OUTERS)
+        with knob.within(f"outer={str(self)!r}"):
+            knob.number("lr", self.lr, above=0)
+            knob.number("momentum", self.momentum, least=0, below=1)
+            for name, least in (("after", 0), ("fragments", 1), ("overlap", 0)):
+                knob.whole(name, getattr(self, name), least)
         if self.kind == "average" and (self.lr, self.momentum) != (0.7, 0.9):
-            raise UsageError(
-                f"outer={str(self)!r}: an average has neither lr nor momentum; choose nesterov"
-            )
+            raise UsageError("average-with-lr", outer=str(self))
 
     @classmethod
     @cache
@@ -118,24 +102,14 @@ class Outer:
         """`average`, `nesterov:lr=0.7,momentum=0.9`, `nesterov:fragments=4,overlap=2`,
         `average:after=100`. Raises UsageError.
         """
-        kind, given = _options("outer", text)
-        known = [each.name for each in fields(cls) if each.name != "kind"]
-        values: dict[str, Any] = {}
-        for name, value in given.items():
-            if name not in known:
-                raise UsageError(
-                    f"outer={text!r}: there is no option {name!r}; there are {', '.join(known)}"
-                )
-            number = _number("outer", value, text)
-            values[name] = (
-                number if name in ("lr", "momentum") or not number.is_integer() else int(number)
-            )
+        kind, given = _options("outer", text, [each.name for each in fields(cls)[1:]])
+        values: dict[str, Any] = {name: knob.value_of(value) for name, value in given.items()}
         return cls(kind, **values)
 
     def __str__(self) -> str:
         """As `read` takes it, without what is as always."""
         given = [
-            f"{each.name}={getattr(self, each.name):g}"
+            f"{each.name}={getattr(self, each.name)}"
             for each in fields(self)[1:]
             if getattr(self, each.name) != each.default
         ]
@@ -143,7 +117,7 @@ class Outer:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerOptions:
     """An asynchronous parameter server."""
 
     shards: int | None = None
@@ -155,42 +129,24 @@ class Server:
 
     @classmethod
     @cache
-    def read(cls, text: str) -> Server:
+    def read(cls, text: str) -> ServerOptions:
         """`server`, `server:shards=1`, `server:lr=by-age`. Raises UsageError."""
-        _, given = _options("update", text)
-        shards = None
-        for name, value in given.items():
-            if name == "shards":
-                number = _number("update", value, text)
-                if number < 1 or not number.is_integer():
-                    raise UsageError(f"update={text!r}: shards is a whole number of at least 1")
-                shards = int(number)
-            elif name != "lr" or value not in ("constant", "by-age"):
-                raise UsageError(f"update={text!r}: server has the options shards=N and lr=by-age")
-        return cls(shards, given.get("lr", "constant"))
+        _, given = _options("update", text, [each.name for each in fields(cls)])
+        with knob.within(f"update={text!r}"):
+            lr = given.get("lr", "constant")
+            knob.chosen("lr", lr, ("constant", "by-age"))
+            if "shards" not in given:
+                return cls(None, lr)
+            return cls(knob.whole("shards", knob.value_of(given["shards"])), lr)
 
 
-def _options(name: str, text: str) -> tuple[str, dict[str, str]]:
+def _options(name: str, text: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What is before the colon of `kind:option=value,option=value`, and the options."""
     kind, colon, rest = text.partition(":")
-    given: dict[str, str] = {}
-    for pair in rest.split(",") if colon else ():
-        key, equals, value = pair.partition("=")
-        if not equals or key in given:
-            raise UsageError(
-                f"{name}={text!r}: options are written {kind}:name=value,name=value, each once"
-            )
-        given[key] = value
+    where = f"{name}={text!r}"
+    given = knob.pairs(rest.split(",") if colon else (), where)
+    knob.known(known, given, where)
     return kind, given
-
-
-def _number(name: str, value: str, text: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise UsageError(f"{name}={text!r}: {value!r} is no number")
-    return number
 
 
 DEFAULT_STALENESS = 4.0
@@ -242,19 +198,18 @@ class Parallelism:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             object.__setattr__(self, "mesh", Mesh.read(self.mesh))
         knob.check(self)
-        kind = self.update.partition(":")[0]
-        if (kind if kind == "server" else self.update) not in UPDATES:
-            raise UsageError(
-                f"update={self.update!r} is unknown: choose one of {', '.join(UPDATES)}"
-            )
-        if kind == "server":
-            Server.read(self.update)
+        if self.update.partition(":")[0] == "server":
+            ServerOptions.read(self.update)
+        else:
+            knob.chosen("update", self.update, UPDATES)
         if self.compress is not None:
             Compression.read(self.compress)
         self._check_sync_every()
         self._check_staleness()
-        for problem in self._refusals():
-            raise UsageError(problem)
+        for code, applies in self._refusals().items():
+            if applies:
+                values = {each.name: getattr(self, each.name) for each in fields(Parallelism)}
+                raise UsageError(code, **values | {"mesh": str(self.mesh)})
 
     @property
     def compression(self) -> Compression | None:
@@ -266,124 +221,57 @@ class Parallelism:
         return None if self.sync_every is None else Outer.read(self.outer or "average")
 
     @property
-    def server(self) -> Server | None:
-        return Server.read(self.update) if self.update.startswith("server") else None
+    def server(self) -> ServerOptions | None:
+        return ServerOptions.read(self.update) if self.update.startswith("server") else None
 
     def _check_sync_every(self) -> None:
         every, local = self.sync_every, self.local
         if every is None or local is None:
             if self.outer is not None:
-                raise UsageError(
-                    f"outer={self.outer!r} says what a meeting does, and replicas that never part"
-                    " have none: give sync_every too"
-                )
+                raise UsageError("outer-without-sync-every", outer=self.outer)
             return
         if local.fragments > every:
             raise UsageError(
-                f"outer={self.outer!r} with sync_every={every}: so many fragments do not fit"
-                " between two meetings, one a step"
+                "too-many-fragments", outer=self.outer, sync_every=every, fragments=local.fragments
             )
         if local.overlap >= every:
             raise UsageError(
-                f"outer={self.outer!r} with sync_every={every}: a meeting must be over before the"
-                " next one of the same fragment"
+                "overlap-too-long", outer=self.outer, sync_every=every, overlap=local.overlap
             )
 
     def _check_staleness(self) -> None:
         if self.staleness is None:
             return
         if self.server is None:
-            raise UsageError(
-                f"staleness={self.staleness!r} bounds how far ranks are apart at a server: give"
-                " update='server' too"
-            )
-        try:
-            value = float(self.staleness)
-        except (TypeError, ValueError):
-            value = math.nan
-        if (
-            math.isnan(value)
-            or value < 0
-            or not (math.isinf(value) or value.is_integer())
-            or isinstance(self.staleness, bool)
-        ):
-            raise UsageError(
-                f"staleness={self.staleness!r}: give the steps that a rank may be ahead, a whole"
-                " number from 0, or inf"
-            )
+            raise UsageError("staleness-without-server", staleness=self.staleness)
+        value = self.staleness
+        value = knob.value_of(value) if isinstance(value, str) else value
+        if value != math.inf:
+            knob.whole("staleness", value, 0, unit="steps (or inf)")
 
-    def _refusals(self) -> list[str]:
-        """What makes no sense together."""
-        found = []
-        if self.exact:
-            if self.reduce in ("central", "ring", "tree", "halving_doubling", "hierarchical"):
-                found.append(
-                    f"reduce={self.reduce!r} with exact: it adds in an order of its own; leave it"
-                    " out, or choose native or shared_memory"
-                )
-            for what, given in (
-                ("compress", self.compression and str(self.compression)),
-                ("sync_every", self.sync_every),
-                ("update", self.server and self.update),
-            ):
-                if given is not None:
-                    found.append(
-                        f"{what}={given!r} with exact: what it computes depends on the number of"
-                        " workers, so the same bits on any number cannot be had"
-                    )
-        if self.compress is not None and self.reduce not in ("auto", "native"):
-            found.append(
-                f"compress={str(self.compression)!r} with reduce={self.reduce!r}: compressed"
-                " gradients have carriers of their own; leave reduce out"
-            )
-        if self.sync_every is not None and self.update != "replicated":
-            found.append(
-                f"sync_every={self.sync_every} with update={self.update!r}: ranks that step alone"
-                " each need a whole optimizer; choose replicated"
-            )
-        if self.mesh is not None and not self.mesh.only_data:
-            found += self._refusals_of_a_mesh(self.mesh)
-        if self.server is not None:
-            if self.compress is not None:
-                found.append(
-                    f"compress={str(self.compression)!r} with update={self.update!r}: what a server"
-                    " is told travels as it is; leave one out"
-                )
-            if self.reduce != "auto":
-                found.append(
-                    f"reduce={self.reduce!r} with update={self.update!r}: a server adds gradients"
-                    " up itself; leave reduce out"
-                )
-        return found
-
-    def _refusals_of_a_mesh(self, mesh: Mesh) -> list[str]:
-        """Where a rank holds a part of the model only."""
-        whole = {
-            "exact": (self.exact or None, "torch's engines add up in orders of their own"),
-            "compress": (
-                self.compression and str(self.compression),
-                "what is left out of a gradient is remembered for whole models only",
-            ),
-            "sync_every": (self.sync_every, "ranks that step alone each need a whole model"),
-            "update": (self.server and self.update, "a server's workers each need a whole model"),
+    def _refusals(self) -> dict[str, bool]:
+        """What makes no sense together: the code of its error, and whether it was asked for."""
+        local, compressed = self.sync_every is not None, self.compress is not None
+        server = self.server is not None
+        mesh = self.mesh or Mesh()
+        split, sharded = not mesh.only_data, self.update == "sharded"
+        own_order = ("central", "ring", "tree", "halving_doubling", "hierarchical")
+        return {
+            "exact-with-reduce": self.exact and self.reduce in own_order,
+            "exact-with-compress": self.exact and compressed,
+            "exact-with-sync-every": self.exact and local,
+            "exact-with-server": self.exact and server,
+            "compress-with-reduce": compressed and self.reduce not in ("auto", "native"),
+            "sync-every-with-update": local and self.update != "replicated",
+            "mesh-with-exact": split and self.exact,
+            "mesh-with-compress": split and compressed,
+            "mesh-with-sync-every": split and local,
+            "mesh-with-server": split and server,
+            "mesh-shard-with-pipeline": mesh.shard > 1 and mesh.pipeline > 1,
+            "mesh-already-sharded": sharded and (mesh.shard > 1 or mesh.tensor > 1),
+            "server-with-compress": server and compressed,
+            "server-with-reduce": server and self.reduce != "auto",
         }
-        found = [
-            f"{name}={value!r} with mesh={str(mesh)!r}: {why}; leave one out"
-            for name, (value, why) in whole.items()
-            if value is not None
-        ]
-        if mesh.shard > 1 and mesh.pipeline > 1:
-            found.append(
-                f"mesh={str(mesh)!r}: stages that run different micro-batches would gather"
-                " parameters at different times; use data and pipeline with update='sharded', or"
-                " shard without pipeline"
-            )
-        if self.update == "sharded" and (mesh.shard > 1 or mesh.tensor > 1):
-            found.append(
-                f"update='sharded' with mesh={str(mesh)!r}: parameters that are split already have"
-                " no whole memory to cut; leave update out"
-            )
-        return found
 
     @property
     def alone(self) -> bool:

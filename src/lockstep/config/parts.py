@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lockstep.config import knob
 from lockstep.errors import TaskError
 
 if TYPE_CHECKING:
@@ -39,26 +40,14 @@ class Parts:
 
     def __post_init__(self) -> None:
         if self.layers is not None and not callable(self.layers):
-            raise TaskError(
-                f"Parts: layers is a {type(self.layers).__name__}; it must be a function, model ->"
-                " its layers in order"
-            )
+            kind = type(self.layers).__name__
+            raise TaskError("not-a-function", name="Parts.layers", kind=kind)
         if isinstance(self.stages, str) or not all(
             isinstance(name, str) for name in self.stages or ()
         ):
-            raise TaskError(
-                f"Parts: stages={self.stages!r}; give a list of module names, one for every stage"
-                " after the first"
-            )
-        if self.heads is not None and (
-            isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1
-        ):
-            raise TaskError(
-                f"Parts: heads={self.heads!r} is no number of attention heads: give a whole number"
-                " of at least 1"
-            )
+            expected = "a list of module names, one for each stage after the first"
+            raise TaskError("wrong-type", name="Parts.stages", value=self.stages, expected=expected)
+        if self.heads is not None:
+            knob.whole("Parts.heads", self.heads, error=TaskError)
         for name, style in self.tensor.items():
-            if style not in STYLES:
-                raise TaskError(
-                    f"Parts: tensor[{name!r}] is {style!r}: choose one of {', '.join(STYLES)}"
-                )
+            knob.chosen(f"Parts.tensor[{name!r}]", style, STYLES, error=TaskError)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.config import knob
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _SEVERAL = ("interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageWork:
     """One thing a rank does."""
 
     kind: Kind
@@ -47,32 +48,24 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule's name and how many stages a rank holds."""
 
     name: str
     per_rank: int = 1
 
     @classmethod
-    def read(cls, text: str) -> Schedule:
+    def read(cls, text: str) -> PipelineSchedule:
         """`1f1b`, `interleaved:3`. Raises UsageError."""
         name, colon, stages = text.partition(":")
-        if name not in NAMES:
-            raise UsageError(f"schedule={text!r} is unknown: choose one of {', '.join(NAMES)}")
-        if not colon:
-            return cls(name, _PER_RANK.get(name, 1))
+        knob.chosen("schedule", name, NAMES)
         fewest = _PER_RANK.get(name, 1)
+        if not colon:
+            return cls(name, fewest)
         if name not in _SEVERAL:
-            raise UsageError(
-                f"schedule={text!r}: in {name} a rank holds one stage; write {name}, or"
-                f" interleaved:{stages}"
-            )
-        if not stages.isdecimal() or int(stages) < fewest:
-            raise UsageError(
-                f"schedule={text!r}: {stages!r} is no number of stages a rank; give a whole number"
-                f" of at least {fewest}"
-            )
-        return cls(name, int(stages))
+            raise UsageError("one-stage-a-rank", schedule=text, name=name, stages=stages)
+        with knob.within(f"schedule={text!r}"):
+            return cls(name, knob.whole("stages", knob.value_of(stages), fewest))
 
     def __str__(self) -> str:
         return (
@@ -108,20 +101,16 @@ class Schedule:
     def check(self, ranks: int, micro_batches: int) -> None:
         """Raise a UsageError for numbers that cannot be run."""
         if ranks < 1 or micro_batches < 1:
-            raise UsageError(
-                f"{ranks} ranks and {micro_batches} micro-batches: give at least one of each"
-            )
+            raise UsageError("empty-pipeline", ranks=ranks, micro_batches=micro_batches)
         reason = self.why_not(ranks, micro_batches)
         if reason:
-            raise UsageError(
-                f"schedule={str(self)!r}: {reason}; or choose gpipe, which runs any number"
-            )
+            raise UsageError("schedule-does-not-fit", schedule=str(self), reason=reason)
 
-    def instead(self) -> Schedule:
+    def instead(self) -> PipelineSchedule:
         """What runs any number of micro-batches over the same stages: all forwards, then all
         backwards.
         """
-        return Schedule("gpipe", self.per_rank)
+        return PipelineSchedule("gpipe", self.per_rank)
 
     def bubble(self, ranks: int, micro_batches: int, backward: float = 2.0) -> float:
         """The fraction of a step in which a rank idles, by the textbook: all stages equal, messages
@@ -177,14 +166,14 @@ class Schedule:
         }
         return several[self.name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
-    def order(self, ranks: int, micro_batches: int) -> list[list[Work]]:
+    def order(self, ranks: int, micro_batches: int) -> list[list[StageWork]]:
         """What every rank does, in order: torch's own, which no process group is needed for.
         Raises UsageError as `check`.
         """
         self.check(ranks, micro_batches)
         if self.name == "naive":
             return [
-                [Work(kind, rank, each) for each in range(micro_batches) for kind in _BOTH]
+                [StageWork(kind, rank, each) for each in range(micro_batches) for kind in _BOTH]
                 for rank in range(ranks)
             ]
         stages: Any = [
@@ -215,16 +204,16 @@ def _no_loss(*_: Any) -> None:
     """An order needs none."""
 
 
-def _work(action: Any) -> Work | None:
+def _work(action: Any) -> StageWork | None:
     kind = action.computation_type.value
     return (
-        Work(kind, action.stage_index, action.microbatch_index)
+        StageWork(kind, action.stage_index, action.microbatch_index)
         if kind in ("F", "B", "I", "W")
         else None
     )
 
 
-def _numbered(found: Sequence[Work | None]) -> list[Work]:
+def _numbered(found: Sequence[StageWork | None]) -> list[StageWork]:
     """The last stage of torch's Schedule1F1B counts its forwards from 1 in `pipeline_order` (not
     when it runs): number them as they come.
     """
@@ -235,7 +224,7 @@ def _numbered(found: Sequence[Work | None]) -> list[Work]:
             first[each.stage] = min(first.get(each.stage, each.micro_batch), each.micro_batch)
     return [
         (
-            Work(each.kind, each.stage, each.micro_batch - first[each.stage])
+            StageWork(each.kind, each.stage, each.micro_batch - first[each.stage])
             if each.kind == "F"
             else each
         )

@@ -18,7 +18,7 @@ from lockstep.config.balance import Balance
 from lockstep.config.knob import Knob
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.pipeline_schedules import Schedule
+from lockstep.config.pipeline_schedules import PipelineSchedule
 from lockstep.config.task import Precision
 from lockstep.errors import UsageError
 
@@ -90,26 +90,17 @@ class Config(Parallelism):
     def __post_init__(self) -> None:
         Parallelism.__post_init__(self)
         if self.epochs is not None and self.steps is not None:
-            raise UsageError(
-                f"epochs={self.epochs} and steps={self.steps} exclude each other: give the one that"
-                " shall end the training"
-            )
-        Schedule.read(self.schedule)
+            raise UsageError("epochs-and-steps", epochs=self.epochs, steps=self.steps)
+        PipelineSchedule.read(self.schedule)
         if self.mesh is None or self.mesh.pipeline == 1:
             for name, value, default in (
                 ("schedule", self.schedule, SCHEDULE),
                 ("split", self.split, SPLIT),
             ):
                 if value != default:
-                    raise UsageError(
-                        f"{name}={value!r} says how a pipeline runs, and there is none: give"
-                        " mesh='pipeline=2', say"
-                    )
-        if self.precision == "fp16" and (self.sync_every is not None or self.server is not None):
-            raise UsageError(
-                "precision='fp16' needs one loss scale for all ranks, and these would each find"
-                " their own: use bf16"
-            )
+                    raise UsageError("no-pipeline", name=name, value=value)
+        if self.precision == "fp16" and self.alone:
+            raise UsageError("fp16-with-own-steps", update=self.update, sync_every=self.sync_every)
         if self.mesh is not None:
             check_parts(self.mesh, self.precision, compile=self.compile)
 
@@ -151,16 +142,14 @@ class Settings(Config):
             self.mesh.check_size(self.workers)
             if elastic:
                 raise UsageError(
-                    f"mesh={str(self.mesh)!r} has a place for each of {self.mesh.size} ranks: give"
-                    " that number of workers, and no range"
+                    "range-of-workers", name="mesh", value=str(self.mesh), workers=self.mesh.size
                 )
         if self.balance is not None:
             balance = Balance.of(self.balance)
             balance.check(self, self.workers)
             if not balance.measured and elastic:
                 raise UsageError(
-                    f"balance={self.balance!r} has a number for each of {self.workers} workers:"
-                    " give that number of workers, and no range"
+                    "range-of-workers", name="balance", value=self.balance, workers=self.workers
                 )
 
     def method(self) -> Parallelism:
@@ -216,34 +205,24 @@ class Settings(Config):
             found: Any = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{file} cannot be read ({error}): {directory} is not a run directory of `lockstep"
-                " train`"
+                "not-a-run-directory", directory=str(directory), file=FILE, reason=str(error)
             ) from None
-        if not isinstance(found, dict):
-            raise UsageError(
-                f"{file} holds a {type(found).__name__}, not settings: it was not written by"
-                " `lockstep train`"
-            )
-        unknown = sorted(set(found) - {each.name for each in fields(cls)})
-        if unknown or "task" not in found:
-            wrong = f"{', '.join(unknown)} unknown to this version" if unknown else "no task named"
-            raise UsageError(
-                f"{file}: {wrong}; it was written by another version of Lockstep, or by hand"
-            )
+        wrong = f"it holds a {type(found).__name__}"
+        if isinstance(found, dict):
+            unknown = sorted(set(found) - {each.name for each in fields(cls)})
+            wrong = f"it has {', '.join(unknown)}" if unknown else ""
+            wrong = wrong or ("" if "task" in found else "it names no task")
+        if wrong:
+            raise UsageError("foreign-settings", file=str(file), wrong=wrong)
         return cls(**found)
 
 
 def check_parts(mesh: Mesh, precision: Precision | None, *, compile: bool | None) -> None:
     """Raise a UsageError for what a model in parts cannot be trained with."""
     if not mesh.only_data and precision == "fp16":
-        raise UsageError(
-            f"precision='fp16' with mesh={str(mesh)!r}: every part would find a loss scale of its"
-            " own; use bf16"
-        )
+        raise UsageError("fp16-with-mesh", mesh=str(mesh))
     if not mesh.only_data and compile:
-        raise UsageError(
-            f"compile with mesh={str(mesh)!r}: parts of a model are not compiled; give --no-compile"
-        )
+        raise UsageError("compile-with-mesh", mesh=str(mesh))
 
 
 def _shown(value: object) -> str:
@@ -254,15 +233,4 @@ def overrides_of(pairs: list[str]) -> dict[str, str]:
     """["lr=0.1", ...] as given to --set, as a dict. Raises UsageError for a pair without "=" and
     for a key given twice.
     """
-    found: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key.strip():
-            raise UsageError(f"--set {pair}: write it as --set key=value")
-        if key.strip() in found:
-            raise UsageError(
-                f"--set {key.strip()} is given twice, as {found[key.strip()]!r} and as {value!r}:"
-                " give it once"
-            )
-        found[key.strip()] = value
-    return found
+    return knob.pairs(pairs, "--set")

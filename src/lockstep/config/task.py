@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from lockstep.config import knob
 from lockstep.config.documented import documented
 from lockstep.config.parts import Parts
 from lockstep.errors import TaskError
@@ -44,8 +45,8 @@ class EarlyStopping:
     """Evaluations without a new best after which training ends, at least 1."""
 
     def __post_init__(self) -> None:
-        _known("EarlyStopping: mode", self.mode, ("max", "min"))
-        _count("EarlyStopping: patience", self.patience)
+        knob.chosen("EarlyStopping.mode", self.mode, get_args(Mode), error=TaskError)
+        knob.whole("EarlyStopping.patience", self.patience, error=TaskError)
 
 
 def _first(batch: Any) -> tuple[Any, ...]:
@@ -141,126 +142,73 @@ class Task:
         self._check_data()
         self._check_evaluation()
         if not isinstance(self.parts, Parts):
-            raise TaskError(
-                f"Task: parts is a {type(self.parts).__name__}; give a lockstep.config.parts.Parts"
-            )
-        _known("Task: precision", self.precision, PRECISIONS)
-        _known("Task: callbacks_on", self.callbacks_on, ("first", "all"))
-        _known("Task: unused", self.unused, UNUSED)
-        _known("Task: scheduler_per", self.scheduler_per, ("step", "epoch"))
+            kind = type(self.parts).__name__
+            raise TaskError("parts-of-other-type", kind=kind)
+        for name, choices in (
+            ("precision", PRECISIONS),
+            ("callbacks_on", ("first", "all")),
+            ("unused", UNUSED),
+            ("scheduler_per", ("step", "epoch")),
+        ):
+            knob.chosen(f"Task.{name}", getattr(self, name), choices, error=TaskError)
         if self.scheduler is None and self.scheduler_per != "step":
-            raise TaskError(
-                f"Task: scheduler_per={self.scheduler_per!r} without a scheduler: give scheduler="
-                " too, or leave it out"
-            )
+            raise TaskError("no-scheduler", scheduler_per=self.scheduler_per)
 
     def _check_callables(self) -> None:
         needed = ("model", "loss", "optimizer", "inputs")
         for name in (*needed, "collate", "order", "scheduler", "metrics", "on_step", "on_evaluate"):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name in needed):
-                raise TaskError(
-                    f"Task: {name} is a {type(value).__name__}, but it must be a function (see the"
-                    " docstring of lockstep.Task)"
-                )
-        if _is_module(self.model):
-            raise TaskError(
-                "Task: model is a model; give a function that builds it (model=lambda: Net()), so"
-                " that every rank builds the same"
-            )
+                raise TaskError("not-a-function", name=f"Task.{name}", kind=type(value).__name__)
+        if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):
+            raise TaskError("model-already-built")
 
     def _check_sizes(self) -> None:
         for name in ("global_batch", "micro_batch", "epochs", "eval_micro_batch"):
             value = getattr(self, name)
             if value is not None or name != "eval_micro_batch":
-                _count(f"Task: {name}", value)
+                knob.whole(f"Task.{name}", value, error=TaskError)
         if self.micro_batch > self.global_batch:
             raise TaskError(
-                f"Task: micro_batch={self.micro_batch} is larger than"
-                f" global_batch={self.global_batch}: a step is cut into micro-batches, so make it"
-                f" at most {self.global_batch}"
+                "micro-batch-too-large",
+                micro_batch=self.micro_batch,
+                global_batch=self.global_batch,
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise TaskError(f"Task: seed={self.seed!r} is not a whole number")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise TaskError(
-                f"Task: clip={self.clip}: the largest norm of the gradient is above 0; leave it out"
-                " for no clipping"
-            )
+        knob.whole("Task.seed", self.seed, -math.inf, error=TaskError)
+        if self.clip is not None:
+            knob.number("Task.clip", self.clip, above=0, error=TaskError)
 
     def _check_data(self) -> None:
-        for name in ("train_data", "eval_data"):
-            data = getattr(self, name)
+        data: Any
+        for name, data in (("train_data", self.train_data), ("eval_data", self.eval_data)):
             if data is None and name == "eval_data":
                 continue
-            numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-            if (
-                name == "train_data"
-                and not numbered
-                and hasattr(data, "__iter__")
-                and not hasattr(data, "__next__")
-            ):
-                if self.order is not None:
-                    raise TaskError(
-                        f"Task: order is given, but train_data is a {type(data).__name__}, which"
-                        " decides itself what comes when"
-                    )
-                continue  # a stream: whether it yields something is seen when it is walked
-            if not numbered:
-                also = (
-                    ", or iterable, with an __iter__ that begins anew"
-                    if name == "train_data"
-                    else ""
-                )
-                raise TaskError(
-                    f"Task: {name} is a {type(data).__name__}; it must be map-style, with __len__"
-                    f" and __getitem__{also}"
-                )
-            if len(data) == 0:
-                raise TaskError(
-                    f"Task: {name} is empty: give it at least one sample, or check where it looked"
-                    " for its files"
-                )
+            kind = type(data).__name__
+            if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+                if len(data) == 0:
+                    raise TaskError("empty-dataset", name=f"Task.{name}")
+            elif name == "eval_data":
+                raise TaskError("eval-data-not-map-style", kind=kind)
+            elif hasattr(data, "__next__") or not hasattr(data, "__iter__"):
+                raise TaskError("not-a-dataset", kind=kind)
+            elif self.order is not None:  # a stream: whether it is empty is seen when it is read
+                raise TaskError("stream-with-order", kind=kind)
 
     def _check_evaluation(self) -> None:
         if self.best_mode is not None:
-            _known("Task: best_mode", self.best_mode, ("max", "min"))
+            knob.chosen("Task.best_mode", self.best_mode, get_args(Mode), error=TaskError)
         if (self.best is None) != (self.best_mode is None):
-            raise TaskError(
-                f"Task: best={self.best!r} and best_mode={self.best_mode!r}: give the metric's name"
-                " and 'max' or 'min', or neither"
-            )
+            raise TaskError("best-without-mode", best=self.best, best_mode=self.best_mode)
         watched = {
             "best": self.best,
             "early_stopping": self.early_stopping and self.early_stopping.metric,
         }
         for name, metric in watched.items():
             if metric is not None and self.eval_data is None:
-                raise TaskError(
-                    f"Task: {name} watches {metric!r}, but there is no eval_data to compute it on"
-                )
+                raise TaskError("metric-without-eval-data", name=f"Task.{name}")
             if metric not in (None, "loss") and self.metrics is None:
-                raise TaskError(
-                    f"Task: {name} watches {metric!r}, but metrics= is not given; without it there"
-                    " is only 'loss'"
-                )
+                raise TaskError("no-metrics", name=f"Task.{name}", metric=metric)
         if self.eval_data is None:
             for name in ("metrics", "eval_micro_batch", "on_evaluate"):
                 if getattr(self, name) is not None:
-                    raise TaskError(
-                        f"Task: {name} is given, but there is no eval_data: it would never be used"
-                    )
-
-
-def _is_module(value: Any) -> bool:
-    return not isinstance(value, type) and hasattr(value, "named_parameters")
-
-
-def _known(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise TaskError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}")
-
-
-def _count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TaskError(f"{name}={value!r}: give a whole number of at least 1")
+                    raise TaskError("metric-without-eval-data", name=f"Task.{name}")

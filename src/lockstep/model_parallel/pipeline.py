@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.group import Group
-from lockstep.config.pipeline_schedules import Schedule
+from lockstep.config.pipeline_schedules import PipelineSchedule
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.model_parallel.clock import Clock
 from lockstep.model_parallel.shapes import Shape, between, signature
@@ -45,7 +45,7 @@ class Pipeline:
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self.schedule = Schedule.read(schedule)
+        self.schedule = PipelineSchedule.read(schedule)
         expected = self.schedule.stages_of(group.rank, group.size)
         if count != self.schedule.count(group.size) or sorted(stages) != list(expected):
             raise UsageError(
@@ -147,7 +147,7 @@ class Pipeline:
                 )
         return list(found.values())
 
-    def _runs(self, micro_batches: int) -> Schedule:
+    def _runs(self, micro_batches: int) -> PipelineSchedule:
         """The schedule that runs so many. Another one does the same work with more waiting; that
         is said once.
         """
@@ -167,7 +167,12 @@ class Pipeline:
         return instead
 
     def _ready(
-        self, schedule: Schedule, micro_batches: int, arguments: Sequence[Any], *, train: bool
+        self,
+        schedule: PipelineSchedule,
+        micro_batches: int,
+        arguments: Sequence[Any],
+        *,
+        train: bool,
     ) -> Any:
         """torch's schedule object for so many micro-batches of this shape, which holds a place
         for everything that arrives.

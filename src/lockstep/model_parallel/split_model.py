@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
-from lockstep.config.pipeline_schedules import Schedule
+from lockstep.config.pipeline_schedules import PipelineSchedule
 from lockstep.config.task import Task
 from lockstep.data.device import to_device
 from lockstep.data.loader import is_iterable
@@ -95,7 +95,9 @@ class SplitModel:
         devices, self._axes = open_devices(mesh, world)
         self._stages = _Stages()
         if mesh.pipeline > 1:
-            self._stages = _cut(task, model, mesh, world, Schedule.read(schedule), split, forward)
+            self._stages = _cut(
+                task, model, mesh, world, PipelineSchedule.read(schedule), split, forward
+            )
         runs = list(self._stages.modules.values()) or [model]
         for each in runs:
             each.to(world.device)
@@ -241,7 +243,7 @@ def _cut(
     model: nn.Module,
     mesh: Mesh,
     world: World,
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     split: str,
     forward: Forward,
 ) -> _Stages:

@@ -277,9 +277,9 @@ class Stream(IterableDataset[Any]):
 def test_what_cannot_be_exact_is_refused() -> None:
     for found in (run_ranks(refusals, 1)[0], *run_ranks(refusals, 2)):
         assert [message.partition(":")[0] for message in found] == [
-            "reduce='central' with exact",
-            "reduce='hierarchical' with exact",
-            "reduce='ring' with exact",
+            "reduce='central' with exact=True",
+            "reduce='hierarchical' with exact=True",
+            "reduce='ring' with exact=True",
             "exact=True needs the bare module",
             "exact=True adds micro-batches in the order of their slots, which a list does not have",
             *["exact=True, but the Loader cuts its data by the number of ranks"] * 3,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep import World
-from lockstep.config.pipeline_schedules import NAMES, Schedule
+from lockstep.config.pipeline_schedules import NAMES, PipelineSchedule
 from lockstep.errors import UsageError
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
@@ -30,7 +30,9 @@ from tests.model_parallel.layered import reader, sentences
 def picture(name: str, ranks: int, micro_batches: int, backward: float = 2.0) -> str:
     return "\n" + "\n".join(
         line.replace("rank ", "")
-        for line in text(chart(Schedule.read(name), ranks, micro_batches, backward)).splitlines()
+        for line in text(
+            chart(PipelineSchedule.read(name), ranks, micro_batches, backward)
+        ).splitlines()
         if line.startswith("rank ")
     )
 
@@ -116,13 +118,13 @@ def test_one_micro_batch() -> None:
 
 
 def test_the_head_says_what_is_lost() -> None:
-    assert title(chart(Schedule.read("1f1b"), 4, 8)) == [
+    assert title(chart(PipelineSchedule.read("1f1b"), 4, 8)) == [
         "1f1b: 4 ranks, 8 micro-batches; a backward takes 2 forwards",
         "idle 27.3% of the time; (p-1)/(m+p-1) = 27.3%",
         "activations held at most, by rank: 4 3 2 1",
     ]
     assert (
-        title(chart(Schedule.read("gpipe"), 4, 8))[2]
+        title(chart(PipelineSchedule.read("gpipe"), 4, 8))[2]
         == "activations held at most, by rank: 8 8 8 8"
     )
 
@@ -137,7 +139,7 @@ def test_the_head_says_what_is_lost() -> None:
 def test_whole_rounds_wait_as_the_formula_says(
     name: str, ranks: int, rounds: int, backward: float
 ) -> None:
-    schedule = Schedule.read(name)
+    schedule = PipelineSchedule.read(name)
     found = chart(schedule, ranks, rounds * ranks, backward)
     assert found.bubble == pytest.approx(schedule.bubble(ranks, rounds * ranks, backward), abs=1e-9)
 
@@ -145,7 +147,7 @@ def test_whole_rounds_wait_as_the_formula_says(
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 9))
 def test_nobody_does_two_things_at_once(name: str, ranks: int, micro_batches: int) -> None:
-    schedule = Schedule.read(name)
+    schedule = PipelineSchedule.read(name)
     schedule = schedule.instead() if schedule.why_not(ranks, micro_batches) else schedule
     for row in chart(schedule, ranks, micro_batches).rows:
         assert all(before.stop <= after.start for before, after in itertools.pairwise(row))
@@ -158,11 +160,11 @@ def test_nobody_does_two_things_at_once(name: str, ranks: int, micro_batches: in
 @pytest.mark.parametrize("backward", [0, -1, float("nan"), float("inf")])
 def test_a_backward_that_takes_no_time(backward: float) -> None:
     with pytest.raises(UsageError, match="how many forwards a backward takes"):
-        chart(Schedule.read("gpipe"), 2, 2, backward)
+        chart(PipelineSchedule.read("gpipe"), 2, 2, backward)
 
 
 def test_the_drawing_has_a_box_for_every_piece_of_work(tmp_path: Path) -> None:
-    found = chart(Schedule.read("zero-bubble"), 2, 4)
+    found = chart(PipelineSchedule.read("zero-bubble"), 2, 4)
     drawn = drawing(found)
     assert drawn.svg().count("<rect") == 1 + 2 + 2 * 4 * 3 + 4  # page, rows, work, legend
     drawn.save(tmp_path / "chart.png")
@@ -171,7 +173,7 @@ def test_the_drawing_has_a_box_for_every_piece_of_work(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_on_a_page() -> None:
     with pytest.raises(UsageError, match="4 ranks and 500 micro-batches do not fit in a drawing"):
-        drawing(chart(Schedule.read("1f1b"), 4, 500))
+        drawing(chart(PipelineSchedule.read("1f1b"), 4, 500))
 
 
 # -- what really runs ----------------------------------------------------------------------------
@@ -219,7 +221,7 @@ class Recorded:
 
 
 def recorded(world: World, name: str, micro_batches: int) -> list[str]:
-    schedule, group = Schedule.read(name), world.group
+    schedule, group = PipelineSchedule.read(name), world.group
     layers, count = layers_of(reader()), schedule.count(group.size)
     stages = {
         number: stage_module(layers, cut(layers, count)[number])
@@ -240,6 +242,7 @@ def test_the_chart_is_of_what_runs() -> None:
     found = run_ranks(recorded_each, 3, (names,))
     for name in names:
         expected = [
-            [str(placed.work) for placed in row] for row in chart(Schedule.read(name), 3, 6).rows
+            [str(placed.work) for placed in row]
+            for row in chart(PipelineSchedule.read(name), 3, 6).rows
         ]
         assert [rank[name] for rank in found] == expected

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lockstep.config.pipeline_schedules import Schedule, Work
+from lockstep.config.pipeline_schedules import PipelineSchedule, StageWork
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.svg import Drawing
@@ -41,7 +41,7 @@ _RANKS = 32
 class Placed:
     """A piece of work and its time, in forwards of a stage."""
 
-    work: Work
+    work: StageWork
     start: Fraction
     length: Fraction
 
@@ -54,7 +54,7 @@ class Placed:
 class Chart:
     """What each rank does when; between two pieces it waits."""
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     micro_batches: int
     backward: Fraction
     rows: tuple[tuple[Placed, ...], ...]
@@ -88,7 +88,9 @@ class Chart:
         return tuple(_most_held([placed.work for placed in row]) for row in self.rows)
 
 
-def chart(schedule: Schedule, ranks: int, micro_batches: int, backward: float = 2.0) -> Chart:
+def chart(
+    schedule: PipelineSchedule, ranks: int, micro_batches: int, backward: float = 2.0
+) -> Chart:
     """The chart of a step. Raises UsageError for numbers that the schedule cannot run, or a
     backward that takes no time.
     """
@@ -103,13 +105,13 @@ def chart(schedule: Schedule, ranks: int, micro_batches: int, backward: float = 
 
 
 def placed(
-    orders: Sequence[Sequence[Work]], stages: int, backward: Fraction
+    orders: Sequence[Sequence[StageWork]], stages: int, backward: Fraction
 ) -> tuple[tuple[Placed, ...], ...]:
     """Each piece as early as it can be: after what its rank did before, and after what it needs
     from other ranks.
     """
     rows: list[list[Placed]] = [[] for _ in orders]
-    done: dict[Work, Fraction] = {}
+    done: dict[StageWork, Fraction] = {}
     lengths = {"F": Fraction(1), "B": backward, "I": backward / 2, "W": backward / 2}
     moved = True
     while moved:
@@ -129,23 +131,23 @@ def placed(
     return tuple(map(tuple, rows))
 
 
-def _needed(work: Work, stages: int, done: dict[Work, Fraction]) -> list[Work]:
+def _needed(work: StageWork, stages: int, done: dict[StageWork, Fraction]) -> list[StageWork]:
     """What must be done before: the stage before it for a forward, the stage after it for a
     backward, and what it continues.
     """
     stage, each = work.stage, work.micro_batch
     if work.kind == "F":
-        return [Work("F", stage - 1, each)] if stage else []
+        return [StageWork("F", stage - 1, each)] if stage else []
     if work.kind == "W":
-        return [Work("I", stage, each)]
-    own = Work("F", stage, each)
+        return [StageWork("I", stage, each)]
+    own = StageWork("F", stage, each)
     if stage == stages - 1:
         return [own]
-    after = Work("I", stage + 1, each)
-    return [own, after if after in done else Work("B", stage + 1, each)]
+    after = StageWork("I", stage + 1, each)
+    return [own, after if after in done else StageWork("B", stage + 1, each)]
 
 
-def _most_held(row: Sequence[Work]) -> int:
+def _most_held(row: Sequence[StageWork]) -> int:
     now = most = 0
     for work in row:
         now += (work.kind == "F") - (work.kind in ("B", "W"))
@@ -186,7 +188,7 @@ def text(found: Chart) -> str:
     return "\n".join([*title(found), "", *rows, "", legend(found)])
 
 
-def label(work: Work, found: Chart) -> str:
+def label(work: StageWork, found: Chart) -> str:
     """F3: the forward of micro-batch 3; with several stages a rank F3a is its first stage's, F3b
     its second's.
     """

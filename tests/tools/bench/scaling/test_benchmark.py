@@ -151,7 +151,7 @@ def test_exact_mode_has_one_thread_everywhere(monkeypatch: pytest.MonkeyPatch) -
         ({"threads": 0}, "threads=0: give a whole number"),
         ({"update": "server"}, "update='server': at a server"),
         ({"device": "tpu"}, "device='tpu' is unknown"),
-        ({"exact": True, "compress": "bf16"}, "compress='bf16' with exact"),
+        ({"exact": True, "compress": "bf16"}, "compress='bf16' with exact=True"),
         (
             {"mode": "weak", "workers": [1, 4]},
             (

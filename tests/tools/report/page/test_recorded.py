@@ -62,5 +62,5 @@ def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
     make(tmp_path)
     whole = json.loads((tmp_path / "settings.json").read_text())
     (tmp_path / "settings.json").write_text(json.dumps({**whole, "warp": 9}))
-    with pytest.raises(UsageError, match="warp unknown to this version"):
+    with pytest.raises(UsageError, match=r"it has warp\. \[foreign-settings\]"):
         read(tmp_path)
