@@ -24,15 +24,12 @@ KINDS = {
 }
 BARE = {
     "backend",
-    "checks",
     "collectives",
     "data",
     "gradients",
     "launcher",
     "runtime",
-    "step",
     "tools",
-    "updates",
     "world",
 }
 """Rooms whose errors have no codes yet."""

@@ -125,7 +125,7 @@ def test_m4_unused_parameters_are_named_before_the_step(door: str) -> None:
             == "'aux_head.weight', 'aux_head.bias' got no gradient on any rank in this window."
             " Freeze what is not trained (requires_grad_(False)), or say what is meant:"
             " unused='zeros' counts it as zeros, unused='skip' leaves .grad None"
-            " (find_unused_parameters=True with the wrapper)"
+            " (find_unused_parameters=True with the wrapper). [unused-parameters]"
         )
 
 

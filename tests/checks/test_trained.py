@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checks.trained import adds_up
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +42,43 @@ def _with(
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
-    ("model", "named"),
+    ("model", "code", "values"),
     [
-        (lambda: _with("scale", torch.ones(1, 3).expand(4, 3)), r"'0\.scale'.*\[4, 3\]"),
-        (lambda: _with("mask", torch.ones(1).expand(2), buffer=True), r"'0\.mask'.*\[2\]"),
+        (
+            lambda: _with("scale", torch.ones(1, 3).expand(4, 3)),
+            "expanded-tensor",
+            {"tensor": "the parameter '0.scale'", "shape": [4, 3]},
+        ),
+        (
+            lambda: _with("mask", torch.ones(1).expand(2), buffer=True),
+            "expanded-tensor",
+            {"tensor": "the buffer '0.mask'", "shape": [2]},
+        ),
         (
             lambda: _with("scale", torch.ones(2).to(torch.float8_e4m3fn)),
-            r"'0\.scale'.*float8_e4m3fn",
+            "dtype-cannot-be-summed",
+            {"parameter": "0.scale", "dtype": "float8_e4m3fn"},
         ),
-        (lambda: _with("table", torch.eye(2).to_sparse()), r"'0\.table'.*sparse"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), r"'1'.*SyncBatchNorm"),
+        (
+            lambda: _with("table", torch.eye(2).to_sparse()),
+            "sparse-tensor",
+            {"tensor": "the parameter '0.table'", "layout": "torch.sparse_coo"},
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)),
+            "sync-batch-norm-on-cpu",
+            {"layer": "1"},
+        ),
     ],
     ids=["expanded parameter", "expanded buffer", "float8", "sparse", "SyncBatchNorm"],
 )
 def test_refused_by_name(
-    door: Callable[[nn.Module], Any], model: Callable[[], nn.Module], named: str
+    door: Callable[[nn.Module], Any],
+    model: Callable[[], nn.Module],
+    code: str,
+    values: dict[str, Any],
 ) -> None:
-    with pytest.raises(UsageError, match=named):
+    with refused(code, **values):
         door(model())
 
 

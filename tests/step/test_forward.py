@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.config.task import Precision
 from lockstep.errors import TaskError
 from lockstep.step.forward import Forward, as_float32, grad_scaler, matmul_precision
+from tests.refused import refused
 from tests.training import toy
 
 BATCH = toy.data(4, 0)[:]
@@ -26,28 +27,28 @@ def forward(precision: Precision = "fp32", **changes: Any) -> Forward:
 @pytest.mark.parametrize(
     ("returned", "shown"),
     [
-        (torch.tensor(1.0), "a Tensor"),
-        ((1.0, 2), "a tuple of float, int"),
-        ((torch.tensor(1.0),), "a tuple of Tensor"),
-        ({"loss": 1.0}, "a dict of 'loss': float"),
-        ((), "a tuple of nothing"),
+        (torch.tensor(1.0), "Tensor"),
+        ((1.0, 2), "tuple of float, int"),
+        ((torch.tensor(1.0),), "tuple of Tensor"),
+        ({"loss": 1.0}, "dict of 'loss': float"),
+        ((), "tuple of nothing"),
     ],
 )
 def test_a_loss_that_is_no_pair(returned: Any, shown: str) -> None:
-    with pytest.raises(
-        TaskError, match=f"loss returned {shown}; it must return \\(sum of the losses, weight\\)"
-    ):
+    with refused("wrong-return-type", TaskError, function="Task: loss", type=shown):
         forward(loss=lambda output, batch: returned).loss(None, BATCH)
 
 
 def test_metrics_that_are_no_sums() -> None:
-    with pytest.raises(
+    with refused(
+        "wrong-return-type",
         TaskError,
-        match="metrics returned a dict of 'accuracy': float; it must return a dict of name -> ",
+        function="Task: metrics",
+        type="dict of 'accuracy': float",
     ):
         forward(metrics=lambda output, batch: {"accuracy": 0.5}).metrics(None, BATCH)
     both = forward(metrics=lambda output, batch: {"loss": (1.0, 2)})
-    with pytest.raises(TaskError, match="'loss': that name is the evaluated loss"):
+    with refused("metric-named-loss", TaskError):
         both.metrics(both(BATCH), BATCH)
 
 
@@ -55,14 +56,12 @@ def test_inputs_may_be_keywords() -> None:
     inside = forward(inputs=lambda batch: {"input": batch[0]})
     inside.model = nn.Linear(BATCH[0].shape[1], 2)
     assert torch.equal(inside(BATCH), inside.model(BATCH[0]))
-    with pytest.raises(TaskError, match="takes positional arguments"):
+    with refused("wrong-return-type", TaskError, function="Task: inputs", type="dict"):
         inside.inputs(BATCH)
 
 
 def test_inputs_that_are_no_arguments() -> None:
-    with pytest.raises(
-        TaskError, match=r"Task: inputs returned a Tensor: return the model's arguments as a tuple"
-    ):
+    with refused("wrong-return-type", TaskError, function="Task: inputs", type="Tensor"):
         forward(inputs=lambda batch: batch[0])(BATCH)
 
 

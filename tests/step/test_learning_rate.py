@@ -23,10 +23,16 @@ def test_an_unchanged_batch_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [(0.1, 0, 64), (0.1, 64, -1), (0.0, 64, 64), (0.1, 64, 64, "cubic")]
+    ("arguments", "name"),
+    [
+        ((0.1, 0, 64), "base_batch"),
+        ((0.1, 64, -1), "global_batch"),
+        ((0.0, 64, 64), "lr"),
+        ((0.1, 64, 64, "cubic"), "rule"),
+    ],
 )
-def test_nonsense_is_refused(arguments: tuple[object, ...]) -> None:
-    with pytest.raises(UsageError):
+def test_nonsense_is_refused(arguments: tuple[object, ...], name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}="):
         lockstep.scale_lr(*arguments)  # type: ignore[arg-type]
 
 
@@ -41,7 +47,9 @@ def test_the_warmup_rises_in_a_straight_line_and_stays() -> None:
     assert rates == pytest.approx([0.1, 0.875, 1.65, 2.425, 3.2, 3.2, 3.2])
 
 
-@pytest.mark.parametrize(("steps", "start"), [(0, 0.5), (5, 0.0), (5, 1.5)])
-def test_a_warmup_of_nothing_is_refused(steps: int, start: float) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("steps", "start", "name"), [(0, 0.5, "steps"), (5, 0.0, "start"), (5, 1.5, "start")]
+)
+def test_a_warmup_of_nothing_is_refused(steps: int, start: float, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}="):
         warmup(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), steps, start)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import UsageError
 from lockstep.testing import run_ranks
+from tests.refused import refused
 
 
 def net() -> nn.Module:
@@ -173,26 +173,19 @@ def test_a_closure_is_called_with_gradients() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     with lockstep.init(backend="gloo"):
         parameters = [nn.Parameter(torch.ones(3))]
-        with pytest.raises(UsageError, match=r"LBFGS\.step\(\) needs a closure"):
+        with refused("optimizer-needs-closure", optimizer="LBFGS"):
             lockstep.ShardedOptimizer(parameters, torch.optim.LBFGS)
-        with pytest.raises(
-            UsageError, match="overlap_with_ddp=True hands the step to torch's own hook"
-        ):
+        with refused("keyword-without-meaning", name="overlap_with_ddp", value=True):
             lockstep.ShardedOptimizer(parameters, torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
         optimizer = lockstep.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
-        with pytest.raises(
-            UsageError,
-            match=(
-                r"rank 0 holds its own shard only: call consolidate_state_dict\(to=0\) on every"
-                r" rank first"
-            ),
+        with refused(
+            "needs-call-before",
+            call="state_dict() on rank 0",
+            before="consolidate_state_dict(to=0) on every rank",
         ):
             optimizer.state_dict()
         other = torch.optim.SGD([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))], lr=0.1)
-        with pytest.raises(
-            UsageError,
-            match=r"is another's: its parameter groups hold \[2\] parameters, here they hold \[1\]",
-        ):
+        with refused("optimizer-state-does-not-fit", there=[2], here=[1]):
             optimizer.load_state_dict(other.state_dict())
 
 

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.config.parallelism import Outer
-from lockstep.errors import ReplicaDivergence, UsageError, WorkerFailed
+from lockstep.errors import ReplicaDivergence, WorkerFailed
 from lockstep.step.step_result import StepResult
 from lockstep.testing import run_ranks
 from lockstep.updates.local_steps import LocalSteps, fragments_of
 from lockstep.world.world import World
+from tests.refused import refused
 
 Make = Callable[[nn.Module], Optimizer]
 Rows = Sequence[int]
@@ -398,9 +399,7 @@ def test_layers_may_be_frozen_where_all_are_together() -> None:
 
 
 def test_and_nowhere_else() -> None:
-    with pytest.raises(
-        WorkerFailed, match="between two meetings, while they differ among the ranks: do it where"
-    ):
+    with pytest.raises(WorkerFailed, match=r"\[layers-changed-between-meetings\]"):
         run_ranks(unfreezes, 2, (3,))
 
 
@@ -411,7 +410,7 @@ def damaged(world: World) -> None:
     assert isinstance(stepper.update, LocalSteps)
     if world.rank == 1:
         stepper.update._step.starts[0][0] += 1
-    with pytest.raises(ReplicaDivergence, match="differs between rank 0 and rank 1"):
+    with refused("replicas-differ", ReplicaDivergence, where="between rank 0 and rank 1"):
         one_step(stepper, world, 1)
     # the step before the meeting was taken, and is counted
     assert (stepper.steps, stepper.update.taken) == (2, 2)
@@ -494,12 +493,10 @@ def other_method(world: World, folder: Path) -> None:
     saved(world, folder, {"sync_every": 3, "outer": "nesterov"}, 3, 3)
     model = copy.deepcopy(Net())
     stepper = lockstep.Stepper(model, adamw(model))
-    with pytest.raises(
-        UsageError,
-        match=(
-            "made with sync_every=3, outer=nesterov, and this training is with every gradient"
-            " summed as it is"
-        ),
+    with refused(
+        "checkpoint-of-another-training",
+        there="sync_every=3, outer=nesterov",
+        here="every gradient summed as it is",
     ):
         lockstep.Checkpoints(folder, stepper).resume()
 
@@ -510,7 +507,7 @@ def test_another_method_is_another_training(tmp_path: Path) -> None:
 
 def wrapped(world: World) -> None:
     model = lockstep.DistributedDataParallel(Net())
-    with pytest.raises(UsageError, match="sync_every=2 needs the bare module"):
+    with refused("needs-bare-module", option="sync_every=2"):
         lockstep.Stepper(model, sgd(model.module), sync_every=2)
 
 

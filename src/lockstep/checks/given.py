@@ -19,35 +19,21 @@ def check_kinds(model: object, optimizer: object) -> None:
     """Raise a UsageError unless it is one module, not wrapped by torch, and one optimizer."""
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"Stepper(model, optimizer) was given a {type(model).__name__} and a"
-            f" {type(optimizer).__name__}: it takes one nn.Module and one torch optimizer (several"
-            " models and optimizers: a Stepper each, over the same window)"
+            "not-a-model-and-optimizer",
+            model=type(model).__name__,
+            optimizer=type(optimizer).__name__,
         )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UsageError(
-                f"the model's {name} has no shape yet (a lazy layer gets it in its first forward):"
-                " run the model on one batch, under torch.no_grad(), and then make the optimizer"
-                " and the Stepper"
-            )
+            raise UsageError("lazy-parameter", parameter=name)
     if needs_closure(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__}.step() needs a closure, because it computes the loss"
-            " several times in a step, and a Stepper's step() has none: choose an optimizer that"
-            " steps without one, or use lockstep.DistributedDataParallel and"
-            " optimizer.step(closure)"
-        )
+        raise UsageError("optimizer-needs-closure", optimizer=type(optimizer).__name__)
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UsageError(
-            "SparseAdam needs sparse gradients, and a Stepper sums dense ones: use"
-            " lockstep.DistributedDataParallel and optimizer.step(), which keeps those of"
-            " nn.Embedding(sparse=True) sparse, or another optimizer"
-        )
+        raise UsageError("optimizer-needs-sparse-gradients")
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise UsageError(
-                f"{f'{name!r} of the model' if name else 'the model'} is torch's"
-                " DistributedDataParallel, which reduces by itself: give .module"
+                "already-wrapped", module=f"the model's {name!r}" if name else "the model"
             )
 
 
@@ -67,18 +53,15 @@ def needs_closure(optimizer: Optimizer) -> bool:
 def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
     """The sum of losses, checked."""
     if not isinstance(loss, Tensor):
-        raise UsageError(
-            f"backward() takes the loss as a tensor, not a {type(loss).__name__}: without its graph"
-            " there is no gradient"
-        )
+        raise UsageError("loss-not-a-tensor", kind=type(loss).__name__)
     if loss.numel() != 1:
-        raise UsageError(
-            f"backward() takes one number, but the loss has shape {list(loss.shape)}: sum it (and"
-            " pass what it counts as weight)"
-        )
+        raise UsageError("loss-not-one-number", what="the loss", shape=list(loss.shape))
     if isinstance(weight, (int, float)) and not 0 <= weight < math.inf:
         raise UsageError(
-            f"weight={weight}: a weight counts samples or tokens; it is finite and not negative"
+            "number-out-of-range",
+            name="weight",
+            value=weight,
+            expected="a finite number of at least 0",
         )
     if reduction == "mean":
         if isinstance(weight, (int, float)) and weight == 0:
@@ -88,5 +71,7 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
             loss = torch.where(weight > 0, loss.reshape(()), 0)
         return loss.reshape(()) * weight
     if reduction != "sum":
-        raise UsageError(f"reduction={reduction!r}: choose 'sum' or 'mean', whichever the loss is")
+        raise UsageError(
+            "unknown-choice", name="reduction", value=reduction, choices=("sum", "mean")
+        )
     return loss.reshape(())

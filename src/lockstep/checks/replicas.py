@@ -70,9 +70,7 @@ class ReplicaCheck:
         differing = (table != table[0]).any(0).nonzero().flatten().tolist()
         if not differing:
             return ReplicaDivergence(
-                f"{when} the replicas differ, and changed while they were compared. {CAUSES}.",
-                parameter=named[0][0],
-                ranks=(),
+                "replicas-changed-while-compared", when=when, parameter=named[0][0], ranks=()
             )
         name, tensor = named[differing[0]]
         digests = table[:, differing[0]].tolist()
@@ -95,11 +93,18 @@ class ReplicaCheck:
         )
         told = "".join(f" {said}" for each in self.on_divergence if (said := each(self.compared)))
         return ReplicaDivergence(
-            f"{when} {name!r} differs {where} ({elements} of {tensor.numel()} elements, max"
-            f" |difference| {gap:.2g}). {len(differing)} of {len(named)} tensors differ{rest}."
-            f" {CAUSES}.{told}",
+            "replicas-differ",
+            when=when,
             parameter=name,
             ranks=ranks,
+            where=where,
+            elements=elements,
+            size=tensor.numel(),
+            gap=gap,
+            differing=len(differing),
+            tensors=len(named),
+            others=rest,
+            told=told,
         )
 
 

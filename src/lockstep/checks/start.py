@@ -29,7 +29,7 @@ def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, 
     order, with shape, dtype, requires_grad.
     """
     fields: dict[str, Any] = {"torch version": torch.__version__}
-    fields["parameter names"] = [
+    fields["list of parameters"] = [
         name for name, _ in module.named_parameters() if name not in ignored
     ]
     for name, parameter in module.named_parameters():
@@ -39,7 +39,7 @@ def model_fields(module: nn.Module, ignored: Collection[str] = ()) -> dict[str, 
             *_form(parameter),
             "trained" if parameter.requires_grad else "frozen",
         ]
-    fields["buffer names"] = [name for name, _ in module.named_buffers() if name not in ignored]
+    fields["list of buffers"] = [name for name, _ in module.named_buffers() if name not in ignored]
     fields.update(
         {
             f"buffer {name!r}": _form(buffer)
@@ -90,15 +90,19 @@ def _difference(everyone: Sequence[Fields]) -> ReplicaDivergence:
         if not ranks:
             continue
         ours, theirs = values[0], values[ranks[0]]
-        if isinstance(ours, list) and isinstance(theirs, list) and name.endswith(" names"):
+        if isinstance(ours, list) and isinstance(theirs, list) and name.startswith("list of "):
             return ReplicaDivergence(
-                f"{name} differ: {_names(ours, theirs, ranks)}", parameter=name, ranks=ranks
+                "ranks-set-up-differently",
+                parameter=name,
+                ranks=ranks,
+                difference=_names(ours, theirs, ranks),
             )
         return ReplicaDivergence(
-            f"{name} differs: rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)}"
-            f" {_shown(theirs)}",
+            "ranks-set-up-differently",
             parameter=name,
             ranks=ranks,
+            difference=f"rank 0 has {_shown(ours)}, {listed(ranks)} {_have(ranks)}"
+            f" {_shown(theirs)}",
         )
     raise AssertionError(f"hashes differ but no field does: {list(first)}")
 
@@ -112,7 +116,7 @@ def _names(ours: list[str], theirs: list[str], ranks: Sequence[int]) -> str:
         )
         return (
             f"at position {place} rank 0 has {ours[place]!r}, {listed(ranks)} {_have(ranks)}"
-            f" {theirs[place]!r}; build the model alike on all ranks"
+            f" {theirs[place]!r}"
         )
     parts = [f"only rank 0 has {', '.join(map(repr, lacking[:5]))}"] if lacking else []
     parts += (

@@ -27,9 +27,7 @@ def check_trained(module: nn.Module, ignored: Collection[str] = ()) -> None:
         _check_memory(f"the parameter {name!r}", parameter, "nn.Parameter(tensor.clone())")
         if parameter.requires_grad and not adds_up(parameter.dtype):
             raise UsageError(
-                f"the parameter {name!r} is {_short(parameter.dtype)}, which torch cannot add up,"
-                " so that it has no gradient over ranks: keep it in bfloat16 or float32, or freeze"
-                " it (requires_grad=False)"
+                "dtype-cannot-be-summed", parameter=name, dtype=_short(parameter.dtype)
             )
     for name, buffer in module.named_buffers():
         if name not in ignored:
@@ -37,10 +35,7 @@ def check_trained(module: nn.Module, ignored: Collection[str] = ()) -> None:
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     for name, layer in module.named_modules():
         if on_cpu and isinstance(layer, nn.SyncBatchNorm):
-            raise UsageError(
-                f"the layer {name!r} is a SyncBatchNorm, which works on GPUs only, and the model is"
-                " on the CPU: use BatchNorm"
-            )
+            raise UsageError("sync-batch-norm-on-cpu", layer=name)
 
 
 @cache
@@ -59,17 +54,11 @@ def adds_up(dtype: torch.dtype) -> bool:
 
 def _check_memory(what: str, tensor: Tensor, instead: str) -> None:
     if tensor.layout != torch.strided:
-        raise UsageError(
-            f"{what} is a sparse tensor ({tensor.layout}): only dense ones can be trained by"
-            " replicas; use its to_dense()"
-        )
+        raise UsageError("sparse-tensor", tensor=what, layout=str(tensor.layout))
     if any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
-        raise UsageError(
-            f"{what} was expanded to {list(tensor.shape)}: several of its elements are one place in"
-            f" memory, which cannot be written to; give {instead}"
-        )
+        raise UsageError("expanded-tensor", tensor=what, shape=list(tensor.shape), instead=instead)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -59,13 +59,7 @@ class UnusedCheck:
             ]
         )
         if nowhere and self._policy == "error":
-            raise UnusedParameters(
-                f"{shortly(nowhere)} got no gradient on any rank in this window. Freeze what is not"
-                " trained (requires_grad_(False)), or say what is meant: unused='zeros' counts it"
-                " as zeros, unused='skip' leaves .grad None (find_unused_parameters=True with the"
-                " wrapper)",
-                names=nowhere,
-            )
+            raise UnusedParameters("unused-parameters", names=nowhere, shown=shortly(nowhere))
         if self._policy == "skip":
             skipped = set(nowhere)
             for name, parameter, filled in zip(

@@ -17,6 +17,7 @@ from lockstep.checks.start import model_fields
 from lockstep.checks.trained import check_trained
 from lockstep.checks.unused import UnusedCheck, shortly
 from lockstep.collectives.group import Group
+from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import UNUSED, Unused
 from lockstep.data.loader import Loader
@@ -53,13 +54,9 @@ class StepperOptions:
     trace_nonfinite: bool
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise UsageError(
-                f"clip={self.clip}: the largest norm that a gradient may have is above 0; leave it"
-                " out for no clipping"
-            )
-        if self.unused not in UNUSED:
-            raise UsageError(f"unused={self.unused!r}: choose one of {', '.join(UNUSED)}")
+        if self.clip is not None:
+            knob.number("clip", self.clip, above=0)
+        knob.chosen("unused", self.unused, UNUSED)
         check_checks(self.checks)
 
     @property
@@ -70,20 +67,11 @@ class StepperOptions:
     def check(self, method: Parallelism) -> None:
         """Raise a UsageError for what does not go with a method."""
         if method.server is not None and self.unused == "skip":
-            raise UsageError(
-                "unused='skip' with update='server': a rank knows only of its own draw what got a"
-                " gradient; use error or zeros"
-            )
+            raise UsageError("skip-at-a-server")
         if method.alone and self.scales:
-            raise UsageError(
-                "a loss scaler needs one scale for all ranks, and ranks that step alone would each"
-                " find their own: use bf16"
-            )
+            raise UsageError("loss-scaler-does-not-fit", option=_said_alone(method))
         if method.compression is not None and owes(method.compression) and self.scales:
-            raise UsageError(
-                f"compress={method.compress!r} remembers what it has left out of gradients, and a"
-                " loss scaler changes their unit: use bf16 for either"
-            )
+            raise UsageError("loss-scaler-does-not-fit", option=f"compress={method.compress!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +153,7 @@ def update_of(method: Parallelism, updated: Updated, *, alone: bool) -> Update:
 def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:
     """Raise a UsageError for data whose slots cannot be drawn."""
     if not isinstance(loader, Loader):
-        raise UsageError(
-            f"slots of a {type(loader).__name__} cannot be drawn: with update='server' the samples"
-            " of a data set need numbers"
-        )
+        raise UsageError("slots-cannot-be-drawn", kind=type(loader).__name__)
     if loader.balance is not None:
         loader.balance.check(method, everyone.size)
 
@@ -190,8 +175,8 @@ def reducer_of(
     """Gradients are summed over `group`. `alone`: this rank steps with its own gradients; what
     would sum them is for meetings.
     """
-    if bucket_mb is not None and not bucket_mb > 0:
-        raise UsageError(f"bucket_mb={bucket_mb}: a bucket holds more than 0 MiB")
+    if bucket_mb is not None:
+        knob.number("bucket_mb", bucket_mb, above=0)
     if isinstance(model, DistributedDataParallel):
         _check_wrapped(method, bucket_mb)
         return model.give_up_reducer(), model.module
@@ -217,27 +202,21 @@ def reducer_of(
     return Reducer(model, group.alone(), meeting, bucket_bytes=bucket_bytes), model
 
 
+def _said_alone(method: Parallelism) -> str:
+    """The option by which ranks step alone."""
+    return f"sync_every={method.sync_every}" if method.local else f"update={method.update!r}"
+
+
 def _check_wrapped(method: Parallelism, bucket_mb: float | None) -> None:
     """Raise a UsageError for what a wrapped model's own reducer does not do."""
     if method.alone or method.compress is not None:
-        what = f"sync_every={method.sync_every}" if method.local else f"update={method.update!r}"
-        what = f"compress={method.compress!r}" if method.compress else what
-        raise UsageError(
-            f"{what} needs the bare module: the wrapped model's reducer sums every gradient as it"
-            " is, in every backward"
-        )
+        what = f"compress={method.compress!r}" if method.compress else _said_alone(method)
+        raise UsageError("needs-bare-module", option=what)
     if method.exact:
-        raise UsageError(
-            "exact=True needs the bare module: the wrapped model's reducer adds micro-batches in"
-            " another order"
-        )
+        raise UsageError("needs-bare-module", option="exact=True")
     if bucket_mb is not None:
         raise UsageError(
-            f"bucket_mb={bucket_mb}: the wrapped model has its own buckets; give bucket_cap_mb= to"
-            " DistributedDataParallel"
+            "set-on-the-wrapper", name="bucket_mb", value=bucket_mb, keyword="bucket_cap_mb"
         )
     if method.reduce != "auto":
-        raise UsageError(
-            f"reduce={method.reduce!r}: the wrapped model has its own reducer; give reduce= to"
-            " DistributedDataParallel, or the bare module here"
-        )
+        raise UsageError("set-on-the-wrapper", name="reduce", value=method.reduce, keyword="reduce")

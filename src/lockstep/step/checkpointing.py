@@ -31,6 +31,7 @@ from lockstep.checkpoints.manifest import STATE, believed
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.checkpoints.saver import Saver
 from lockstep.collectives.texts import said_by
+from lockstep.config import knob
 from lockstep.errors import (
     DamagedCheckpoint,
     LockstepError,
@@ -96,11 +97,9 @@ class Checkpoints:
         remote: str | None = None,
         guard: Callable[[], None] = lambda: None,
     ) -> None:
-        for name, value in (("every", every), ("keep", keep)):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise UsageError(f"{name}={value!r}: give a whole number of at least 1")
+        if every is not None:
+            knob.whole("every", every)
+        knob.whole("keep", keep)
         check_storable(stepper.model)
         self.directory = Path(directory)
         self.keep = keep
@@ -142,10 +141,7 @@ class Checkpoints:
             return None
         checkpoint = files.read(self.directory / folder)
         if checkpoint.state.get("training") is None:
-            raise UsageError(
-                f"{checkpoint.folder} holds a model and nothing else: a training cannot go on"
-                " from it"
-            )
+            raise UsageError("checkpoint-of-a-model-only", folder=str(checkpoint.folder))
         with believed(checkpoint.folder / STATE):
             check(checkpoint)
             restore(self._stepper, checkpoint, checkpoint.state["training"])
@@ -173,7 +169,7 @@ class Checkpoints:
         if step is not None:
             folder = folders.folder_of(self.directory, step)
             if not folder.exists():
-                raise UsageError(f"there is no checkpoint of step {step} in {self.directory}")
+                raise UsageError("no-checkpoint-of-step", step=step, directory=str(self.directory))
             return files.read(folder).folder.name
         newest = folders.newest(self.directory)
         latest = 0 if newest is None else folders.step_of(newest)
@@ -233,10 +229,7 @@ class Checkpoints:
             "for the choice of a checkpoint",
         )
         if said["failed"]:
-            raise problem or PeerFailed(
-                f"rank 0 found no checkpoint in {self.directory} that can be used: its own error"
-                " says why"
-            )
+            raise problem or PeerFailed("no-usable-checkpoint", directory=str(self.directory))
         found: str | None = said["folder"]
         return found
 
@@ -261,10 +254,7 @@ class Checkpoints:
         snapshot is taken.
         """
         if self._stepper.between_meetings:
-            raise UsageError(
-                "between its meetings no worker of a server has the whole training: save where"
-                " StepResult.together is true"
-            )
+            raise UsageError("workers-not-together", call="Checkpoints.save()")
         with status.inside("checkpoint"):
             self._save(extra, best)
 
@@ -395,7 +385,9 @@ class Checkpoints:
         self._saver.close()
         if self._saver.complaint is not None:
             raise LockstepError(
-                f"the last checkpoint is in {self.directory} only: {self._saver.complaint}"
+                "checkpoint-not-copied",
+                directory=str(self.directory),
+                complaint=self._saver.complaint,
             )
 
 

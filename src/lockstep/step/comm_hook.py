@@ -32,10 +32,7 @@ def shared_memory_hook(
             gradients, "mean", place=f"for gradient bucket {bucket.index()}"
         ).wait()
     elif group.size > 1:
-        raise UsageError(
-            "shared_memory_hook needs all ranks on the CPU of one x86 Linux host: register no hook,"
-            " and the backend reduces"
-        )
+        raise UsageError("hook-needs-shared-memory")
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(gradients)
     return future

@@ -245,10 +245,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _set_static_graph(self) -> None:
         if self._reducer is not None and self._reducer.has_finished:
-            raise UsageError(
-                "_set_static_graph() should be called before training loop starts: this wrapper has"
-                " reduced a backward already"
-            )
+            raise UsageError("static-graph-too-late")
         self.static_graph = True
         if self._reducer is not None:
             self._reducer.door.static_graph.on = True
@@ -284,10 +281,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _tie_copy(self) -> None:
         """A copy that is trained is tied to the default group, as torch's is when it is read."""
         if not self._default_group:
-            raise UsageError(
-                "this wrapper is a copy of one with a process group of its own: wrap its .module"
-                " again to train it"
-            )
+            raise UsageError("copy-without-its-group")
         self._tie(World.current(), init_sync=False, buffers=False)
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -413,9 +407,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         inside.
         """
         if self._reducer is None:
-            raise UsageError(
-                "no_sync() has no meaning inside a Stepper: its windows decide when gradients leave"
-            )
+            raise UsageError("wrapper-belongs-to-a-stepper", call="no_sync()")
         with self._reducer.door.window(last=False):
             yield
 
@@ -444,10 +436,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: object) -> Uneven:
         """For torch's `Join`: what this rank does while others still have inputs."""
         if self._reducer is None:
-            raise UsageError(
-                "join() has no meaning inside a Stepper: a rank without micro-batches takes part by"
-                " itself"
-            )
+            raise UsageError("wrapper-belongs-to-a-stepper", call="join()")
         if self._uneven is not None:
             self._uneven.end()
         self._uneven = Uneven(
@@ -476,12 +465,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         a future of the mean over the ranks.
         """
         if self._reducer is None:
-            raise UsageError(
-                "this wrapper belongs to a Stepper, which divides by the true weight; a"
-                " communication hook divides by the ranks"
-            )
+            raise UsageError("hook-with-stepper")
         if isinstance(self._reducer.reduction, TorchHook):
-            raise UsageError("a communication hook is registered already; a wrapper has one")
+            raise UsageError("second-hook")
         check_hook(hook)
         self._reducer.reduction = TorchHook(state, hook)
         self._reducer.door.scale = 1.0  # hooks divide
@@ -495,12 +481,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     def give_up_reducer(self) -> Reducer:
         """Hand the reducer to a Stepper: backward no longer averages by itself."""
         if self._reducer is None:
-            raise UsageError("this DistributedDataParallel already belongs to a Stepper")
+            raise UsageError("wrapper-belongs-to-a-stepper", call="a second Stepper")
         if isinstance(self._reducer.reduction, TorchHook):
-            raise UsageError(
-                "a communication hook divides by the number of ranks and a Stepper by the true"
-                " weight: use one of them"
-            )
+            raise UsageError("hook-with-stepper")
         reducer, self._reducer = self._reducer, None
         reducer.door.end_of_backward = None
         reducer.door.closing = False

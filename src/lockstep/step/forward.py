@@ -45,8 +45,11 @@ class Forward:
         positional, keywords = self._arguments(batch)
         if keywords:
             raise TaskError(
-                "Task: inputs returned a dict, and a model that is cut into stages takes positional"
-                " arguments: return a tuple"
+                "wrong-return-type",
+                function="Task: inputs",
+                type="dict",
+                expected="a tuple, because a model that is cut into stages takes positional"
+                " arguments",
             )
         return positional
 
@@ -75,8 +78,11 @@ class Forward:
             or not isinstance(found[0], Tensor)
         ):
             raise TaskError(
-                f"Task: loss returned {_shape(found)}; it must return (sum of the losses, weight),"
-                " such as (F.cross_entropy(..., reduction='sum'), len(y))"
+                "wrong-return-type",
+                function="Task: loss",
+                type=_shape(found),
+                expected="(sum of the losses, weight), such as"
+                " (F.cross_entropy(..., reduction='sum'), len(y))",
             )
         return found[0], found[1]
 
@@ -88,14 +94,13 @@ class Forward:
         )
         if not good:
             raise TaskError(
-                f"Task: metrics returned {_shape(found)}; it must return a dict of name -> (sum,"
-                " weight)"
+                "wrong-return-type",
+                function="Task: metrics",
+                type=_shape(found),
+                expected="a dict of name -> (sum, weight)",
             )
         if "loss" in found:
-            raise TaskError(
-                "Task: metrics returned a 'loss': that name is the evaluated loss, which is there"
-                " without asking; rename yours"
-            )
+            raise TaskError("metric-named-loss")
         return {**found, "loss": self.loss(output, batch)}
 
 
@@ -132,17 +137,13 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
 
 
 def _shape(found: Any) -> str:
+    kind = type(found).__name__
     if isinstance(found, (tuple, list)):
-        return (
-            f"a {type(found).__name__} of"
-            f" {', '.join(type(part).__name__ for part in found) or 'nothing'}"
-        )
+        return f"{kind} of {', '.join(type(part).__name__ for part in found) or 'nothing'}"
     if isinstance(found, Mapping):
-        return (
-            "a dict of"
-            f" {', '.join(f'{name!r}: {type(value).__name__}' for name, value in found.items())}"
-        )
-    return f"a {type(found).__name__}"
+        parts = (f"{name!r}: {type(value).__name__}" for name, value in found.items())
+        return f"dict of {', '.join(parts)}"
+    return kind
 
 
 def bare(model: Any) -> nn.Module:
@@ -156,9 +157,7 @@ def bare(model: Any) -> nn.Module:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model is a {type(model).__name__}: give a torch.nn.Module, or one that is wrapped"
-        )
+        raise UsageError("not-a-module", kind=type(model).__name__)
     return model
 
 
@@ -191,10 +190,7 @@ class Call:
             return (batch,)
         if isinstance(batch, (tuple, list)) and batch:
             return (batch[0],)
-        raise UsageError(
-            f"the data set's batches are of type {type(batch).__name__}: say with inputs= what of"
-            " them the model gets, such as inputs=lambda batch: (batch['x'],)"
-        )
+        raise UsageError("batch-needs-inputs", kind=type(batch).__name__)
 
 
 def arguments(
@@ -208,8 +204,10 @@ def arguments(
     if isinstance(found, (tuple, list)):
         return tuple(found), {}
     raise error(
-        f"{of} returned a {type(found).__name__}: return the model's arguments as a tuple, such as"
-        " (x,), or as a dict of keywords"
+        "wrong-return-type",
+        function=of,
+        type=type(found).__name__,
+        expected="the model's arguments as a tuple, such as (x,), or as a dict of keywords",
     )
 
 

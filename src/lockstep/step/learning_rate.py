@@ -9,9 +9,9 @@ use, both within limits: beyond the critical batch neither helps.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from lockstep.errors import UsageError
+from lockstep.config import knob
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -33,15 +33,10 @@ def scale_lr(lr: float, base_batch: int, global_batch: int, rule: Rule = "linear
     Raises:
         UsageError: batches below 1, a rate that is not above 0, an unknown rule.
     """
-    if base_batch < 1 or global_batch < 1:
-        raise UsageError(
-            f"base_batch={base_batch} and global_batch={global_batch}: a batch holds at least 1"
-            " sample"
-        )
-    if not 0 < lr < math.inf:
-        raise UsageError(f"lr={lr}: a learning rate is above 0")
-    if rule not in ("linear", "sqrt"):
-        raise UsageError(f"rule={rule!r}: choose 'linear' or 'sqrt'")
+    knob.whole("base_batch", base_batch)
+    knob.whole("global_batch", global_batch)
+    knob.number("lr", lr, above=0)
+    knob.chosen("rule", rule, get_args(Rule))
     ratio = global_batch / base_batch
     return lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
@@ -54,13 +49,8 @@ def warmup(optimizer: Optimizer, steps: int, start: float = 0.1) -> LambdaLR:
     it with `torch.optim.lr_scheduler.SequentialLR`. Raises UsageError for steps below 1 and a start
     outside (0, 1].
     """
-    if steps < 1:
-        raise UsageError(f"steps={steps}: a warm-up takes at least 1 step")
-    if not 0 < start <= 1:
-        raise UsageError(
-            f"start={start}: the share of the learning rate to begin with lies above 0 and is at"
-            " most 1"
-        )
+    knob.whole("steps", steps)
+    knob.number("start", start, above=0, most=1)
     from torch.optim.lr_scheduler import LambdaLR
 
     return LambdaLR(optimizer, lambda step: min(1.0, start + (1 - start) * step / steps))

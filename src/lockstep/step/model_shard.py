@@ -180,12 +180,20 @@ def forms_of(tensors: Iterable[tuple[str, Tensor]]) -> Forms:
 
 def compare_forms(ours: Forms, theirs: Forms) -> None:
     """Raise a UsageError where a checkpoint's model has other names, shapes or dtypes."""
+    difference = ""
     if missing := sorted(ours.keys() ^ theirs.keys()):
         where = "the model lacks" if missing[0] in theirs else "the checkpoint lacks"
-        raise UsageError(f"the checkpoint is another model's: {where} {missing[0]!r}")
-    for name, form in ours.items():
-        if form != theirs[name]:
-            raise UsageError(
-                f"the checkpoint is another model's: {name} is {list(theirs[name][0])}"
-                f" {theirs[name][1]} there, and {list(form[0])} {form[1]} here"
-            )
+        difference = f"{where} {missing[0]!r}"
+    else:
+        for name, (shape, dtype) in ours.items():
+            other, was = theirs[name]
+            if (shape, dtype) != (other, was):
+                difference = f"{name} is {list(other)} {was} there, and {list(shape)} {dtype} here"
+                break
+    if difference:
+        raise UsageError(
+            "checkpoint-of-another-model",
+            checkpoint="the checkpoint",
+            task="this training",
+            differences=difference,
+        )

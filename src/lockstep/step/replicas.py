@@ -18,6 +18,7 @@ fast take one process a device (`lockstep run`), which no interpreter lock holds
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,7 +29,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from lockstep.collectives import in_process
-from lockstep.collectives.algorithms import schedule
+from lockstep.collectives.algorithms import algorithms_of
+from lockstep.config import knob
 from lockstep.errors import ReplicaDivergence, UsageError
 
 Device = torch.device | str | int
@@ -68,13 +70,8 @@ class Replicas:
         algorithm: str = "ring",
     ) -> None:
         self.devices = _placed(replicas, devices)
-        if algorithm == "hierarchical":
-            raise UsageError(
-                "algorithm='hierarchical' is for several nodes, replicas are in one process: choose"
-                " ring, central or tree"
-            )
-        # refuses an unknown name now, not after the first backward
-        schedule("all_reduce", algorithm, len(self.devices))
+        on_one_node = [each for each in algorithms_of("all_reduce") if each != "hierarchical"]
+        knob.chosen("algorithm", algorithm, on_one_node)
         self.algorithm = algorithm
         self.master = copy.deepcopy(module).cpu()
         self.replicas = [copy.deepcopy(self.master).to(device) for device in self.devices]
@@ -142,8 +139,9 @@ class Replicas:
                 total = loss_sum(replica, *chunks[rank])
                 if total.numel() != 1:
                     raise UsageError(
-                        f"loss_sum returned a tensor of shape {list(total.shape)}: it must be one"
-                        " number, the sum over the chunk"
+                        "loss-not-one-number",
+                        what="the tensor that loss_sum returned",
+                        shape=list(total.shape),
                     )
                 total.backward()
             return total.detach()
@@ -161,8 +159,7 @@ class Replicas:
         """
         if self._weights is None:
             raise UsageError(
-                "average_gradients() without new gradients: call gradients(batch, loss_sum) first,"
-                " once for each average"
+                "needs-call-before", call="average_gradients()", before="gradients(batch, loss_sum)"
             )
         total, self._weights = sum(self._weights), None
         self.sum_gradients()
@@ -207,14 +204,10 @@ class Replicas:
         """
         if not self._optimizers:
             raise UsageError(
-                "update() without optimizers: call optimize(lambda parameters:"
-                " torch.optim.SGD(parameters, lr=...)) once before"
+                "needs-call-before", call="update()", before="optimize(make_optimizer)"
             )
         if self._weights is not None:
-            raise UsageError(
-                "update() with gradients that are each replica's own: call average_gradients()"
-                " first, or the replicas differ"
-            )
+            raise UsageError("needs-call-before", call="update()", before="average_gradients()")
         for optimizer in self._optimizers:
             optimizer.step()
         _copy_all(self.replicas[0].parameters(), self.master.parameters())
@@ -246,13 +239,7 @@ class Replicas:
                 rank for rank, (_, other) in enumerate(others, start=1) if not _equal(first, other)
             ]
             if differ:
-                raise ReplicaDivergence(
-                    f"parameter {name!r} of replicas {','.join(map(str, differ))} differs from"
-                    " replica 0's: weights were changed on one replica, or updated without"
-                    " average_gradients()",
-                    parameter=name,
-                    ranks=differ,
-                )
+                raise ReplicaDivergence("in-process-replicas-differ", parameter=name, ranks=differ)
 
     def state_dict(self) -> dict[str, Any]:
         """The master's: as the plain module's, loadable into it."""
@@ -280,12 +267,11 @@ class Replicas:
 
     def _checked(self, weights: Sequence[float] | None, sizes: Sequence[int]) -> list[float]:
         if not any(sizes):
-            raise UsageError("the batch has no samples, so there is no mean: leave it out")
+            raise UsageError("batch-without-samples")
         found = [float(weight) for weight in (sizes if weights is None else weights)]
-        if len(found) != len(self):
-            raise UsageError(f"weights={found} for {len(self)} replicas: give one for each")
-        if not all(0 <= weight < float("inf") for weight in found) or sum(found) == 0:
-            raise UsageError(f"weights={found}: they must be 0 or more, and not all 0")
+        usable = all(0 <= weight < math.inf for weight in found) and sum(found) > 0
+        if len(found) != len(self) or not usable:
+            raise UsageError("weights-do-not-fit", weights=found, replicas=len(self))
         return found
 
     def _each(self, work: Callable[[int], Any], ranks: Sequence[int]) -> list[Any]:
@@ -315,21 +301,18 @@ def gather(outputs: Sequence[Any], device: torch.device) -> Any:
         joined = [gather(list(column), device) for column in zip(*outputs, strict=True)]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     what = "a 0-d tensor" if isinstance(first, Tensor) else f"a {type(first).__name__}"
-    raise UsageError(
-        f"the module returned {what}: only tensors of samples can be joined; compute losses with"
-        " gradients(batch, loss_sum)"
-    )
+    raise UsageError("outputs-cannot-be-joined", returned=what)
 
 
 def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torch.device]:
-    if replicas is not None and replicas < 1:
-        raise UsageError(f"replicas={replicas}: there must be at least one")
+    if replicas is not None:
+        knob.whole("replicas", replicas)
     if devices is None:
         devices = [torch.device("cuda", number) for number in range(torch.cuda.device_count())] or [
             "cpu"
         ]
     if not devices:
-        raise UsageError("devices=[]: name at least one, or leave it out for every GPU or the CPU")
+        raise UsageError("no-devices")
     return [torch.device(devices[rank % len(devices)]) for rank in range(replicas or len(devices))]
 
 
@@ -348,14 +331,9 @@ def _tensors(value: Any) -> list[Tensor]:
 def _length(batch: Any) -> int:
     lengths = [len(tensor) for tensor in _tensors(batch)]
     if not lengths:
-        raise UsageError(
-            "there is no tensor to cut: give the batch as tensors whose dim 0 are the samples"
-        )
+        raise UsageError("batch-without-tensors")
     if len(set(lengths)) > 1:
-        raise UsageError(
-            f"tensors of {', '.join(map(str, lengths))} samples in one batch: dim 0 must be equally"
-            " long in all of them"
-        )
+        raise UsageError("tensors-of-unequal-length", lengths=lengths)
     return lengths[0]
 
 

@@ -69,19 +69,17 @@ class ShardedOptimizer(Optimizer, Joinable):
     ) -> None:
         if overlap_with_ddp:
             raise UsageError(
-                "overlap_with_ddp=True hands the step to torch's own hook: leave it out, or use a"
-                " Stepper with update='sharded'"
+                "keyword-without-meaning",
+                name="overlap_with_ddp",
+                value=True,
+                instead="leave it out, or use a Stepper with update='sharded'",
             )
         self._group = World.current().group if process_group is None else Group.of(process_group)
         self._inner: Optimizer | None = None
         # has an opinion on every group; then it gets this rank's part
         whole = optimizer_class(params, **defaults)
         if needs_closure(whole):
-            raise UsageError(
-                f"{optimizer_class.__name__}.step() needs a closure, because it computes the loss"
-                " of the whole model several times in a step: it cannot be sharded; use it"
-                " unsharded on every rank"
-            )
+            raise UsageError("optimizer-needs-closure", optimizer=optimizer_class.__name__)
         super().__init__(whole.param_groups, whole.defaults)
         Joinable.__init__(self)
         self._inner = whole
@@ -108,8 +106,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         for each in parameters:
             if each.layout is not torch.strided:
                 raise UsageError(
-                    f"a parameter of shape {list(each.shape)} is {each.layout}: only dense"
-                    " parameters can be sharded"
+                    "sparse-tensor",
+                    tensor=f"a parameter of shape {list(each.shape)}",
+                    layout=str(each.layout),
                 )
         # what was frozen since keeps its state
         trained = [each for each in parameters if each.requires_grad or id(each) in states]
@@ -222,9 +221,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         """
         if self._consolidated is None:
             raise UsageError(
-                f"rank {self._group.rank} holds its own shard only: call"
-                f" consolidate_state_dict(to={self._group.rank}) on every rank first, after the"
-                " step"
+                "needs-call-before",
+                call=f"state_dict() on rank {self._group.rank}",
+                before=f"consolidate_state_dict(to={self._group.rank}) on every rank",
             )
         return self._consolidated
 

@@ -306,15 +306,9 @@ class Stepper:
     def _open(self, window: Iterable[Batch]) -> OpenWindow:
         """Begin a window."""
         if not isinstance(window, Iterable):
-            raise UsageError(
-                "micro_batches() walks a window or a list of batches, not a"
-                f" {type(window).__name__}"
-            )
+            raise UsageError("not-a-window", kind=type(window).__name__)
         if self._window is not None:
-            raise UsageError(
-                "a second window was opened before step() ended the first: call stepper.step() once"
-                " after each window"
-            )
+            raise UsageError("window-still-open")
         self.clock.open()
         status.step(self.steps + 1)
         self._outcomes.settle()
@@ -382,14 +376,10 @@ class Stepper:
         """
         opened = self._window
         if opened is None or opened.micro is None:
-            raise UsageError(
-                "backward() belongs inside the loop over stepper.micro_batches(window)"
-            )
+            raise UsageError("backward-outside-window")
         micro = opened.micro
         if micro.done:
-            raise UsageError(
-                "backward() was called twice for one micro-batch: add the losses and call it once"
-            )
+            raise UsageError("second-backward")
         loss = summed(loss, weight, reduction)
         micro.done, micro.weight = True, weight
         opened.backwards += 1
@@ -550,10 +540,7 @@ class Stepper:
         step ended.
         """
         if self.between_meetings:
-            raise UsageError(
-                "between its meetings the workers of a server walk different windows: evaluate"
-                " where StepResult.together is true"
-            )
+            raise UsageError("workers-not-together", call="Stepper.meet()")
         self._outcomes.settle()
         return self.update.meet(stop=self._wants_stop())
 

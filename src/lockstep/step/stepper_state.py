@@ -84,22 +84,21 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     form.compare(checkpoint)
     if optimizer["kind"] != _kind(stepper.optimizer):
         raise UsageError(
-            f"the checkpoint was made with {optimizer['kind']}, and the optimizer is"
-            f" {_kind(stepper.optimizer)}: use the same"
+            "checkpoint-of-another-training",
+            there=optimizer["kind"],
+            here=_kind(stepper.optimizer),
         )
     method, before = stepper.method.recipe(), state.get("method", {})
     if method != before:
-        raise UsageError(
-            f"the checkpoint was made with {_said(before)}, and this training is with"
-            f" {_said(method)}: use the same"
-        )
+        raise UsageError("checkpoint-of-another-training", there=_said(before), here=_said(method))
     names = [[name_of(each) for each in members] for members in stepper.update.optimizer.wholes()]
     everyones = [list(members) for members in form.groups(names)]
     saved = [each["parameters"] for each in optimizer["groups"]]
     if [sorted(members) for members in everyones] != [sorted(members) for members in saved]:
         raise UsageError(
-            f"the checkpoint's optimizer has other parameter groups ({_shape(saved)} parameters)"
-            f" than this one ({_shape(everyones)})"
+            "checkpoint-of-another-training",
+            there=f"parameter groups of {_shape(saved)} parameters",
+            here=f"groups of {_shape(everyones)}",
         )
     stepper.steps = int(state["steps"])
     stepper.part_if_due()
@@ -123,8 +122,9 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     for what, target in (("scheduler", stepper.scheduler), ("scaler", stepper.scaler)):
         if (target is None) != (state[what] is None):
             raise UsageError(
-                f"the checkpoint was made {'without' if state[what] is None else 'with'} a {what}:"
-                " use the same"
+                "checkpoint-of-another-training",
+                there=f"{'no' if state[what] is None else 'a'} {what}",
+                here=f"{'no' if target is None else 'a'} {what}",
             )
         if target is not None:
             target.load_state_dict(decoded(state[what]))
@@ -155,9 +155,7 @@ def _optimizer_state(
         state, _, name = key.partition("/")
         if name not in known:
             raise DamagedCheckpoint(
-                f"{checkpoint.folder.name}: it holds {key}, of a parameter that its optimizer does"
-                " not have",
-                file=key,
+                "state-of-unknown-parameter", folder=checkpoint.folder.name, file=key
             )
         states.setdefault(numbers[name], {})[state] = tensor
     return {"state": states, "param_groups": groups}

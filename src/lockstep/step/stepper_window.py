@@ -82,19 +82,11 @@ def check_ended(opened: OpenWindow | None, *, stray: bool) -> OpenWindow:
     Raises UsageError out of its place.
     """
     if opened is None:
-        raise UsageError(
-            "step() was called without a window: walk one with stepper.micro_batches(window) first"
-        )
+        raise UsageError("step-without-window")
     if opened.micro is not None:
-        raise UsageError(
-            "step() was called inside the loop over stepper.micro_batches(window); it belongs"
-            " after it"
-        )
+        raise UsageError("step-inside-window")
     if stray and not opened.backwards:
-        raise UsageError(
-            "gradients arrived, but stepper.backward() was never called: call"
-            " stepper.backward(loss, weight=...) in place of loss.backward()"
-        )
+        raise UsageError("backward-not-by-stepper")
     return opened
 
 

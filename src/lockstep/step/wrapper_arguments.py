@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lockstep.checks.trained import check_trained
 from lockstep.collectives.group import Group
+from lockstep.config import knob
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET
 from lockstep.world.world import World
@@ -45,16 +46,20 @@ def refuse(more: dict[str, object], dim: int) -> None:
     """Refuse what torch's wrapper takes and this one cannot mean, each with what to do instead."""
     for name, value in more.items():
         if name in _STEPPER_ONLY:
-            raise UsageError(
-                f"{name}={value!r} needs a Stepper: it concerns whole steps, and the wrapper sees"
-                " only gradients"
-            )
+            raise UsageError("needs-a-stepper", name=name, value=value)
         if name not in _WITHOUT_MEANING:
             raise TypeError(f"DistributedDataParallel got an unexpected keyword {name!r}")
         if value is not None:
-            raise UsageError(f"{name} has no meaning here: {_WITHOUT_MEANING[name]}")
+            raise UsageError(
+                "keyword-without-meaning", name=name, value=value, instead=_WITHOUT_MEANING[name]
+            )
     if dim != 0:
-        raise UsageError(f"dim={dim}: batches are split by the loader, along dimension 0")
+        raise UsageError(
+            "keyword-without-meaning",
+            name="dim",
+            value=dim,
+            instead="have the loader split batches along dimension 0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,15 +102,10 @@ def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> tuple[int, ...]:
     """Bytes of bucket 0, 1 and so on; the last holds for all others."""
-    for name, given in (
-        ("bucket_cap_mb", [] if bucket_cap_mb is None else [bucket_cap_mb]),
-        ("bucket_cap_mb_list", bucket_cap_mb_list or []),
-    ):
-        if any(not each > 0 for each in given):
-            raise UsageError(
-                f"{name}={given if name.endswith('list') else bucket_cap_mb}: a bucket holds more"
-                " than 0 MiB"
-            )
+    if bucket_cap_mb is not None:
+        knob.number("bucket_cap_mb", bucket_cap_mb, above=0)
+    for number, each in enumerate(bucket_cap_mb_list or ()):
+        knob.number(f"bucket_cap_mb_list[{number}]", each, above=0)
     if bucket_cap_mb_list:
         return tuple(int(each * _MIB) for each in bucket_cap_mb_list)
     largest = BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
@@ -117,13 +117,10 @@ def check_module(module: nn.Module, ignored: Collection[str], wrappers: tuple[ty
     trained by replicas, by name.
     """
     if isinstance(module, wrappers):
-        raise UsageError("the module is wrapped already: give its .module")
+        raise UsageError("already-wrapped", module="the module")
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter) and name not in ignored:
-            raise UsageError(
-                f"{name!r} has no shape yet (a lazy module): run one forward before you wrap the"
-                " module"
-            )
+            raise UsageError("lazy-parameter", parameter=name)
     check_trained(module, ignored)
 
 
@@ -137,25 +134,19 @@ def device_of(
     """
     devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
-        raise UsageError(
-            f"the module's parameters are on {', '.join(sorted(map(str, devices)))}: a replica"
-            " lives on one device"
-        )
+        raise UsageError("model-on-several-devices", devices=sorted(map(str, devices)))
     (device,) = devices
     for name, given in (("device_ids", device_ids), ("output_device", output_device)):
         ids = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-        if ids and device.type == "cpu":
-            raise UsageError(
-                f"{name}={given} is for a module on a GPU, and this one is on the CPU: leave it out"
+        if (
+            (ids and device.type == "cpu")
+            or len(ids) > 1
+            or any(
+                torch.device("cuda", each) != device if isinstance(each, int) else each != device
+                for each in ids
             )
-        if len(ids) > 1 or any(
-            torch.device("cuda", each) != device if isinstance(each, int) else each != device
-            for each in ids
         ):
-            raise UsageError(
-                f"{name}={given}, but the module is on {device}: one process has one device; leave"
-                " it out"
-            )
+            raise UsageError("not-the-modules-device", name=name, value=given, device=str(device))
     return device
 
 
@@ -165,22 +156,15 @@ def group_of(
     """The ranks to average over. Raises UsageError for two answers, or a mesh of several axes."""
     if device_mesh is not None:
         if process_group is not None:
-            raise UsageError(
-                "Cannot specify both process_group and device_mesh arguments. Both say which ranks"
-                " to average over: give one"
-            )
+            raise UsageError("two-process-groups")
         if device_mesh.ndim != 1:
-            raise UsageError(
-                "Only 1D device mesh is supported, and device_mesh has axes"
-                f" {device_mesh.mesh_dim_names}: give the data-parallel one, such as mesh['data']"
-            )
+            raise UsageError("mesh-of-several-axes", axes=list(device_mesh.mesh_dim_names or ()))
         process_group = device_mesh.get_group()
     return world.group if process_group is None else world.group_of(process_group)
 
 
 def check_checks(checks: str) -> None:
-    if checks not in ("full", "start", "off"):
-        raise UsageError(f"checks={checks!r}: choose 'full', 'start' or 'off'")
+    knob.chosen("checks", checks, get_args(Checks))
 
 
 def check_use(module: nn.Module | None) -> None:
@@ -190,18 +174,11 @@ def check_use(module: nn.Module | None) -> None:
         and dist.rpc.api._is_current_rpc_agent_set()
         and _in_distributed_autograd()
     ):
-        raise UsageError(
-            "a forward in a distributed autograd context: its gradients go into the context, not"
-            " into .grad, and this wrapper would not average them. Use torch's"
-            " DistributedDataParallel there, or loss.backward()"
-        )
+        raise UsageError("distributed-autograd")
     if module is not None and any(
         hasattr(parameter, "_in_backward_optimizers") for parameter in module.parameters()
     ):
-        raise UsageError(
-            "_apply_optimizer_in_backward steps with a rank's own gradients, before they are"
-            " averaged: step after backward() instead"
-        )
+        raise UsageError("optimizer-in-backward")
 
 
 def _in_distributed_autograd() -> bool:
@@ -227,8 +204,10 @@ def inputs_on(
                 return value.to(device, non_blocking=True)
             who = "" if world is None else f" (rank {world.rank}, local rank {world.local_rank})"
             raise UsageError(
-                f"{name} is on {value.device}, the module on {device}{who}: move it to"
-                " world.device; cuda:{rank} is right on the first host only, use local_rank"
+                "input-on-another-device",
+                argument=name,
+                device=str(value.device),
+                module=f"{device}{who}",
             )
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return type(value)(

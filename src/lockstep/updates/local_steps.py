@@ -150,11 +150,7 @@ class LocalSteps(Replicated):
             self._lay()
             return
         if not self.together:
-            raise UsageError(
-                "parameters were added, frozen or unfrozen between two meetings, while they differ"
-                " among the ranks: do it where StepResult.together is true, or call stepper.meet()"
-                " first"
-            )
+            raise UsageError("layers-changed-between-meetings")
         known = set(self._names)
         for name, parameter in self._parameters:
             if name not in known:

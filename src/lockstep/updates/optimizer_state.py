@@ -172,10 +172,7 @@ def check_belongs(reducer: Reducer, optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad and id(parameter) not in known:
                 raise UsageError(
-                    f"the optimizer's parameter group {number} holds a parameter of shape"
-                    f" {list(parameter.shape)} that the model does not have: build the optimizer"
-                    " from this model's parameters (without ignored ones), after moving or"
-                    " replacing them"
+                    "optimizer-of-another-model", group=number, shape=list(parameter.shape)
                 )
 
 
@@ -213,10 +210,7 @@ def unpack(
     counts = [len(group["params"]) for group in saved]
     ours = [len(members) for members in parameters]
     if counts != ours:
-        raise UsageError(
-            f"the optimizer's state is another's: its parameter groups hold {counts} parameters,"
-            f" here they hold {ours}"
-        )
+        raise UsageError("optimizer-state-does-not-fit", there=counts, here=ours)
     known = {
         number: id(each)
         for group, members in zip(saved, parameters, strict=True)

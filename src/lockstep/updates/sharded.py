@@ -52,8 +52,7 @@ class Sharded(OwnStep):
         shards, scaler = self.optimizer.shards, self._updated.scaler
         if scaler is not None and scaler.is_enabled() and shards.someone_has_none:
             raise UsageError(
-                "a loss scaler looks at every rank's gradients, and this model is too small to give"
-                " each rank some of them: use update='replicated'"
+                "loss-scaler-does-not-fit", option="update='sharded' of a model this small"
             )
         shards.take_gradients()
         applied = self._stepping.apply(divisor)

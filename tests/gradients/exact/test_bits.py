@@ -280,7 +280,8 @@ def test_what_cannot_be_exact_is_refused() -> None:
             "reduce='central' with exact=True",
             "reduce='hierarchical' with exact=True",
             "reduce='ring' with exact=True",
-            "exact=True needs the bare module",
+            "exact=True needs the bare module, because the reducer of a wrapped model sums every"
+            " gradient as it is. Give the Stepper the .module. [needs-bare-module]",
             "exact=True adds micro-batches in the order of their slots, which a list does not have",
             *["exact=True, but the Loader cuts its data by the number of ranks"] * 3,
         ]

@@ -292,14 +292,14 @@ def refused_each(world: lockstep.World, cases: Sequence[str]) -> dict[str, str]:
 def test_what_cannot_work_is_refused() -> None:
     words = {
         "optimizer": "[optimizer-not-elementwise]",
-        "shards": "3 shards need as many ranks, and there are 1",
-        "unused": "unused='skip' with update='server'",
-        "wrapper": "needs the bare module",
-        "list": "stepper.draws",
-        "share": "stepper.draws",
-        "stream": "cannot be drawn",
-        "save": "save where StepResult.together is true",
-        "meet": "evaluate where StepResult.together is true",
+        "shards": "3 shards need as many ranks, but there are 1. [too-many-shards]",
+        "unused": "[skip-at-a-server]",
+        "wrapper": "[needs-bare-module]",
+        "list": "[slots-not-drawn]",
+        "share": "[slots-not-drawn]",
+        "stream": "[slots-cannot-be-drawn]",
+        "save": "Checkpoints.save() between the meetings",
+        "meet": "Stepper.meet() between the meetings",
     }
     (found,) = run_ranks(refused_each, 1, args=([*words],))
     for what, said in words.items():

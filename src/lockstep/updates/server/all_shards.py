@@ -108,23 +108,17 @@ class AllShards:
         """Raise what went wrong in one."""
         if self._serving is not None and self._serving.error is not None:
             raise LockstepError(
-                f"this rank's shard of the server failed: {self._serving.error}"
+                "server-shard-failed", error=str(self._serving.error)
             ) from self._serving.error
 
     def missing(self, rank: int | None) -> LockstepError:
         """Of a rank that cannot be done without; None: this one, which the others take for dead."""
         self.look_after_threads()
         if rank is None:
-            return PeerFailed("the server took this rank for dead")
+            return PeerFailed("taken-for-dead")
         held = f"{100 * self.masters.share(rank):.0f} % of the parameters"
-        what = (
-            f"rank {rank}, which held {held}{' and counted the windows' if rank == 0 else ''}, has"
-            " gone"
-        )
-        return PeerFailed(
-            f"{what}: the others cannot go on without it. From its last checkpoint, with the same"
-            " --run, the training goes on"
-        )
+        held += " and counted the windows" if rank == 0 else ""
+        return PeerFailed("server-rank-gone", rank=rank, held=held)
 
     def _parts(self, flats: Sequence[Tensor], rank: int) -> list[Tensor]:
         return [

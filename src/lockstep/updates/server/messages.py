@@ -125,5 +125,5 @@ class PeerGone(PeerFailed):
     """A rank to which a line has broken."""
 
     def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} has gone: {why}")
+        super().__init__("peer-gone", rank=rank, why=why)
         self.rank = rank

@@ -66,8 +66,7 @@ class ServerUpdate(Update):
         owners = everyone.size if method.server.shards is None else method.server.shards
         if owners > everyone.size:
             raise UsageError(
-                f"update={method.update!r}: {owners} shards need as many ranks, and there are"
-                f" {everyone.size}"
+                "too-many-shards", update=method.update, shards=owners, ranks=everyone.size
             )
         self._shards = AllShards(everyone, owners)
         self.optimizer: CutOptimizer = CutOptimizer(
@@ -109,10 +108,7 @@ class ServerUpdate(Update):
 
     def follow(self) -> None:
         if self._reducer.generation != self._generation:
-            raise UsageError(
-                "parameters were added, frozen or unfrozen: a server's shards are cut once; begin a"
-                " new Stepper for that"
-            )
+            raise UsageError("layers-changed-at-a-server")
         self.optimizer.follow()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,10 +130,7 @@ class ServerUpdate(Update):
 
     def draw(self, epoch: int, first: int, begin: int, plan: Plan) -> Drawn:
         if self._current is not None:
-            raise UsageError(
-                "the next window was asked for before stepper.step() had ended the last one: call"
-                " it once after each window"
-            )
+            raise UsageError("window-still-open")
         last = plan.at(plan.steps_per_epoch - 1, epoch, 0)
         self._course = course = EpochCourse(
             epoch, first, begin, plan.steps_per_epoch, plan.slots, len(last.filled(0, 1))
@@ -194,10 +187,7 @@ class ServerUpdate(Update):
 
     def begin(self, window: object, steps: int) -> None:
         if not isinstance(window, Window) or not window.drawn or self._current is None:
-            raise UsageError(
-                "with update='server' ranks draw what they compute: call stepper.draws(loader)"
-                " once, and walk the windows of that Loader's epochs, each once"
-            )
+            raise UsageError("slots-not-drawn")
         if isinstance(self._current, Draw):
             self._step = window.step + 1
             status.step(self._step)
