@@ -58,7 +58,7 @@ def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
     if kind == "stepper":
         model.compile(backend=count)
         ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=1)
-        reducer = ddp._reducer
+        reducer = ddp._averaging.reducer
         stepper = lockstep.Stepper(ddp, torch.optim.SGD(model.parameters(), lr=0.0))
     elif kind == "inside":
         model.compile(backend=count)
@@ -66,7 +66,7 @@ def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
         reducer = forward._reducer
     else:
         ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=1)
-        forward, reducer = torch.compile(ddp, backend=count), ddp._reducer
+        forward, reducer = torch.compile(ddp, backend=count), ddp._averaging.reducer
     assert reducer is not None
     to_come: list[int] = []
     leave = reducer.door._leave

@@ -56,14 +56,14 @@ def test_no_sync_keeps_gradients_at_home_until_the_next_backward(backward_only: 
 def test_no_sync_restores_the_old_state_also_after_an_exception() -> None:
     with lockstep.init():
         ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
-        assert ddp._reducer is not None
+        assert ddp._averaging is not None
         with pytest.raises(KeyError), ddp.no_sync(), ddp.no_sync():
             raise KeyError
-        assert ddp._reducer.door.closing
+        assert ddp._averaging.reducer.door.closing
         with ddp.no_sync():
             with ddp.no_sync():
                 pass
-            assert not ddp._reducer.door.closing
+            assert not ddp._averaging.reducer.door.closing
 
 
 def through_module(world: lockstep.World) -> list[Tensor]:

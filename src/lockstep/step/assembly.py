@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checks.start import model_fields
-from lockstep.checks.trained import check_trained
 from lockstep.checks.unused import UnusedCheck, shortly
 from lockstep.collectives.group import Group
 from lockstep.config import knob
@@ -180,7 +179,6 @@ def reducer_of(
     if isinstance(model, DistributedDataParallel):
         _check_wrapped(method, bucket_mb)
         return model.give_up_reducer(), model.module
-    check_trained(model)
     replicate(model, group)
     bucket_bytes = BUCKET if bucket_mb is None else int(bucket_mb * 2**20)
     if method.exact:

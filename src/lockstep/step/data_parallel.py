@@ -24,24 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils._pytree import tree_leaves
 
-from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, model_fields
-from lockstep.checks.unused import UnusedCheck
+from lockstep.checks.trainable import check_trained
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import cut_by_buckets
-from lockstep.gradients.buffers import BufferHook, SharedBuffers, average_buffers, replicate
-from lockstep.gradients.fold import KeepsSparse
+from lockstep.gradients.buffers import BufferHook, average_buffers, replicate
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import reduction as choose_reduction
 from lockstep.gradients.torch_hook import TorchHook, check_hook
 from lockstep.runtime import status
-from lockstep.step.uneven import Uneven
+from lockstep.step.averaging import Averaging, Uneven
 from lockstep.step.wrapper_arguments import (
     Checks,
     bucket_caps,
     buffer_policy,
     check_checks,
-    check_module,
     check_use,
     device_of,
     group_of,
@@ -50,17 +46,7 @@ from lockstep.step.wrapper_arguments import (
 )
 from lockstep.world.world import World
 
-_TIED = (
-    "_world",
-    "group",
-    "process_group",
-    "device_mesh",
-    "_reducer",
-    "_unused",
-    "_replicas",
-    "_uneven",
-    "_buffers_of_all",
-)
+_TIED = ("_world", "group", "process_group", "device_mesh", "_averaging")
 _TORCHS = nn.parallel.DistributedDataParallel
 
 
@@ -101,6 +87,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     """
 
     broadcast_bucket_size = 250 * 2**20  # torch's, for code that passes it on
+    gradient_as_bucket_view = True
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         _TORCHS._set_params_and_buffers_to_ignore_for_model
     )
@@ -146,17 +133,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.parameters_to_ignore = frozenset(
             getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         )
-        check_module(module, self.parameters_to_ignore, wrappers=(_TORCHS, DistributedDataParallel))
+        if isinstance(module, (_TORCHS, DistributedDataParallel)):
+            raise UsageError("already-wrapped", module="the module")
+        check_trained(module, self.parameters_to_ignore)
         self.device = device_of(module, device_ids, output_device)
         self.module = module
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.gradient_as_bucket_view = True
         self.bucket_bytes_cap_list = [int(each * 2**20) for each in bucket_cap_mb_list or ()]
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
-        self.bucket_bytes_cap = self._caps[-1]
         policy = buffer_policy(broadcast_buffers, forward_sync_buffers)
-        self.forward_sync_buffers, self.require_forward_param_sync = policy.forward, True
+        self.forward_sync_buffers = policy.forward
         self._checks, self._reduce = checks, reduce
         self._tie(
             world or World.current(),
@@ -188,28 +175,17 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self._checks != "off":
                 compare_start(self.group, model_fields(self.module, self.ignored))
             replicate(self.module, self.group, self.ignored, buffers=buffers)
-        reducer = Reducer(
+        self._averaging: Averaging | None = Averaging(
             self.module,
             self.group,
-            choose_reduction(self._reduce, self.group),
-            fold=KeepsSparse(self.module, self.group),
-            bucket_bytes=self.bucket_bytes_cap,
-            bucket_caps=self._caps,
+            reduce=self._reduce,
+            caps=self._caps,
             ignored=self.ignored,
+            compares=self._checks == "full",
+            may_be_unused=self.find_unused_parameters or self.static_graph,
+            static_graph=self.static_graph,
+            shares_buffers=self.forward_sync_buffers,
         )
-        reducer.door.closing = True
-        reducer.door.static_graph.on = self.static_graph
-        reducer.door.scale = 1 / self.group.size
-        reducer.door.end_of_backward = self._finish
-        self._reducer: Reducer | None = reducer
-        self._unused = UnusedCheck(
-            reducer, "skip" if self.find_unused_parameters or self.static_graph else "error"
-        )
-        self._replicas = ReplicaCheck() if self._checks == "full" else None
-        self._forwards = 0  # that were compared, or might have been
-        self._unchecked = 0  # backwards since the last forward
-        self._buffers_of_all = SharedBuffers(self.module, self.group, self.ignored)
-        self._uneven: Uneven | None = None  # inside `join`
 
     # -- names that code for torch's wrapper reads ------------------------------------------------
 
@@ -224,41 +200,50 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.forward_sync_buffers
 
     @property
+    def bucket_bytes_cap(self) -> int:
+        """Bytes of a bucket, but for the first ones."""
+        return self._caps[-1]
+
+    @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward is reduced: False inside `no_sync`."""
-        return self._reducer is not None and self._reducer.door.closing
+        return self._averaging is not None and self._averaging.reducer.door.closing
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        if self._reducer is not None:
-            self._reducer.door.closing = value
+        if self._averaging is not None:
+            self._averaging.reducer.door.closing = value
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward follows a backward that was reduced."""
+        return self._averaging is None or self._averaging.follows_backward
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with the same buffers on all ranks. After a forward
         without a backward they are the same still.
         """
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and self._reducer is not None
-        )
+        return self._averaging is not None and self._averaging.will_share_buffers()
+
+    @property
+    def _authoritative_rank(self) -> int:
+        return 0 if self._averaging is None else self._averaging.authoritative_rank
 
     def _set_static_graph(self) -> None:
-        if self._reducer is not None and self._reducer.has_finished:
-            raise UsageError("static-graph-too-late")
+        if self._averaging is not None:
+            if self._averaging.reducer.has_finished:
+                raise UsageError("static-graph-too-late")
+            self._averaging.set_static_graph()
         self.static_graph = True
-        if self._reducer is not None:
-            self._reducer.door.static_graph.on = True
-            self._unused = UnusedCheck(self._reducer, "skip")
 
     def _remove_autograd_hooks(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
+        if self._averaging is not None:
+            self._averaging.reducer.close()
 
     def _default_broadcast_coalesced(
         self, bufs: Sequence[torch.Tensor], bucket_size: int = 0, authoritative_rank: int = 0
     ) -> None:
-        self._buffers_of_all.broadcast(bufs, authoritative_rank)
+        self._tied("_default_broadcast_coalesced()").buffers.broadcast(bufs, authoritative_rank)
 
     def _register_buffer_comm_hook(
         self,
@@ -266,9 +251,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         hook: BufferHook,
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        self._buffers_of_all.register(
+        self._tied("_register_buffer_comm_hook()").buffers.register(
             state, hook, after_forward=comm_hook_location == _BufferCommHookLocation.POST_FORWARD
         )
+
+    def _tied(self, call: str) -> Averaging:
+        """What averages. Raises UsageError where `call` has no meaning, because a Stepper does."""
+        if self._averaging is None:
+            raise UsageError("wrapper-belongs-to-a-stepper", call=call)
+        return self._averaging
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -311,93 +302,37 @@ class DistributedDataParallel(nn.Module, Joinable):
         ):
             self._tie_copy()
         moved = inputs_on(self.device, self._world, args, kwargs)
-        if self._reducer is None:
+        averaging = self._averaging
+        if averaging is None:
             return moved
-        joining = self._joining
+        joining = averaging.joining
         reduced = (
             torch.is_grad_enabled()
-            and self._reducer.door.closing
+            and averaging.reducer.door.closing
             and (self.training or joining is not None)
         )
         if joining is not None:
             Join.notify_join_context(self)
             joining.count(1, reduced)
         if reduced:
-            check_use(self.module if self._unchecked == 0 else None)
-            self._before_forward()
-        if self.will_sync_module_buffers() and not self._buffers_of_all.after_forward:
-            self._share_buffers(True)
+            check_use(self.module if averaging.unchecked == 0 else None)
+            averaging.before_forward()
+        averaging.share_buffers(after_forward=False)
         return moved
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, output: Any) -> Any:
-        if self._reducer is None:
+        averaging = self._averaging
+        if averaging is None:
             return output
-        if self.will_sync_module_buffers() and self._buffers_of_all.after_forward:
-            self._share_buffers(True)
-        self.require_forward_param_sync = torch.is_grad_enabled() and self._reducer.door.closing
-        if self.require_forward_param_sync and (self.static_graph or self.find_unused_parameters):
+        averaging.share_buffers(after_forward=True)
+        door = averaging.reducer.door
+        averaging.follows_backward = torch.is_grad_enabled() and door.closing
+        if averaging.follows_backward and (self.static_graph or self.find_unused_parameters):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._reducer.door.backward_begins)
+                    tensor.register_hook(door.backward_begins)
         return output
-
-    def _share_buffers(self, mine: bool) -> None:
-        """Make the buffers equal: those of rank 0, or of one that still has inputs. `mine`: this
-        rank has.
-        """
-        joining = self._joining
-        self._buffers_of_all.share(lambda: 0 if joining is None else joining.root(mine))
-
-    @property
-    def _joining(self) -> Uneven | None:
-        return self._uneven if self._uneven is not None and self._join_config.enable else None
-
-    def _before_forward(self) -> None:
-        """What all ranks do together before a forward that will be reduced."""
-        assert self._reducer is not None
-        active = self.group.size if self._joining is None else self._joining.active
-        if self._unchecked and self._replicas is not None and active == self.group.size:
-            self._forwards += 1
-            if self._replicas.due(self._forwards):
-                self._replicas.compare(
-                    self.group, self._trained(), self._forwards, f"after step {self._forwards}"
-                )
-        self._unchecked = 0
-        self._reducer.renew()
-
-    def _shadow(self, reduced: bool) -> None:
-        """What this rank does in a step for which it has no inputs and others have."""
-        if reduced:
-            self._before_forward()
-        if self.will_sync_module_buffers() and not self._buffers_of_all.after_forward:
-            self._share_buffers(False)
-        self.require_forward_param_sync = reduced
-        if reduced:
-            self._finish()
-
-    def _settle(self, root: int) -> None:
-        """Take the model of rank `root` at the end of `join`."""
-        self._authoritative_rank = root
-        replicate(
-            self.module, self.group, self.ignored, root=root, buffers=self.forward_sync_buffers
-        )
-        self._uneven = None
-
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        assert self._reducer is not None
-        return [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if name not in self._reducer.ignored
-        ]
-
-    def _finish(self) -> None:
-        assert self._reducer is not None
-        self._reducer.finish()
-        self._unchecked += 1
-        self._buffers_of_all.wait()
-        self._unused()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -406,9 +341,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         The old state comes back at the end, also after an exception. Only the backward needs to be
         inside.
         """
-        if self._reducer is None:
-            raise UsageError("wrapper-belongs-to-a-stepper", call="no_sync()")
-        with self._reducer.door.window(last=False):
+        with self._tied("no_sync()").reducer.door.window(last=False):
             yield
 
     def join(
@@ -435,18 +368,15 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, *, divide_by_initial_world_size: bool = True, **_: object) -> Uneven:
         """For torch's `Join`: what this rank does while others still have inputs."""
-        if self._reducer is None:
-            raise UsageError("wrapper-belongs-to-a-stepper", call="join()")
-        if self._uneven is not None:
-            self._uneven.end()
-        self._uneven = Uneven(
-            self.group,
-            self._reducer,
-            shadow=self._shadow,
-            settle=self._settle,
+        averaging = self._tied("join()")
+        if averaging.uneven is not None:
+            averaging.uneven.end()
+        averaging.uneven = Uneven(
+            averaging,
+            lambda: bool(self._join_config.enable),
             divide_by_all=divide_by_initial_world_size,
         )
-        return self._uneven
+        return averaging.uneven
 
     @property
     def join_device(self) -> torch.device:
@@ -464,13 +394,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Reduce by a communication hook, as torch's wrapper does: `hook(state, bucket)` returns
         a future of the mean over the ranks.
         """
-        if self._reducer is None:
+        if self._averaging is None:
             raise UsageError("hook-with-stepper")
-        if isinstance(self._reducer.reduction, TorchHook):
+        reducer = self._averaging.reducer
+        if isinstance(reducer.reduction, TorchHook):
             raise UsageError("second-hook")
         check_hook(hook)
-        self._reducer.reduction = TorchHook(state, hook)
-        self._reducer.door.scale = 1.0  # hooks divide
+        reducer.reduction = TorchHook(state, hook)
+        reducer.door.scale = 1.0  # hooks divide
 
     def sync_buffers(self) -> None:
         """Average BatchNorm's statistics over the ranks (other buffers come from rank 0). All ranks
@@ -480,11 +411,10 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def give_up_reducer(self) -> Reducer:
         """Hand the reducer to a Stepper: backward no longer averages by itself."""
-        if self._reducer is None:
-            raise UsageError("wrapper-belongs-to-a-stepper", call="a second Stepper")
-        if isinstance(self._reducer.reduction, TorchHook):
+        reducer = self._tied("a second Stepper").reducer
+        if isinstance(reducer.reduction, TorchHook):
             raise UsageError("hook-with-stepper")
-        reducer, self._reducer = self._reducer, None
+        self._averaging = None
         reducer.door.end_of_backward = None
         reducer.door.closing = False
         reducer.door.scale = 1.0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from lockstep.checks.given import needs_closure
+from lockstep.checks.trainable import needs_closure
 from lockstep.collectives.group import Group
 from lockstep.collectives.slices import BLOCK
 from lockstep.errors import UsageError

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoints.pieces import Keeps
-from lockstep.checks.given import check_kinds, summed
+from lockstep.checks.divergence import OverwrittenCheck, ReplicaCheck
 from lockstep.checks.nonfinite import NonFiniteTrace
-from lockstep.checks.overwritten import OverwrittenCheck
-from lockstep.checks.replicas import ReplicaCheck
 from lockstep.checks.start import compare_start, optimizer_fields
+from lockstep.checks.trainable import check_kinds, check_trained, summed
 from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.config.balance import Balance
@@ -120,6 +119,8 @@ class Stepper:
         **method: Any,
     ) -> None:
         check_kinds(model, optimizer)
+        if not isinstance(model, DistributedDataParallel):
+            check_trained(model)
         self._options = options = StepperOptions(
             clip=clip,
             scaler=scaler,

@@ -5,7 +5,7 @@ inputs are, and which ranks average.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import UninitializedParameter
 
-from lockstep.checks.trained import check_trained
 from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.errors import UsageError
@@ -110,18 +108,6 @@ def bucket_caps(
         return tuple(int(each * _MIB) for each in bucket_cap_mb_list)
     largest = BUCKET if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
     return min(FIRST_BUCKET, largest), largest
-
-
-def check_module(module: nn.Module, ignored: Collection[str], wrappers: tuple[type, ...]) -> None:
-    """Raise UsageError for what is wrapped already, and for parameters and layers that cannot be
-    trained by replicas, by name.
-    """
-    if isinstance(module, wrappers):
-        raise UsageError("already-wrapped", module="the module")
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, UninitializedParameter) and name not in ignored:
-            raise UsageError("lazy-parameter", parameter=name)
-    check_trained(module, ignored)
 
 
 def device_of(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checks.trained import adds_up
+from lockstep.checks.trainable import adds_up
 from tests.refused import refused
 
 

@@ -1,0 +1,244 @@
+"""Replicas that must be equal: compared bit by bit, each rank's tensors as one number.
+
+    replicas        after a process's first two steps, at least every 100 steps, and where a result
+                    depends on it: one small all-gather. Only where the numbers differ does every
+                    tensor get a number of its own, so that the error names the tensor and the ranks
+    overwritten     in a step, what the step overwrites (a change on one rank would not last until
+                    the next check): sharded weights, which the next all-gather overwrites with
+                    their owner's, and moving buffers, whose mean rounds a change of a low bit away
+
+What is overwritten is digested before the last backward of a step, and the number travels with the
+facts of that step: in every step where it takes less than 0.1 ms or 0.5 % of the step, and else as
+often as it costs 0.5 % of the time. All ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
+
+import torch
+import xxhash
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.collectives.tags import listed
+from lockstep.errors import ReplicaDivergence
+from lockstep.gradients.facts import Facts, FactsMessage
+
+_PLACE = "for the replica check"
+_SHOWN = 4  # names of tensors in a message
+
+Named = Sequence[tuple[str, Tensor]]
+_FREE = 1e-4  # seconds
+_SHARE = 0.005  # of the time of a step
+_RAREST = 100  # steps
+_EXACT = 2**52 - 1  # float64 has integers up to here exactly
+_WORD = 8  # bytes
+_CHUNK = 2**25  # bytes that are mixed at once
+# SplitMix64's odd constants, as signed numbers
+_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+
+class ReplicaCheck:
+    """When replicas were compared last, and when to compare them again. Every rank makes it and
+    calls it alike.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        self._every = every
+        self._times = 0
+        self.compared: int | None = None
+        """The step after which the replicas were equal last; None: not compared in this process."""
+        self.on_divergence: list[Callable[[int | None], str]] = []
+        """Called with `compared` on all ranks before the error is raised; what they return is
+        added to its message.
+        """
+
+    def due(self, step: int) -> bool:
+        """Whether to compare after `step`: after the first two of this process, and when the
+        last comparison is `every` steps old.
+        """
+        return self._times < 2 or step - (self.compared or 0) >= self._every
+
+    @torch.no_grad()
+    def compare(self, group: Group, named: Named, step: int, when: str) -> None:
+        """Compare `named` among the ranks of `group`, after `step` steps. Raises
+        ReplicaDivergence on all of them, which says `when`.
+        """
+        self._times += 1
+        if group.size > 1 and named:
+            mine = torch.tensor(digest(tensor for _, tensor in named), device=named[0][1].device)
+            everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
+            if len(set(everyone)) > 1:
+                raise self._divergence(group, named, when)
+        self.compared = step
+
+    def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
+        """What differs, and where. A collective."""
+        mine = torch.tensor([digest([tensor]) for _, tensor in named], device=named[0][1].device)
+        table = group.all_gather(mine, place=_PLACE).view(group.size, -1)
+        differing = (table != table[0]).any(0).nonzero().flatten().tolist()
+        if not differing:
+            return ReplicaDivergence(
+                "replicas-changed-while-compared", when=when, parameter=named[0][0], ranks=()
+            )
+        name, tensor = named[differing[0]]
+        digests = table[:, differing[0]].tolist()
+        right, votes = Counter(digests).most_common(1)[0]
+        majority = votes > group.size / 2
+        right = right if majority else digests[0]
+        ranks = [rank for rank, each in enumerate(digests) if each != right]
+        root = digests.index(right)
+        elements, gap = _distance(group, tensor, root)
+        where = (
+            f"on {listed(ranks)} from the other {votes} ranks"
+            if majority
+            else f"between rank {root} and {listed(ranks)}"
+        )
+        others = [f"{named[number][0]!r}" for number in differing[1:_SHOWN]]
+        rest = (
+            f": also {', '.join(others)}" + (" ..." if len(differing) > _SHOWN else "")
+            if others
+            else ""
+        )
+        told = "".join(f" {said}" for each in self.on_divergence if (said := each(self.compared)))
+        return ReplicaDivergence(
+            "replicas-differ",
+            when=when,
+            parameter=name,
+            ranks=ranks,
+            where=where,
+            elements=elements,
+            size=tensor.numel(),
+            gap=gap,
+            differing=len(differing),
+            tensors=len(named),
+            others=rest,
+            told=told,
+        )
+
+
+def _distance(group: Group, tensor: Tensor, root: int) -> tuple[int, float]:
+    """How many elements differ from those of rank `root`, and by how much at most, on the rank
+    that is farthest. A collective.
+    """
+    ours = octets_of(tensor)
+    theirs = ours.clone()  # bytes: every dtype can be sent
+    group.broadcast(theirs, root, place=_PLACE).wait()
+    dtype = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+    count = (theirs != ours).view(max(1, tensor.numel()), -1).any(1).sum()
+    gaps = (
+        (theirs.view(dtype).double() - ours.view(dtype).double())
+        .abs()
+        .nan_to_num(torch.inf, torch.inf)
+    )
+    found = torch.stack([count.double(), gaps.max() if gaps.numel() else gaps.sum()])
+    group.all_reduce(found, "max", place=_PLACE).wait()
+    return int(found[0]), float(found[1])
+
+
+class OverwrittenCheck:
+    """Compares what a step overwrites. Every rank makes it, and calls it alike."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._fastest = math.inf  # seconds of a digest: what one takes that is not interrupted
+
+    def tell(self, facts: FactsMessage, step: int, tensors: Sequence[Tensor]) -> None:
+        """Add a digest of `tensors`, as the step found them, to the facts of `step`, where it is
+        due.
+        """
+        if tensors and step >= self._next:
+            begin = perf_counter()
+            found = digest(tensors) & _EXACT
+            self._fastest = min(self._fastest, perf_counter() - begin)
+            facts.add_digest(found, self._fastest)
+
+    def differ(self, facts: Facts, step: int) -> bool:
+        """Whether some rank began `step` with others. From the facts: the same answer on all
+        ranks.
+        """
+        if step < self._next or not any(facts.digests_by_rank):
+            return False
+        digesting = max(facts.digesting_by_rank)
+        # 0 in the first step
+        seconds = max(map(sum, zip(facts.busy_by_rank, facts.waited_by_rank, strict=True)))
+        if digesting > _FREE and seconds > 0:
+            self._next = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
+        return len(set(facts.digests_by_rank)) > 1
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[Tensor]) -> int:
+    """A number of 64 bits, signed, for the bits of `tensors` (any dtypes, shapes, strides and
+    devices), in their order.
+
+    On the CPU it is XXH3 over the memory of each tensor, at the speed of memory. Tensors of a
+    device are mixed there, so that only the number travels.
+    """
+    hasher, elsewhere = xxhash.xxh3_64(), []
+    for tensor in tensors:
+        octets = octets_of(tensor)
+        if octets.device.type == "cpu":
+            hasher.update(octets.numpy().data)
+        else:
+            elsewhere.append(octets)
+    for words in chunks(elsewhere):
+        hasher.update(mixed(words).cpu().numpy().data)
+    found = hasher.intdigest()
+    return found - 2**64 if found >= 2**63 else found
+
+
+def mixed(words: Tensor) -> Tensor:
+    """The sum of what a bijection makes of each of these int64 numbers and its position; int64,
+    0-d, on their device.
+
+    The bijection is the finalizer of SplitMix64 (Steele et al., OOPSLA 2014). One changed word
+    always changes the sum; two exchanged words do, but for chance.
+    """
+    mixing = torch.arange(1, words.numel() + 1, device=words.device).mul_(_STEP).add_(words)
+    mixing = (mixing ^ _shifted(mixing, 30)).mul_(_FIRST)
+    mixing = (mixing ^ _shifted(mixing, 27)).mul_(_SECOND)
+    return (mixing ^ _shifted(mixing, 31)).sum()
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def octets_of(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, flat, in the order of its elements; a view of its memory where that is
+    contiguous.
+    """
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def chunks(octets: Iterable[Tensor], most: int = _CHUNK) -> Iterator[Tensor]:
+    """Bytes on devices as int64 words, `most` bytes at once: small tensors together, large ones
+    in pieces, filled up with zeros.
+    """
+    together: list[Tensor] = []
+    room = most
+    for each in octets:
+        for piece in each.split(most):
+            if together and (piece.numel() > room or piece.device != together[0].device):
+                yield _words(together)
+                together, room = [], most
+            together.append(piece)
+            room -= piece.numel()
+    if together:
+        yield _words(together)
+
+
+def _words(pieces: list[Tensor]) -> Tensor:
+    missing = -sum(piece.numel() for piece in pieces) % _WORD
+    return torch.cat([*pieces, pieces[0].new_zeros(missing)]).view(torch.int64)
