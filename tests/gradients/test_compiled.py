@@ -63,7 +63,7 @@ def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
     elif kind == "inside":
         model.compile(backend=count)
         forward = lockstep.DistributedDataParallel(model, bucket_cap_mb=1)
-        reducer = forward._reducer
+        reducer = forward._averaging.reducer
     else:
         ddp = lockstep.DistributedDataParallel(model, bucket_cap_mb=1)
         forward, reducer = torch.compile(ddp, backend=count), ddp._averaging.reducer
