@@ -25,7 +25,6 @@ KINDS = {
 BARE = {
     "backend",
     "collectives",
-    "data",
     "gradients",
     "launcher",
     "runtime",

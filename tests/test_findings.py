@@ -518,7 +518,7 @@ def test_mistaken_arguments_are_sentences() -> None:
         for _ in stepper.micro_batches([batch(0)]):
             with pytest.raises(UsageError, match="takes the loss as a tensor, not a float"):
                 stepper.backward(1.0, weight=1)  # type: ignore[arg-type]
-        with pytest.raises(UsageError, match="walked by epochs and windows"):
+        with pytest.raises(UsageError, match="loader-iterated"):
             iter(lockstep.Loader(torch.utils.data.TensorDataset(*zoo.samples(8)), global_batch=4))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.data.balancer import LATE, MEASURED, WARM_UP, Balancer, Moved
 from lockstep.data.shares import longest
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 # (step, shares) -> of a micro-batch, by rank
 Seconds = Callable[[int, tuple[int, ...]], Sequence[float]]
@@ -153,10 +153,7 @@ def test_two_steppers_of_one_window_are_added() -> None:
 def test_a_window_asked_for_before_the_last_ones_step_is_refused() -> None:
     balancer = Balancer(8, 2)
     balancer.begin()
-    with pytest.raises(
-        UsageError,
-        match=r"call stepper.step\(\) after each window, before the next one is asked for",
-    ):
+    with refused("window-before-step"):
         balancer.begin()
     balancer.leave()  # its epoch was left there
     balancer.begin()
@@ -165,11 +162,5 @@ def test_a_window_asked_for_before_the_last_ones_step_is_refused() -> None:
 def test_a_loader_of_other_ranks_than_the_step_is_refused() -> None:
     balancer = Balancer(8, 2)
     balancer.begin()
-    with pytest.raises(
-        UsageError,
-        match=(
-            "the Loader shares out among 2 ranks, and 3 take part in a step: leave its rank and"
-            " size out"
-        ),
-    ):
+    with refused("balance-of-other-ranks", loader=2, step=3):
         balancer.note((0.1, 0.1, 0.1))

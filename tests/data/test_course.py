@@ -13,8 +13,8 @@ from lockstep.data.course import ByBatch, ByPosition
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Sequential, Shuffled
 from lockstep.data.windows import Plan
-from lockstep.errors import UsageError
 from tests.data.datasets import Backwards, Numbers, Pairs
+from tests.refused import refused
 
 
 def picture(course: Any, epoch: int, size: int) -> list[str]:
@@ -50,10 +50,8 @@ def test_the_short_step_of_an_epoch_of_batches_is_dropped_on_all_ranks() -> None
     course = ByBatch(Pairs(), 2, drop_last=True)
     assert picture(course, 0, 2) == ["0", "1,2"]
     assert [course.first(epoch) for epoch in range(4)] == [0, 1, 3, 5]
-    with pytest.raises(
-        UsageError,
-        match="drops the only step of epoch 0: its 3 micro-batches are fewer than micro_batches=4",
-    ):
+    said = {"when": "epoch 0", "have": "3 micro-batches", "need": "micro_batches=4"}
+    with refused("only-step-dropped", **said):
         ByBatch(Pairs(), 4, drop_last=True).plan(0)
 
 

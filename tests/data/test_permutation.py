@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lockstep.data.permutation import Permutation
-from lockstep.errors import UsageError
 from lockstep.runtime.randomness import derive
 from tests.data.chance import places, usual
+from tests.refused import refused
 
 AROUND_POWERS = sorted({2**k + d for k in range(1, 19) for d in (-1, 0, 1)} - {0})
 LARGE = 5003  # just beyond what is ordered by hashes
@@ -106,16 +106,16 @@ def test_what_is_returned_can_be_changed_without_changing_the_order() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2**62 + 1])
 def test_sizes_out_of_range_are_refused(n: int) -> None:
-    with pytest.raises(UsageError, match=f"n={n}"):
+    with refused("number-out-of-range", name="n", value=n):
         Permutation(n, 0)
 
 
 @pytest.mark.parametrize("n", [100, LARGE])
 def test_positions_out_of_range_are_refused(n: int) -> None:
     for method in (Permutation(n, 0), Permutation(n, 0).inverse):
-        with pytest.raises(UsageError, match=r"do not lie in \[0, "):
+        with refused("outside-order", value=f"0..{n}", count=n):
             method(np.array([0, n], dtype=np.int64))
-        with pytest.raises(UsageError, match=r"do not lie in \[0, "):
+        with refused("outside-order", value="-1..-1", count=n):
             method(np.array([-1], dtype=np.int64))
 
 

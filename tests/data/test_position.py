@@ -5,6 +5,7 @@ the name of what differs.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError, UsageError
 from tests.data.datasets import Augmented, Backwards, Counted, Numbers, Pairs
 from tests.data.test_loader import as_data, loader
+from tests.refused import refused
 
 
 def windows(ranks: list[Loader], epochs: int, **options: Any) -> dict[int, list[Any]]:
@@ -121,8 +123,9 @@ def test_loading_ends_the_walk_under_way() -> None:
     ours = loader(Numbers(24))
     window = next(iter(next(ours.epochs(1))))
     ours.load_state_dict(ours.state_dict())
-    with pytest.raises(LockstepError, match="a state loaded"):
+    with refused("batches-not-fetched", LockstepError, epoch=0) as caught:
         list(window)
+    assert "a state loaded" in caught.value.values["why"]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +145,8 @@ def test_loading_ends_the_walk_under_way() -> None:
             {"shuffle": False},
             "order was shuffled .permutation 1., 24 samples, seed 0 and is sequential, 24 samples",
         ),
-        (Numbers(24), {"global_batch": 6}, "training: global_batch was 8 and is 6"),
-        (Numbers(24), {"micro_batch": 4}, "training: micro_batch was 2 and is 4"),
+        (Numbers(24), {"global_batch": 6}, "^global_batch was 8 and is 6"),
+        (Numbers(24), {"micro_batch": 4}, "^micro_batch was 2 and is 4"),
         (Numbers(24), {"drop_last": True}, "drop_last was False and is True"),
         (
             Numbers(24),
@@ -156,8 +159,9 @@ def test_another_trainings_state_is_refused_by_name(
     dataset: Any, options: dict[str, Any], message: str
 ) -> None:
     state = loader(Numbers(24)).state_dict()
-    with pytest.raises(UsageError, match=message):
+    with refused("state-of-other-training") as caught:
         loader(dataset, **options).load_state_dict(state)
+    assert re.search(message, caught.value.values["difference"])
 
 
 def test_a_foreign_samplers_other_order_is_refused() -> None:
@@ -174,7 +178,8 @@ def test_a_foreign_samplers_other_order_is_refused() -> None:
     assert (at_its_end["epoch"], "samples of epoch 1" in at_its_end["fingerprint"]) == (1, False)
     for state in (inside, at_its_end):
         loader(Numbers(24), order=Backwards(24, {0: "a"})).load_state_dict(state)
-        with pytest.raises(UsageError, match="samples of epoch 0 was a and is c"):
+        said = "samples of epoch 0 was a and is c"
+        with refused("state-of-other-training", difference=said):
             loader(Numbers(24), order=Backwards(24, {0: "c"})).load_state_dict(state)
 
 
@@ -184,7 +189,8 @@ def test_sizes_that_follow_the_world_size() -> None:
     """
     state = loader(Numbers(24), size=2, micro_batch=None).state_dict()
     loader(Numbers(24), size=3, micro_batch=None).load_state_dict(state)
-    with pytest.raises(UsageError, match="micro_batch was one a rank and is 4"):
+    said = "micro_batch was one a rank and is 4"
+    with refused("state-of-other-training", difference=said):
         loader(Numbers(24), size=2, micro_batch=4).load_state_dict(state)
     state = loader(Numbers(24), size=2, batch_per_rank=4).state_dict()
     with pytest.raises(UsageError, match="global_batch was 8 and is 12"):
@@ -192,24 +198,43 @@ def test_sizes_that_follow_the_world_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "code", "values"),
     [
-        ({"epoch": -1}, "epoch=-1 is too small"),
-        ({"step": 2.5}, "step=2.5 is not a whole number"),
-        ({"step_in_epoch": 1}, "step=0 is too small: give at least 1"),
+        (
+            {"epoch": -1},
+            "not-a-whole-number",
+            {"name": "epoch", "value": -1, "expected": "a whole number of at least 0"},
+        ),
+        (
+            {"step": 2.5},
+            "not-a-whole-number",
+            {"name": "step", "value": 2.5, "expected": "a whole number of at least 0"},
+        ),
+        (
+            {"step_in_epoch": 1},
+            "not-a-whole-number",
+            {"name": "step", "value": 0, "expected": "a whole number of at least 1"},
+        ),
         (
             {"step_in_epoch": 3, "step": 3},
-            "step_in_epoch=3 does not lie in epoch 0, which has 3 steps",
+            "state-of-other-training",
+            {"difference": "step_in_epoch=3 is not in epoch 0, which has 3 steps"},
         ),
-        ({"epoch": 1, "step": 4}, "epoch 1 begins with step 4, here it does with step 3"),
+        (
+            {"epoch": 1, "step": 4},
+            "state-of-other-training",
+            {"difference": "epoch 1 began with step 4 and begins with step 3"},
+        ),
     ],
 )
-def test_states_that_cannot_be_are_named(change: dict[str, Any], message: str) -> None:
+def test_states_that_cannot_be_are_named(
+    change: dict[str, Any], code: str, values: dict[str, Any]
+) -> None:
     ours = loader(Numbers(24))
-    with pytest.raises(UsageError, match=message):
+    with refused(code, **values):
         ours.load_state_dict(ours.state_dict() | change)
     for nothing in ({}, {"step": 1}, 3):
-        with pytest.raises(UsageError, match="this is not the state of a Loader"):
+        with refused("not-a-loader-state"):
             ours.load_state_dict(nothing)  # type: ignore[arg-type]
 
 
@@ -224,5 +249,6 @@ def test_a_batches_state_keeps_the_number_of_its_epochs_first_step() -> None:
         for epoch in loader(Numbers(24), **options).epochs(3, start=2)
         for window in epoch
     ] == [4, 5, 6]
-    with pytest.raises(UsageError, match="epoch 2 begins with step 9, here it does with step 4"):
+    said = "epoch 2 began with step 9 and begins with step 4"
+    with refused("state-of-other-training", difference=said):
         ours.load_state_dict(ours.state_dict() | {"epoch": 2, "step_in_epoch": 1, "step": 10})

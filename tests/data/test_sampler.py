@@ -13,8 +13,8 @@ from torch.utils.data import DistributedSampler as TorchSampler
 
 import lockstep
 from lockstep.data.sampler import DistributedSampler
-from lockstep.errors import UsageError
 from lockstep.testing import run_ranks
+from tests.refused import refused
 
 
 def data(samples: int) -> Any:
@@ -133,16 +133,20 @@ def test_ranks_come_from_the_process_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "values"),
     [
-        ({"rank": 4}, "rank=4 and num_replicas=4"),
-        ({"rank": -1}, "rank=-1 and num_replicas=4"),
-        ({"num_replicas": 0}, "rank=0 and num_replicas=0"),
-        ({"split": "stripes"}, "split='stripes': choose 'interleaved' or 'blocks'"),
-        ({"dataset": []}, "dataset is empty"),
-        ({"dataset": iter([1])}, "has no length"),
+        ({"rank": 4}, "no-such-rank", {"rank": 4, "name": "num_replicas", "size": 4}),
+        ({"rank": -1}, "no-such-rank", {"rank": -1, "size": 4}),
+        ({"num_replicas": 0}, "no-such-rank", {"rank": 0, "size": 0}),
+        (
+            {"split": "stripes"},
+            "unknown-choice",
+            {"name": "split", "value": "stripes", "choices": ["interleaved", "blocks"]},
+        ),
+        ({"dataset": []}, "empty-dataset", {}),
+        ({"dataset": iter([1])}, "not-a-loaders-dataset", {"what": "list_iterator"}),
     ],
 )
-def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_mistakes_are_named(options: dict[str, Any], code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
         DistributedSampler(**({"dataset": data(10), "num_replicas": 4, "rank": 0} | options))

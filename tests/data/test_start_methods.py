@@ -96,4 +96,5 @@ def test_a_script_that_workers_cannot_import_is_told_what_is_missing(
     assert process.returncode == 1
     last = err.rstrip().splitlines()[-1]
     assert f"ended as it started: {method} has it import the script first" in last, err
-    assert last.endswith('Put what the script does under `if __name__ == "__main__":`')
+    assert 'Put what the script does under `if __name__ == "__main__":`' in last
+    assert last.endswith("[loader-worker-not-started]")

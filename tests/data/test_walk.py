@@ -10,8 +10,9 @@ import pytest
 import torch.multiprocessing
 
 from lockstep.data.loader import Epoch, Loader
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
 from tests.data.datasets import Lambda, Leaving, Numbers, WorkerPids, as_list
+from tests.refused import refused
 
 
 def loader(dataset: Any, **options: Any) -> Loader:
@@ -35,34 +36,48 @@ def everything(ours: Loader, number: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"),
+    ("dataset", "code", "values"),
     [
         (
             Leaving(32, bad=15, signal=signal.SIGKILL),
-            r"rank 1's loader worker 1 \(pid \d+\) died by SIGKILL while it fetched sample 15 of"
-            r" Leaving in epoch 0; most likely the host ran "
-            "out of memory: take fewer num_workers, or let a sample need less",
+            "loader-worker-killed",
+            {
+                "rank": 1,
+                "worker": 1,
+                "name": "SIGKILL",
+                "signal": signal.SIGKILL,
+                "what": " while it fetched sample 15 of Leaving in epoch 0",
+            },
         ),
         (
             Leaving(32, bad=4, signal=signal.SIGSEGV),
-            (
-                r"worker 0 \(pid \d+\) died by SIGSEGV while it fetched sample 4 of .*; native code"
-                r" crashed"
-            ),
+            "loader-worker-killed",
+            {
+                "worker": 0,
+                "name": "SIGSEGV",
+                "what": " while it fetched sample 4 of Leaving in epoch 0",
+            },
         ),
         (
             Leaving(32, bad=6, code=3),
-            (
-                r"worker 1 \(pid \d+\) ended with exit code 3 while it fetched sample 6 of Leaving"
-                r" in epoch 0: a dataset must"
-            ),
+            "loader-worker-exited",
+            {
+                "worker": 1,
+                "exitcode": 3,
+                "what": " while it fetched sample 6 of Leaving in epoch 0",
+            },
         ),
     ],
 )
-def test_a_worker_that_dies_is_named_with_its_samples(dataset: Leaving, message: str) -> None:
+def test_a_worker_that_dies_is_named_with_its_samples(
+    dataset: Leaving, code: str, values: dict[str, Any]
+) -> None:
     ours = loader(dataset, num_workers=2)
-    with pytest.raises(LockstepError, match=message):
+    with refused(code, LockstepError, **values) as caught:
         everything(ours)
+    if code == "loader-worker-killed":
+        likely = {signal.SIGKILL: "out of memory", signal.SIGSEGV: "Native code crashed"}
+        assert likely[caught.value.values["signal"]] in str(caught.value)
     dataset.bad = -1
     assert everything(loader(dataset, num_workers=2)) == everything(loader(dataset))
     ours.close()
@@ -74,9 +89,7 @@ def test_a_worker_that_died_between_two_fetches_is_named_in_the_next_and_nowhere
     (worker,) = {pid for batch in next(epoch) for pid in batch}
     os.kill(worker, signal.SIGKILL)
     ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]  # torch's own handler would raise here
-    with pytest.raises(
-        LockstepError, match=rf"rank 1's loader worker 0 \(pid {worker}\) died by SIGKILL"
-    ):
+    with refused("loader-worker-killed", LockstepError, rank=1, worker=0, pid=worker):
         next(iter(next(epoch)))
     assert worker not in everything(ours, 1)  # others were started
     ours.close()
@@ -92,7 +105,7 @@ def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(
     assert ours._loader._iterator._workers_done_event._cond.acquire(timeout=5)  # type: ignore[union-attr]  # as the one that is killed now had it
     os.kill(worker, signal.SIGKILL)
     next(each for each in ours._loader._iterator._workers if each.pid == worker).join()  # type: ignore[union-attr]
-    with pytest.raises(LockstepError, match=rf"\(pid {worker}\) died by SIGKILL"):
+    with refused("loader-worker-killed", LockstepError, pid=worker, name="SIGKILL"):
         list(epoch)
     assert worker not in everything(ours, 1)
     ours.close()
@@ -103,9 +116,8 @@ def test_a_worker_that_died_between_two_epochs_is_named_when_the_next_begins() -
     (worker,) = set(everything(ours))
     os.kill(worker, signal.SIGKILL)
     ours._loader._iterator._workers[0].join()  # type: ignore[union-attr]
-    with pytest.raises(
-        LockstepError, match=rf"pid {worker}\) died by SIGKILL between two epochs; most likely"
-    ):
+    said = {"pid": worker, "name": "SIGKILL", "what": " between two epochs"}
+    with refused("loader-worker-killed", LockstepError, **said):
         next(iter(Epoch(ours, 1)))
     assert worker not in everything(ours, 1)
     ours.close()
@@ -118,14 +130,10 @@ def test_a_dataset_that_cannot_be_sent_is_named(
     monkeypatch.setattr(torch.multiprocessing, "get_start_method", lambda: method)
     ours = loader(Lambda(32), num_workers=1)
     ours._loader.multiprocessing_context = method
-    with pytest.raises(
-        UsageError,
-        match=(
-            rf"Lambda cannot be sent to num_workers=1 loader workers, which are started by {method}"
-            r" and get a pickled copy \(.*lambda"
-        ),
-    ):
+    said = {"dataset": "Lambda", "workers": 1, "method": method}
+    with refused("dataset-not-picklable", **said) as caught:
         everything(ours)
+    assert "lambda" in caught.value.values["why"]
 
 
 def test_where_workers_are_forked_nothing_is_pickled() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.windows import Cut, Plan, Window
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 
 def picture(plan: Plan, size: int) -> list[str]:
@@ -153,24 +154,47 @@ def test_the_line_says_what_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "code", "values"),
     [
-        ({"samples": 0}, "dataset is empty"),
-        ({"global_batch": 0}, "global_batch=0 is too small: give at least 1"),
-        ({"micro_batch": -2}, "micro_batch=-2 is too small: give at least 1"),
-        ({"micro_batch": 9}, "micro_batch=9 is larger than global_batch=8"),
-        ({"micro_batch": 2.0}, "micro_batch=2.0 is not a whole number"),
-        ({"global_batch": True}, "global_batch=True is not a whole number"),
-        ({"global_batch": "8"}, "global_batch='8' is not a whole number"),
+        ({"samples": 0}, "empty-dataset", {"name": "the dataset"}),
+        (
+            {"global_batch": 0},
+            "not-a-whole-number",
+            {"name": "global_batch", "value": 0, "expected": "a whole number of at least 1"},
+        ),
+        (
+            {"micro_batch": -2},
+            "not-a-whole-number",
+            {"name": "micro_batch", "value": -2, "expected": "a whole number of at least 1"},
+        ),
+        ({"micro_batch": 9}, "micro-batch-too-large", {"micro_batch": 9, "global_batch": 8}),
+        (
+            {"micro_batch": 2.0},
+            "not-a-whole-number",
+            {"name": "micro_batch", "value": 2.0, "expected": "a whole number of at least 1"},
+        ),
+        (
+            {"global_batch": True},
+            "not-a-whole-number",
+            {"name": "global_batch", "value": True, "expected": "a whole number of at least 1"},
+        ),
+        (
+            {"global_batch": "8"},
+            "not-a-whole-number",
+            {"name": "global_batch", "value": "8", "expected": "a whole number of at least 1"},
+        ),
         (
             {"drop_last": True, "samples": 7},
-            "drops the only step: the dataset's 7 samples are fewer than global_batch=8",
+            "only-step-dropped",
+            {"have": "7 samples", "need": "global_batch=8"},
         ),
     ],
 )
-def test_sizes_that_cannot_be_cut_are_refused(changed: dict[str, int], message: str) -> None:
+def test_sizes_that_cannot_be_cut_are_refused(
+    changed: dict[str, int], code: str, values: dict[str, Any]
+) -> None:
     sizes = {"samples": 10, "global_batch": 8, "micro_batch": 2}
-    with pytest.raises(UsageError, match=message):
+    with refused(code, **values):
         Plan(**(sizes | changed))
 
 

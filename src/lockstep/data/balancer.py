@@ -80,10 +80,7 @@ class Balancer:
         rank lately (0: unknown); of several Steppers, added.
         """
         if len(seconds) != len(self.by_rank):
-            raise UsageError(
-                f"balance='auto': the Loader shares out among {len(self.by_rank)} ranks, and"
-                f" {len(seconds)} take part in a step: leave its rank and size out"
-            )
+            raise UsageError("balance-of-other-ranks", loader=len(self.by_rank), step=len(seconds))
         self._noted = (
             list(seconds)
             if self._noted is None
@@ -103,11 +100,7 @@ class Balancer:
         """
         if self._open:
             if self._noted is None:
-                raise UsageError(
-                    "balance='auto' shares a window out by what the ones before have taken: call"
-                    " stepper.step() after each window, before the next one is asked for (or give a"
-                    " number for each rank, such as 2,1,1)"
-                )
+                raise UsageError("window-before-step")
             self._take_in(self._noted)
         moved = self._decide()
         if moved is not None:

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, Sampler
 
 from lockstep.config.balance import Balance
+from lockstep.config.knob import whole
 from lockstep.data.balancer import Balancer
 from lockstep.data.course import ByBatch, ByPosition, Course
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
 from lockstep.data.shares import in_proportion
-from lockstep.data.windows import Plan, whole
+from lockstep.data.windows import Plan
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import rank_and_size
 
@@ -37,12 +38,9 @@ def choose_course(
     Raises UsageError.
     """
     if order is not None and shuffle is not None:
-        raise UsageError(
-            f"shuffle={shuffle} and order={type(order).__name__}: the order says what comes when;"
-            " leave shuffle out"
-        )
+        raise UsageError("shuffle-and-order", shuffle=shuffle, order=type(order).__name__)
     if samples == 0:
-        raise UsageError("the dataset is empty: there is nothing to train on")
+        raise UsageError("empty-dataset", name="the dataset")
     if micro_batches is not None or isinstance(order, Batches):
         sizes = {
             "global_batch": global_batch,
@@ -65,23 +63,15 @@ def _batches(
     name = type(order).__name__
     given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
     if micro_batches is None:
-        raise UsageError(
-            f"order={name} makes the micro-batches itself: give micro_batches=, how many of them"
-            " are a step"
-        )
+        raise UsageError("micro-batches-not-given", order=name)
     if given:
         raise UsageError(
-            f"micro_batches={micro_batches} and {' and '.join(given)}: the order decides how many"
-            " samples a micro-batch has"
+            "micro-batches-and-sizes", micro_batches=micro_batches, sizes=" and ".join(given)
         )
     if isinstance(order, Batches):
         return order
     if order is None or isinstance(order, Order) or not hasattr(order, "__iter__"):
-        raise UsageError(
-            f"micro_batches={micro_batches} counts micro-batches that the order makes, and"
-            f" order={name} makes none: give an order of batches or a batch sampler, or"
-            " global_batch and micro_batch"
-        )
+        raise UsageError("order-without-micro-batches", micro_batches=micro_batches, order=name)
     return FromBatches(order, length=samples, seed=seed)
 
 
@@ -92,15 +82,9 @@ def _order(order: Any, samples: int, seed: int, shuffle: bool | None) -> Order:
         return order
     name = type(order).__name__
     if isinstance(order, BatchSampler):
-        raise UsageError(
-            f"order={name} makes the micro-batches itself: give micro_batches=, how many of them"
-            " are a step, and no batch sizes"
-        )
+        raise UsageError("micro-batches-not-given", order=name)
     if not isinstance(order, Sampler) and not hasattr(order, "__iter__"):
-        raise UsageError(
-            f"order={order!r} is neither an order nor a sampler: it is asked for the samples of an"
-            " epoch"
-        )
+        raise UsageError("not-an-order", order=order)
     return FromSampler(order, length=samples, seed=seed)
 
 
@@ -115,14 +99,16 @@ def sizes_of(
         return total, -(-total // size) if micro_batch is None else micro_batch, micro_batch is None
     if batch_per_rank is None or global_batch is not None:
         raise UsageError(
-            f"global_batch={global_batch} and batch_per_rank={batch_per_rank}: give exactly one of"
-            " them"
+            "not-one-batch-size", global_batch=global_batch, batch_per_rank=batch_per_rank
         )
     each = whole("batch_per_rank", batch_per_rank)
     if micro_batch is not None and each % micro_batch:
         raise UsageError(
-            f"batch_per_rank={each} is not a multiple of micro_batch={micro_batch}: a rank's batch"
-            " is cut into whole micro-batches; change one of them, or give global_batch"
+            "not-a-multiple",
+            name="batch_per_rank",
+            value=each,
+            micro_batch=micro_batch,
+            other="global_batch",
         )
     return each * size, micro_batch or each, True
 
@@ -138,10 +124,7 @@ def choose_shares(
     if balance is None:
         return None, ()
     if depends:
-        raise UsageError(
-            f"balance={str(balance)!r} shares out micro-batches that are the same on any number of"
-            " ranks, and here every rank has its own: give global_batch and micro_batch"
-        )
+        raise UsageError("balance-by-rank", balance=str(balance))
     if balance.weights is None:
         return Balancer(slots, size), ()
     balance.check_count(size)
@@ -153,10 +136,10 @@ def place_of(rank: int | None, size: int | None) -> tuple[int, int]:
     if rank is None and size is None:
         return rank_and_size()
     if rank is None or size is None:
-        raise UsageError(f"rank={rank} and size={size}: give both or neither")
-    rank, size = whole("rank", rank, least=0), whole("size", size)
+        raise UsageError("rank-or-size-missing", rank=rank, size=size)
+    rank, size = whole("rank", rank, 0), whole("size", size)
     if rank >= size:
-        raise UsageError(f"rank={rank} and size={size}: ranks go from 0 to size - 1")
+        raise UsageError("no-such-rank", rank=rank, name="size", size=size)
     return rank, size
 
 

@@ -74,11 +74,7 @@ class ByPosition:
         return epoch * self._plan.steps_per_epoch
 
     def resume(self, epoch: int, first: int) -> None:
-        if first != self.first(epoch):
-            raise UsageError(
-                f"the state's epoch {epoch} begins with step {first}, here it does with step"
-                f" {self.first(epoch)}: it is another run's"
-            )
+        _compare_first(epoch, first, self.first(epoch))
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
         plan, mine = self._plan, self._places(slots)
@@ -134,8 +130,10 @@ class ByBatch:
         count = self.order.count(epoch)
         if self._drop_last and count < self._size:
             raise UsageError(
-                f"drop_last=True drops the only step of epoch {epoch}: its"
-                f" {counted(count, 'micro-batch', 'es')} are fewer than micro_batches={self._size}"
+                "only-step-dropped",
+                when=f"epoch {epoch}",
+                have=counted(count, "micro-batch", "es"),
+                need=f"micro_batches={self._size}",
             )
         return Plan(
             samples=count, global_batch=self._size, micro_batch=1, drop_last=self._drop_last
@@ -148,11 +146,7 @@ class ByBatch:
         return self._firsts[epoch]
 
     def resume(self, epoch: int, first: int) -> None:
-        if self._firsts.get(epoch, first) != first:
-            raise UsageError(
-                f"the state's epoch {epoch} begins with step {first}, here it does with step"
-                f" {self._firsts[epoch]}: it is another run's"
-            )
+        _compare_first(epoch, first, self._firsts.get(epoch, first))
         self._firsts[epoch] = first
 
     def indices(self, epoch: int, steps: range, slots: range) -> Iterator[list[int]]:
@@ -179,3 +173,9 @@ class ByBatch:
 
     def fields(self) -> dict[str, Any]:
         return {"micro_batches": self._size, "drop_last": self._drop_last}
+
+
+def _compare_first(epoch: int, theirs: int, ours: int) -> None:
+    if theirs != ours:
+        difference = f"epoch {epoch} began with step {theirs} and begins with step {ours}"
+        raise UsageError("state-of-other-training", difference=difference)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lockstep.config.balance import Balance
+from lockstep.config.knob import whole
 from lockstep.data.ahead import Copies, copies_to
 from lockstep.data.choice import choose_course, choose_shares, default_device, place_of
 from lockstep.data.draws import Draws
@@ -25,7 +26,7 @@ from lockstep.data.keyed import KeyedDataset, made, shared_progress
 from lockstep.data.orders import Batches, Order
 from lockstep.data.position import Position, read_state
 from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
-from lockstep.data.windows import BY_RANKS, Plan, whole
+from lockstep.data.windows import BY_RANKS, Plan
 from lockstep.errors import UsageError
 
 ENDLESS = 2**62
@@ -112,10 +113,9 @@ class Loader:
         samples = _length(dataset)
         if sharding is not None:
             raise UsageError(
-                f"sharding={sharding!r} is for iterable datasets; the samples of"
-                f" {type(dataset).__name__} have numbers, which are dealt out"
+                "sharding-of-samples", sharding=sharding, dataset=type(dataset).__name__
             )
-        seed = whole("seed", seed, least=-(2**63))
+        seed = whole("seed", seed, -(2**63))
         self.course, self.depends_on_world_size = choose_course(
             samples,
             order=order,
@@ -148,7 +148,7 @@ class Loader:
         self._digested: tuple[int, dict[str, str]] = -1, {}  # the epoch last asked for
         self._turns = Turns()
         self._keys = KeysSampler()
-        workers, ahead = self._workers(whole("num_workers", num_workers, least=0))
+        workers, ahead = self._workers(whole("num_workers", num_workers, 0))
         self._loader: DataLoader[Any] = DataLoader(
             KeyedDataset(dataset, seed, collate_fn, self.rank, shared_progress(workers)),
             batch_sampler=self._keys,  # type: ignore[arg-type]  # any object may stand for a batch's indices: __getitems__ gets it
@@ -239,10 +239,7 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        raise UsageError(
-            "a Loader is walked by epochs and windows: `for epoch in loader.epochs(n): for window"
-            " in epoch: ...`"
-        )
+        raise UsageError("loader-iterated", loader="Loader")
 
     def epochs(self, count: int, start: int | None = None) -> Iterator[Epoch]:
         """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time:
@@ -251,8 +248,8 @@ class Loader:
         `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that
         state was taken.
         """
-        whole("count", count, least=0)
-        return self._epochs(count, start if start is None else whole("start", start, least=0))
+        whole("count", count, 0)
+        return self._epochs(count, start if start is None else whole("start", start, 0))
 
     def _epochs(self, count: int, start: int | None) -> Iterator[Epoch]:
         first = Position(start or 0, 0) if start is not None or not self._loaded else self._position
@@ -293,8 +290,8 @@ class Loader:
         steps = self.course.plan(position.epoch).steps_per_epoch
         if position.place >= steps and position.place:
             raise UsageError(
-                f"the state's step_in_epoch={position.place} does not lie in epoch"
-                f" {position.epoch}, which has {steps} steps"
+                "state-of-other-training",
+                difference=f"step_in_epoch={position.place} is not in epoch {position.epoch}, which has {steps} steps",
             )
         self._turns.next()
         self._position, self._loaded, self._recipe = position, True, None
@@ -336,7 +333,8 @@ def _length(dataset: Any) -> int:
         dataset, "__len__"
     ):
         raise UsageError(
-            f"{type(dataset).__name__} is no dataset: it needs __len__ and __getitem__, or __iter__"
-            " for a stream"
+            "not-a-loaders-dataset",
+            what=type(dataset).__name__,
+            needs="__len__ and __getitem__, or __iter__ for a stream",
         )
     return len(dataset)

@@ -24,6 +24,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.config.knob import number
 from lockstep.errors import UsageError
 from lockstep.runtime.randomness import derive
 
@@ -43,14 +44,13 @@ class Permutation:
     """
 
     def __init__(self, n: int, key: int) -> None:
-        if not 1 <= n <= _LARGEST:
-            raise UsageError(f"n={n}: a permutation has between 1 and 2^62 elements")
+        number("n", n, least=1, most=_LARGEST)
         self.n = n
         self._key = key
         rows = math.isqrt(n - 1) + 1
         # each at most 2^31, so that no sum or product below overflows
         self._sides = np.uint64(rows), np.uint64(-(-n // rows))
-        self._rounds = [np.uint64(derive(key, number)) for number in range(_ROUNDS)]
+        self._rounds = [np.uint64(derive(key, each)) for each in range(_ROUNDS)]
 
     def __call__(self, positions: Indices) -> Indices:
         """The elements at `positions`, each in [0, n); int64, same shape. Raises UsageError for
@@ -73,7 +73,7 @@ class Permutation:
     def _check(self, name: str, values: Indices) -> None:
         if values.size and not (values.min() >= 0 and values.max() < self.n):
             raise UsageError(
-                f"{name} from {values.min()} to {values.max()} do not lie in [0, {self.n})"
+                "outside-order", name=name, value=f"{values.min()}..{values.max()}", count=self.n
             )
 
     def _walk(self, values: Indices, *, forward: bool) -> Indices:
@@ -88,20 +88,20 @@ class Permutation:
         rows, columns = self._sides
         row = values // columns
         column = values - row * columns
-        for number in range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1):
-            if number % 2:
-                _shift(column, self._amount(row, number, columns), columns, forward)
+        for turn in range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1):
+            if turn % 2:
+                _shift(column, self._amount(row, turn, columns), columns, forward)
             else:
-                _shift(row, self._amount(column, number, rows), rows, forward)
+                _shift(row, self._amount(column, turn, rows), rows, forward)
         row *= columns
         row += column
         return row
 
-    def _amount(self, other: _Words, number: int, side: np.uint64) -> _Words:
+    def _amount(self, other: _Words, turn: int, side: np.uint64) -> _Words:
         """A number in [0, side) from the other coordinate and this round's key: the upper 32
         bits of a well mixed word, scaled.
         """
-        mixed = (other ^ self._rounds[number]) * _M1
+        mixed = (other ^ self._rounds[turn]) * _M1
         mixed ^= mixed >> _HALF
         mixed *= _M2
         mixed >>= _HALF

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.windows import whole
+from lockstep.config.knob import whole
 from lockstep.errors import UsageError
 
 
@@ -33,15 +33,12 @@ def read_state(
         not isinstance(state, Mapping)
         or not {"epoch", "step_in_epoch", "step", "fingerprint"} <= state.keys()
     ):
-        raise UsageError(
-            "this is not the state of a Loader: it has no epoch, step_in_epoch, step and"
-            " fingerprint"
-        )
+        raise UsageError("not-a-loader-state")
     position = Position(
-        whole("epoch", state["epoch"], least=0),
-        whole("step_in_epoch", state["step_in_epoch"], least=0),
+        whole("epoch", state["epoch"], 0),
+        whole("step_in_epoch", state["step_in_epoch"], 0),
     )
-    step = whole("step", state["step"], least=position.place)
+    step = whole("step", state["step"], position.place)
     walked = position.epoch if position.place else position.epoch - 1
     ours = {**ours, **(digest(walked) if walked >= 0 else {})}
     theirs = state["fingerprint"]
@@ -53,10 +50,7 @@ def read_state(
             f"{name} was {_shown(theirs.get(name))} and is {_shown(ours.get(name))}"
             for name in differing
         )
-        raise UsageError(
-            f"the state belongs to another training: {said}. Resume with what it was taken with, or"
-            " begin anew"
-        )
+        raise UsageError("state-of-other-training", difference=said)
     return position, step
 
 

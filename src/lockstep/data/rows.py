@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.config.knob import whole
 from lockstep.data.loader import Loader
-from lockstep.data.windows import whole
 from lockstep.errors import UsageError
 from lockstep.world.world import World
 
@@ -69,10 +69,7 @@ class DatasetRows:
         self.size = whole("batch", batch)
         number, shares = share or (world.rank, world.size)
         if isinstance(dataset, Sized) and len(dataset) == 0:
-            raise UsageError(
-                f"the data set (a {type(dataset).__name__}) is empty: there is nothing to run the"
-                " model on"
-            )
+            raise UsageError("empty-dataset", name=f"the data set (a {type(dataset).__name__})")
         # As many micro-batches a window as there are shares, in order: number n holds positions n *
         # batch onwards, for any world size.
         self._loader = Loader(
@@ -140,20 +137,17 @@ def _rows_of(batch: Any) -> int:
     for name, part in parts.items():
         if not isinstance(part, Tensor) or part.dim() == 0:
             kind = "a 0-d tensor" if isinstance(part, Tensor) else f"a {type(part).__name__}"
-            raise UsageError(
-                f"{name} is {kind}: a batch is cut by rows, so give tensors whose first dimension"
-                " counts the rows"
-            )
+            raise UsageError("not-a-batch-of-tensors", part=name, kind=kind)
     lengths = {name: len(part) for name, part in parts.items()}
     if len(set(lengths.values())) != 1:
         found = (
             ", ".join(f"{name} has {length}" for name, length in lengths.items())
             or "it holds no tensor"
         )
-        raise UsageError(f"the parts of the batch must have the same number of rows: {found}")
+        raise UsageError("rows-differ", found=found)
     total = next(iter(lengths.values()))
     if total == 0:
-        raise UsageError("the batch has 0 rows: there is nothing to run the model on")
+        raise UsageError("empty-dataset", name="the batch")
     return total
 
 

@@ -14,12 +14,13 @@ every rank other classes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from lockstep.config.knob import chosen
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import rank_and_size
 
@@ -71,20 +72,19 @@ class DistributedSampler(Sampler[int]):
         self.rank = default_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
             raise UsageError(
-                f"rank={self.rank} and num_replicas={self.num_replicas}: ranks go from 0 to"
-                " num_replicas - 1"
+                "no-such-rank", rank=self.rank, name="num_replicas", size=self.num_replicas
             )
-        if split not in ("interleaved", "blocks"):
-            raise UsageError(f"split={split!r}: choose 'interleaved' or 'blocks'")
+        chosen("split", split, get_args(Split))
         if not hasattr(dataset, "__len__"):
             raise UsageError(
-                f"{type(dataset).__name__} has no length: a sampler needs a map-style dataset, with"
-                " __len__ and __getitem__"
+                "not-a-loaders-dataset",
+                what=type(dataset).__name__,
+                needs="__len__ and __getitem__",
             )
         self.dataset = dataset
         self.samples = len(dataset)
         if self.samples == 0:
-            raise UsageError("the dataset is empty: there is nothing to sample from")
+            raise UsageError("empty-dataset", name="the dataset")
         self.shuffle, self.seed, self.drop_last, self.split = shuffle, seed, drop_last, split
         self.epoch = 0
         self.num_samples = (

@@ -30,14 +30,13 @@ from lockstep.errors import LoaderWorkerKilled, LockstepError, UsageError
 from lockstep.runtime import status
 
 _PATIENCE_SECONDS = 5.0  # for a worker that has let go of its connections and is not dead yet
+_NATIVE = "Native code crashed: try num_workers=0 under `python -X faulthandler`."
 _LIKELY = {
-    signal.SIGKILL: (
-        "; most likely the host ran out of memory: take fewer num_workers, or let a sample need"
-        " less"
-    ),
-    signal.SIGBUS: "; most likely /dev/shm is full: make it larger, or take fewer num_workers",
-    signal.SIGSEGV: "; native code crashed: try num_workers=0 under `python -X faulthandler`",
-    signal.SIGABRT: "; native code gave up: try num_workers=0 under `python -X faulthandler`",
+    signal.SIGKILL: "Most likely the host ran out of memory: use fewer num_workers, or let a"
+    " sample need less.",
+    signal.SIGBUS: "Most likely /dev/shm is full: enlarge it, or use fewer num_workers.",
+    signal.SIGSEGV: _NATIVE,
+    signal.SIGABRT: _NATIVE,
 }
 
 
@@ -159,10 +158,7 @@ class Walk:
         return batch
 
     def _late(self, why: str) -> LockstepError:
-        return LockstepError(
-            f"a window of epoch {self._span.epoch} has batches that were not fetched before {why}:"
-            " walk a window before you go on"
-        )
+        return LockstepError("batches-not-fetched", epoch=self._span.epoch, why=why)
 
     def _death(self) -> LockstepError | None:
         """The first dead worker, of what it died, and what it was fetching."""
@@ -182,10 +178,10 @@ class Walk:
                     and _start_method() != "fork"
                 ):
                     return LockstepError(
-                        f"rank {self._span.rank}'s loader worker {number} ended as it started:"
-                        f" {_start_method()} has it import the script first (what it said of that"
-                        " stands above). Put what the script does under `if __name__ =="
-                        ' "__main__":`'
+                        "loader-worker-not-started",
+                        rank=self._span.rank,
+                        worker=number,
+                        method=_start_method(),
                     )
                 return _dead(worker, number, self._span.rank, what)
         return None
@@ -244,15 +240,18 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 
 def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
-    who = f"rank {rank}'s loader worker {number} (pid {worker.pid})"
+    who = {"rank": rank, "worker": number, "pid": worker.pid, "what": what}
     if worker.exitcode >= 0:
-        return LockstepError(
-            f"{who} ended with exit code {worker.exitcode}{what}: a dataset must not leave its"
-            " process"
-        )
+        return LockstepError("loader-worker-exited", exitcode=worker.exitcode, **who)
     cause = -worker.exitcode
     name = signal.Signals(cause).name if cause in signal.valid_signals() else f"signal {cause}"
-    return LoaderWorkerKilled(f"{who} died by {name}{what}{_LIKELY.get(cause, '')}", signal=cause)
+    return LoaderWorkerKilled(
+        "loader-worker-killed",
+        signal=cause,
+        name=name,
+        likely=_LIKELY.get(cause, "Lockstep did not send it."),
+        **who,
+    )
 
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
@@ -276,9 +275,11 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         method = _start_method()
         if method != "fork" and (why := _unpicklable(loader.dataset)) is not None:
             raise UsageError(
-                f"{name} cannot be sent to num_workers={loader.num_workers} loader workers, which"
-                f" are started by {method} and get a pickled copy ({why}): make it picklable (no"
-                " lambdas, open files or local classes), or set num_workers=0"
+                "dataset-not-picklable",
+                dataset=name,
+                workers=loader.num_workers,
+                method=method,
+                why=why,
             ) from error
         _say_full(error)
         raise
@@ -292,7 +293,7 @@ def _say_full(error: Exception) -> None:
     """Name /dev/shm where it is full: torch's and the standard library's errors name no folder."""
     nameless = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     if nameless or ("</torch_" in str(error) and os.strerror(errno.ENOSPC) in str(error)):
-        error.add_note(f"Loader workers send batches through /dev/shm{_LIKELY[signal.SIGBUS]}.")
+        error.add_note(f"Loader workers send batches through /dev/shm. {_LIKELY[signal.SIGBUS]}")
 
 
 def _here(loader: DataLoader[Any], sampler: KeysSampler) -> Iterator[Any]:

@@ -14,12 +14,12 @@ resumed run computes the same.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
+from lockstep.config.knob import whole
 from lockstep.data.shares import in_words
 from lockstep.errors import UsageError
 
@@ -98,19 +98,22 @@ class Plan:
     """Leave out the short last step of every epoch, on all ranks."""
 
     def __post_init__(self) -> None:
-        if whole("samples", self.samples, least=0) == 0:
-            raise UsageError("the dataset is empty: there is nothing to train on")
+        if whole("samples", self.samples, 0) == 0:
+            raise UsageError("empty-dataset", name="the dataset")
         whole("global_batch", self.global_batch)
         whole("micro_batch", self.micro_batch)
         if self.micro_batch > self.global_batch:
             raise UsageError(
-                f"micro_batch={self.micro_batch} is larger than global_batch={self.global_batch}: a"
-                " step is cut into micro-batches, so lower the one or raise the other"
+                "micro-batch-too-large",
+                micro_batch=self.micro_batch,
+                global_batch=self.global_batch,
             )
         if self.drop_last and self.samples < self.global_batch:
             raise UsageError(
-                f"drop_last=True drops the only step: the dataset's {self.samples} samples are"
-                f" fewer than global_batch={self.global_batch}"
+                "only-step-dropped",
+                when="every epoch",
+                have=counted(self.samples, "sample"),
+                need=f"global_batch={self.global_batch}",
             )
 
     @property
@@ -210,16 +213,6 @@ def shares(slots: int, size: int, owner: str = "rank", by_rank: tuple[int, ...] 
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """ "1 sample", "2 samples"."""
     return f"{count} {noun}{'' if count == 1 else plural}"
-
-
-def whole(name: str, value: object, *, least: int = 1) -> int:
-    """`value` as an int, or a UsageError that names it: not a whole number, or below `least`."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise UsageError(f"{name}={value!r} is not a whole number")
-    number = operator.index(value)
-    if number < least:
-        raise UsageError(f"{name}={number} is too small: give at least {least}")
-    return number
 
 
 class Window(Sequence[Any]):

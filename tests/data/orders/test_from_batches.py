@@ -18,6 +18,7 @@ from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.data.datasets import Counted, Numbers
 from tests.data.orders.samplers import Dealing, Drawing, Remembering, Told
+from tests.refused import refused
 
 
 def epoch_of(order: FromBatches, epoch: int) -> list[list[int]]:
@@ -79,9 +80,7 @@ def test_the_sampler_is_asked_once_an_epoch() -> None:
     assert sampler.asked == 1
     epoch_of(order, 1)
     assert sampler.asked == 2
-    with pytest.raises(
-        UsageError, match="Remembering yields something else when it is asked for epoch 0 again"
-    ):
+    with refused("sampler-not-repeatable", sampler="Remembering", epoch=0):
         order.count(0)
 
 
@@ -100,37 +99,28 @@ def test_digests_tell_apart_where_a_batch_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "message"),
+    ("batches", "code", "values"),
     [
-        ([[0], []], "list, batch 1 of epoch 0, is empty: a micro-batch has at least one sample"),
-        (
-            [0, 1],
-            (
-                "list, batch 0 of epoch 0, is 0: a batch sampler yields lists of indices; a sampler"
-                " of single ones goes with micro_batch="
-            ),
-        ),
+        ([[0], []], "not-a-batch", {"name": "list, batch 1 of epoch 0,", "value": []}),
+        ([0, 1], "not-a-batch", {"name": "list, batch 0 of epoch 0,", "value": 0}),
         (
             [[0], [3, 8]],
-            (
-                "list, batch 1 of epoch 0, yields index 8 at place 1, which is not in [0, 8): no"
-                " sample of the dataset"
-            ),
+            "not-an-index",
+            {"name": "list, batch 1 of epoch 0,", "value": 8, "place": 1, "range": "in [0, 8)"},
         ),
         (
             [[0, 0.5]],
-            (
-                "list, batch 0 of epoch 0, yields 0.5 at place 1, which is no index: give whole"
-                " numbers"
-            ),
+            "not-an-index",
+            {"name": "list, batch 0 of epoch 0,", "value": 0.5, "place": 1},
         ),
-        ([], "list yields nothing in epoch 0: there is nothing to train on"),
+        ([], "epoch-of-nothing", {"name": "list", "epoch": 0}),
     ],
 )
-def test_what_are_no_batches_is_refused_at_once(batches: Any, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_what_are_no_batches_is_refused_at_once(
+    batches: Any, code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
         FromBatches(batches, length=8)
-    assert str(caught.value) == message
 
 
 # -- through a Loader ----------------------------------------------------------------------------

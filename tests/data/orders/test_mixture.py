@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.orders import Mixture
 from lockstep.data.orders.mixture import period_counts
-from lockstep.errors import UsageError
 from tests.data.chance import places, usual
+from tests.refused import refused
 
 
 def line_of(order: Mixture, epochs: int) -> NDArray[np.int64]:
@@ -178,36 +178,22 @@ def test_fingerprints_tell_orders_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "weights", "options", "message"),
+    ("lengths", "weights", "options", "code", "values"),
     [
-        ([4, 4], [1.0], {}, "2 lengths and 1 weights: give one of each for every component"),
-        ([4, 4], [1.0, -1.0], {}, "weights[1]=-1.0: a weight is finite and not negative"),
-        ([4, 4], [float("nan"), 1.0], {}, "weights[0]=nan: a weight is finite and not negative"),
-        ([4, 4], [float("inf"), 1.0], {}, "weights[0]=inf: a weight is finite and not negative"),
-        ([4, 4], [0, 0], {}, "all 2 weights are 0: there is nothing to draw"),
-        (
-            [4, 0],
-            [1, 1],
-            {},
-            (
-                "lengths[1]=0 with a positive weight: there is nothing to draw from; leave it out,"
-                " or give it weight 0"
-            ),
-        ),
-        ([4, -1], [1, 0], {}, "lengths[1]=-1: a length is at least 0"),
-        ([4.0, 1.0], [1, 1], {}, "lengths are float64, not whole numbers: give integers"),
-        (
-            [4, 4],
-            [1, 4096],
-            {},
-            "weights[0] is 0.000244 of the sum: give 1/4096 of it at least, or 0",
-        ),
-        ([4, 4], [1, 1], {"samples": 0}, "samples=0: give a whole number, 1 or more"),
+        ([4, 4], [1.0], {}, "mixture-lists-differ", {"lengths": 2, "weights": 1}),
+        ([4, 4], [1.0, -1.0], {}, "number-out-of-range", {"name": "weights[1]", "value": -1.0}),
+        ([4, 4], [float("nan"), 1.0], {}, "number-out-of-range", {"name": "weights[0]"}),
+        ([4, 4], [float("inf"), 1.0], {}, "number-out-of-range", {"name": "weights[0]"}),
+        ([4, 4], [0, 0], {}, "weights-all-zero", {"count": 2}),
+        ([4, 0], [1, 1], {}, "component-empty", {"number": 1}),
+        ([4, -1], [1, 0], {}, "not-a-whole-number", {"name": "lengths[1]", "value": -1}),
+        ([4.0, 1.0], [1, 1], {}, "not-a-list-of-numbers", {"name": "lengths"}),
+        ([4, 4], [1, 4096], {}, "weight-too-small", {"number": 0, "least": 4096}),
+        ([4, 4], [1, 1], {"samples": 0}, "not-a-whole-number", {"name": "samples", "value": 0}),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(
-    lengths: Any, weights: Any, options: dict[str, Any], message: str
+    lengths: Any, weights: Any, options: dict[str, Any], code: str, values: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError) as caught:
+    with refused(code, **values):
         Mixture(lengths, weights, seed=0, **options)
-    assert str(caught.value) == message

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.data.orders.numbers import digest, lengths, short, weights, whole
-from lockstep.errors import UsageError
+from lockstep.config.knob import whole
+from lockstep.data.orders.numbers import digest, lengths, short, weights
+from tests.refused import refused
 
 NAN, INF = float("nan"), float("inf")
 
@@ -22,20 +23,12 @@ def test_whole_numbers_of_all_makes(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "least", "message"),
-    [
-        (0, 1, "n=0: give a whole number, 1 or more"),
-        (-1, 0, "n=-1: give a whole number, 0 or more"),
-        (2.0, 1, "n=2.0: give a whole number, 1 or more"),
-        (True, 1, "n=True: give a whole number, 1 or more"),
-        ("3", 1, "n='3': give a whole number, 1 or more"),
-        (None, 1, "n=None: give a whole number, 1 or more"),
-    ],
+    ("value", "least"), [(0, 1), (-1, 0), (2.0, 1), (True, 1), ("3", 1), (None, 1)]
 )
-def test_what_is_no_whole_number_is_refused(value: Any, least: int, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
+def test_what_is_no_whole_number_is_refused(value: Any, least: int) -> None:
+    expected = f"a whole number of at least {least}"
+    with refused("not-a-whole-number", name="n", value=value, expected=expected):
         whole("n", value, least)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -68,26 +61,26 @@ def test_the_given_list_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("given", "code", "values"),
     [
-        ([1.0, -0.5, 2.0], "weights[1]=-0.5: a weight is finite and not negative"),
-        ([1.0, 2.0, NAN], "weights[2]=nan: a weight is finite and not negative"),
-        ([INF, 1.0], "weights[0]=inf: a weight is finite and not negative"),
-        ([1.0, -INF, NAN], "weights[1]=-inf: a weight is finite and not negative"),
-        ([0.0, 0, 0], "all 3 weights are 0: there is nothing to draw"),
-        ([], "weights are empty: give one number each"),
-        ([[1.0, 2.0]], "weights of shape [1, 2]: give a list, one number each"),
-        (2.0, "weights of shape []: give a list, one number each"),
+        ([1.0, -0.5, 2.0], "number-out-of-range", {"name": "weights[1]", "value": -0.5}),
+        ([1.0, 2.0, NAN], "number-out-of-range", {"name": "weights[2]"}),
+        ([INF, 1.0], "number-out-of-range", {"name": "weights[0]", "value": INF}),
+        ([1.0, -INF, NAN], "number-out-of-range", {"name": "weights[1]", "value": -INF}),
+        ([0.0, 0, 0], "weights-all-zero", {"count": 3}),
+        ([], "not-a-list-of-numbers", {"name": "weights", "why": "there are none"}),
+        ([[1.0, 2.0]], "not-a-list-of-numbers", {"why": "their shape is [1, 2]"}),
+        (2.0, "not-a-list-of-numbers", {"why": "their shape is []"}),
         (
             ["much", 1],
-            "weights are not a list of numbers: could not convert string to float: 'much'",
+            "not-a-list-of-numbers",
+            {"why": "could not convert string to float: 'much'"},
         ),
     ],
 )
-def test_bad_weights_are_refused(values: Any, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        weights(values)
-    assert str(caught.value) == message
+def test_bad_weights_are_refused(given: Any, code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
+        weights(given)
 
 
 @pytest.mark.parametrize(
@@ -99,19 +92,28 @@ def test_lengths_of_all_makes(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "least", "message"),
+    ("given", "least", "code", "values"),
     [
-        ([3, 0], 1, "lengths[1]=0: a length is at least 1"),
-        ([3, -1], 0, "lengths[1]=-1: a length is at least 0"),
-        ([3.0, 2.0], 1, "lengths are float64, not whole numbers: give integers"),
-        ([True, False], 0, "lengths are bool, not whole numbers: give integers"),
-        ([], 1, "lengths are empty: give one number each"),
+        (
+            [3, 0],
+            1,
+            "not-a-whole-number",
+            {"name": "lengths[1]", "value": 0, "expected": "a whole number of at least 1"},
+        ),
+        (
+            [3, -1],
+            0,
+            "not-a-whole-number",
+            {"name": "lengths[1]", "value": -1, "expected": "a whole number of at least 0"},
+        ),
+        ([3.0, 2.0], 1, "not-a-list-of-numbers", {"why": "they are float64, not whole numbers"}),
+        ([True, False], 0, "not-a-list-of-numbers", {"why": "they are bool, not whole numbers"}),
+        ([], 1, "not-a-list-of-numbers", {"name": "lengths", "why": "there are none"}),
     ],
 )
-def test_bad_lengths_are_refused(values: Any, least: int, message: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        lengths(values, least)
-    assert str(caught.value) == message
+def test_bad_lengths_are_refused(given: Any, least: int, code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
+        lengths(given, least)
 
 
 def test_a_digest_tells_lists_apart_and_is_the_same_on_every_machine() -> None:

@@ -262,8 +262,8 @@ def test_torchmetrics_objects_have_the_same_bits_for_every_number_of_ranks() -> 
             {"fn": lambda output, batch: {"a": output.sum()}},
             r"fn, for 'a', returned a Tensor; .*\(sum, weight\).* \[wrong-return-type\]",
         ),
-        ({"batch": 0}, "batch=0 is too small: give at least 1"),
-        ({"dataset": []}, r"the data set \(a list\) is empty"),
+        ({"batch": 0}, r"batch=0: .* at least 1.* \[not-a-whole-number\]"),
+        ({"dataset": []}, r"the data set \(a list\) is empty.* \[empty-dataset\]"),
         (
             {"dataset": [{"x": 1.0}]},
             r"batches are of type dict.*\[batch-needs-inputs\]",

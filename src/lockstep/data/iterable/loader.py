@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lockstep.collectives.group import Group
+from lockstep.config.knob import whole
 from lockstep.data.ahead import Copies, copies_to
 from lockstep.data.choice import default_device, place_of, sizes_of
 from lockstep.data.iterable.shards import Sharding, choose_sharding, own_shard
@@ -25,7 +26,7 @@ from lockstep.data.iterable.steps import RequestSampler, Steps, StreamCut, Strea
 from lockstep.data.keyed import made
 from lockstep.data.position import Position, read_state
 from lockstep.data.walk import Turns, end_workers
-from lockstep.data.windows import BY_RANKS, counted, shares, whole
+from lockstep.data.windows import BY_RANKS, counted, shares
 from lockstep.errors import LockstepWarning, UsageError
 
 
@@ -85,11 +86,8 @@ class StreamLoader:
     ) -> None:
         self.rank, self.size = place_of(rank, size)
         if not hasattr(dataset, "__iter__"):
-            raise UsageError(
-                f"{type(dataset).__name__} cannot be iterated: a StreamLoader needs a dataset with"
-                " __iter__"
-            )
-        seed = whole("seed", seed, least=-(2**63))
+            raise UsageError("not-a-loaders-dataset", what=type(dataset).__name__, needs="__iter__")
+        seed = whole("seed", seed, -(2**63))
         self.sharding = choose_sharding(dataset, sharding)
         total, micro, self.depends_on_world_size = sizes_of(
             global_batch, batch_per_rank, micro_batch, self.size
@@ -130,7 +128,7 @@ class StreamLoader:
         self._loaded = False
         self._turns = Turns()
         self._requests = RequestSampler()
-        self._workers = whole("num_workers", num_workers, least=0) if self.cut.share else 0
+        self._workers = whole("num_workers", num_workers, 0) if self.cut.share else 0
         mine = own_shard(dataset, self.rank, self.size) if self.sharding == "dataset" else dataset
         whole_only = drop_last and self.cut.own_stream
         source = StreamSource(
@@ -183,10 +181,7 @@ class StreamLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        raise UsageError(
-            "a StreamLoader is walked by epochs and windows: `for epoch in loader.epochs(n): for"
-            " window in epoch: ...`"
-        )
+        raise UsageError("loader-iterated", loader="StreamLoader")
 
     def epochs(self, count: int, start: int | None = None) -> Iterator[StreamEpoch]:
         """Epochs start, start + 1, ..., count - 1. One is walked at a time: beginning one ends any
@@ -196,8 +191,8 @@ class StreamLoader:
         state was taken. Steps are counted as they are walked: an epoch's length is not known before
         its end.
         """
-        whole("count", count, least=0)
-        return self._epochs(count, start if start is None else whole("start", start, least=0))
+        whole("count", count, 0)
+        return self._epochs(count, start if start is None else whole("start", start, 0))
 
     def _epochs(self, count: int, start: int | None) -> Iterator[StreamEpoch]:
         resumes = start is None and self._loaded
@@ -354,10 +349,7 @@ def _group_of(rank: int, size: int) -> Group | None:
     if size == 1:
         return None
     if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, size):
-        raise UsageError(
-            f"rank={rank} and size={size}: the ranks of an iterable dataset agree on its end, so"
-            " they must be those of the process group; call lockstep.init() and leave both out"
-        )
+        raise UsageError("ranks-not-of-group", rank=rank, size=size)
     return Group.default().host
 
 
@@ -380,13 +372,7 @@ def stream_loader(
         ("shuffle", shuffle or None),
     ):
         if value is not None:
-            raise UsageError(
-                f"{argument}={value!r}: {name} is iterable, so what comes when is its own affair;"
-                " leave it out, and shuffle in the dataset"
-            )
+            raise UsageError("numbers-of-stream", name=argument, value=value, dataset=name)
     if balance is not None:
-        raise UsageError(
-            f"balance={balance!r}: {name} is iterable, and what is read of a stream cannot be left"
-            " to another rank; leave it out"
-        )
+        raise UsageError("numbers-of-stream", name="balance", value=balance, dataset=name)
     return StreamLoader(dataset, **options)

@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 import torch.utils.data._utils.worker as torch_worker
 
-from lockstep.errors import UsageError
+from lockstep.config.knob import chosen
 
 Sharding = Literal["items", "dataset"]
 
@@ -39,8 +39,7 @@ def choose_sharding(dataset: object, wanted: Sharding | None) -> Sharding:
     """
     if wanted is None:
         return "dataset" if _is_split(dataset) or _shuffles_webdataset(dataset) else "items"
-    if wanted not in get_args(Sharding):
-        raise UsageError(f"sharding={wanted!r}: choose one of {', '.join(get_args(Sharding))}")
+    chosen("sharding", wanted, get_args(Sharding))
     return wanted
 
 

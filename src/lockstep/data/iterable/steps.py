@@ -42,8 +42,7 @@ class StreamCut:
     ) -> None:
         if micro_batch > global_batch:
             raise UsageError(
-                f"micro_batch={micro_batch} is larger than global_batch={global_batch}: lower the"
-                " one or raise the other"
+                "micro-batch-too-large", micro_batch=micro_batch, global_batch=global_batch
             )
         self.global_batch = global_batch
         self.micro_batch = micro_batch
@@ -52,15 +51,19 @@ class StreamCut:
         self.own_stream, self.drop_last = own_stream, drop_last
         if own_stream and global_batch % micro_batch:
             raise UsageError(
-                f"global_batch={global_batch} is not a multiple of micro_batch={micro_batch}: where"
-                " the dataset shards itself all micro-batches are alike; change one of them, or"
-                " give batch_per_rank"
+                "not-a-multiple",
+                name="global_batch",
+                value=global_batch,
+                micro_batch=micro_batch,
+                other="batch_per_rank",
             )
         if own_stream and self.slots < size:
             raise UsageError(
-                f"global_batch={global_batch} in micro-batches of {micro_batch} gives {self.slots}"
-                f" of {size} ranks something to do, and the dataset's shards of the others would be"
-                " lost: raise global_batch, lower micro_batch, or use sharding='items'"
+                "rank-without-micro-batch",
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                slots=self.slots,
+                size=size,
             )
         self.share = self.step(0, 0, 0, None).share(rank, size)
 
@@ -282,17 +285,15 @@ class Steps:
         first = self._agreed == 0
         if not said[_HAS]:
             if first:
-                raise UsageError(
-                    f"the dataset yielded nothing in epoch {self._epoch}: a {self._name} must be"
-                    " able to be iterated once an epoch, which a generator or another iterator"
-                    " cannot"
-                )
+                raise UsageError("epoch-of-nothing", name=self._name, epoch=self._epoch)
             return None
         if said[_SHORT] and self._cut.drop_last:
             if first:
                 raise UsageError(
-                    f"drop_last=True drops the only step of epoch {self._epoch}: {self._name} holds"
-                    f" fewer samples than global_batch={self._cut.global_batch} on some rank"
+                    "only-step-dropped",
+                    when=f"epoch {self._epoch}",
+                    have="the samples of some rank",
+                    need=f"global_batch={self._cut.global_batch}",
                 )
             return None
         if said[_MOST] != _NOTHING:
@@ -301,10 +302,7 @@ class Steps:
 
     def _check(self, said: list[int]) -> None:
         if said[_FAILED] != _NOTHING:
-            raise PeerFailed(
-                f"rank {said[_FAILED]} could not fetch its part of a step in epoch {self._epoch}:"
-                " its own error says why"
-            )
+            raise PeerFailed("peer-without-data", rank=said[_FAILED], epoch=self._epoch)
         different = ""
         if said[_MOST] != _NOTHING and said[_MOST] != -said[_LEAST]:
             different = (
@@ -313,11 +311,7 @@ class Steps:
         elif said[_HIGH] != _NOTHING and said[_HIGH] != -said[_LOW]:
             different = f"its first {COMPARED} items differ"
         if different:
-            raise UsageError(
-                f"{self._name} does not yield the same on all ranks: {different}. If it shards"
-                " itself say sharding='dataset'; if it draws its order, let it draw from torch,"
-                " numpy or random, which are seeded alike, or from a seed of its own"
-            )
+            raise UsageError("streams-differ", dataset=self._name, difference=different)
 
     def _window(self, fetched: Fetched) -> StreamWindow:
         cut = self._cut

@@ -40,10 +40,7 @@ class Asked:
         self.name = type(sampler).__name__
         if isinstance(sampler, Iterator) and iter(sampler) is sampler:
             # any other one may draw as soon as it is asked
-            raise UsageError(
-                f"{self.name} can be gone through once only: give a sampler, which starts anew in"
-                " every epoch"
-            )
+            raise UsageError("sampler-used-up", sampler=self.name)
         self._sampler, self._seed = sampler, seed
         self._digests: dict[int, str] = {}
         self._reminded = False
@@ -61,19 +58,13 @@ class Asked:
         else:
             found = self._ask(self._sampler, epoch)
         if not found:
-            raise UsageError(
-                f"{self.name} yields nothing in epoch {epoch}: there is nothing to train on"
-            )
+            raise UsageError("epoch-of-nothing", name=self.name, epoch=epoch)
         return found
 
     def same(self, epoch: int, digest: str) -> str:
         """`digest`, of this epoch. Raises UsageError where it was another one before."""
         if self._digests.setdefault(epoch, digest) != digest:
-            raise UsageError(
-                f"{self.name} yields something else when it is asked for epoch {epoch} again: let"
-                " it draw from torch, numpy, `random` or a generator in an attribute of its own,"
-                " so that it can be repeated on every rank and on resuming"
-            )
+            raise UsageError("sampler-not-repeatable", sampler=self.name, epoch=epoch)
         return digest
 
     def _dealt(self, sampler: Any, epoch: int) -> list[Any]:
@@ -168,11 +159,8 @@ def indices(
     limit = 2**63 if length is None else length
     if min(values) < 0 or max(values) >= limit:
         place = next(place for place, value in enumerate(values) if not 0 <= value < limit)
-        known = "below 0" if length is None and values[place] < 0 else f"not in [0, {limit})"
-        raise UsageError(
-            f"{name} yields index {values[place]} at place {place}, which is {known}: no sample of"
-            " the dataset"
-        )
+        known = "0 or more" if length is None and values[place] < 0 else f"in [0, {limit})"
+        raise UsageError("not-an-index", name=name, value=values[place], place=place, range=known)
     return np.array(values, dtype=np.int64)
 
 
@@ -182,6 +170,4 @@ def _int(name: str, place: int, value: Any) -> int:
             return int(value.__index__())
     except (AttributeError, TypeError):
         pass
-    raise UsageError(
-        f"{name} yields {value!r} at place {place}, which is no index: give whole numbers"
-    )
+    raise UsageError("not-an-index", name=name, value=value, place=place, range="a whole number")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.data.orders.numbers import whole
+from lockstep.config.knob import whole
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.runtime import randomness
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.data.orders.numbers import Numbers, lengths, short, whole
+from lockstep.config.knob import whole
+from lockstep.data.orders.numbers import Numbers, lengths, short
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -50,8 +51,10 @@ class ByLength:
         longest = int(self._lengths.argmax())
         if self._lengths[longest] > self.tokens:
             raise UsageError(
-                f"lengths[{longest}]={self._lengths[longest]} is more than tokens={self.tokens}: "
-                "the sample fits in no micro-batch; raise tokens, or cut the sample"
+                "sample-too-long",
+                sample=longest,
+                length=int(self._lengths[longest]),
+                tokens=self.tokens,
             )
         self.boundaries = _geometric(self._lengths) if boundaries is None else _growing(boundaries)
         bucket = np.searchsorted(self.boundaries, self._lengths, side="left")
@@ -72,10 +75,7 @@ class ByLength:
 
     def batch(self, epoch: int, number: int) -> Indices:
         if not 0 <= number < self.count(epoch):
-            raise UsageError(
-                f"number={number} does not lie in [0, {self.count(epoch)}), the micro-batches of"
-                f" epoch {epoch}"
-            )
+            raise UsageError("outside-order", name="number", value=number, count=self.count(epoch))
         key = randomness.order(self.seed, epoch)
         full = int(self._full[-1])
         if number >= full:
@@ -112,7 +112,9 @@ def _growing(boundaries: Sequence[int]) -> Indices:
     for number in range(1, len(found)):
         if found[number] <= found[number - 1]:
             raise UsageError(
-                f"boundaries[{number}]={found[number]} is not more than"
-                f" boundaries[{number - 1}]={found[number - 1]}: boundaries grow"
+                "boundaries-not-growing",
+                number=number,
+                value=found[number],
+                before=found[number - 1],
             )
     return np.array(found, dtype=np.int64)

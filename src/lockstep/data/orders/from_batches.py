@@ -69,10 +69,7 @@ class FromBatches:
     def _checked(self, epoch: int, number: int, batch: Sequence[int]) -> Indices:
         name = f"{self._asked.name}, batch {number} of epoch {epoch},"
         if not hasattr(batch, "__iter__"):
-            raise UsageError(
-                f"{name} is {batch!r}: a batch sampler yields lists of indices; a sampler of single"
-                " ones goes with micro_batch="
-            )
+            raise UsageError("not-a-batch", name=name, value=batch)
         if not (values := list(batch)):
-            raise UsageError(f"{name} is empty: a micro-batch has at least one sample")
+            raise UsageError("not-a-batch", name=name, value=values)
         return indices(name, values, self._length)

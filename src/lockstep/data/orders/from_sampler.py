@@ -54,9 +54,11 @@ class FromSampler:
             found = indices(self._asked.name, self._asked.epoch(epoch), self._length)
             if self.samples and found.size != self.samples:
                 raise UsageError(
-                    f"{self._asked.name} yields {self.samples} indices in epoch 0 and {found.size}"
-                    f" in epoch {epoch}: an order has equally many in every epoch; a batch sampler"
-                    " may change"
+                    "epochs-of-other-length",
+                    sampler=self._asked.name,
+                    first=self.samples,
+                    count=int(found.size),
+                    epoch=epoch,
                 )
             self._asked.same(epoch, digest(found))
             self._kept = epoch, found

@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.orders.numbers import Numbers, lengths, short, weights, whole
+from lockstep.config.knob import whole
+from lockstep.data.orders.numbers import Numbers, lengths, short, weights
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -109,20 +110,16 @@ _lengths, _weights = lengths, weights  # the arguments of the same names hide th
 def _check(lengths: NDArray[np.int64], weights: NDArray[np.float64]) -> None:
     if lengths.size != weights.size:
         raise UsageError(
-            f"{lengths.size} lengths and {weights.size} weights: give one of each for every"
-            " component"
+            "mixture-lists-differ", lengths=int(lengths.size), weights=int(weights.size)
         )
     empty = np.flatnonzero((lengths == 0) & (weights > 0))
     if empty.size:
-        raise UsageError(
-            f"lengths[{empty[0]}]=0 with a positive weight: there is nothing to draw from; leave it"
-            " out, or give it weight 0"
-        )
+        raise UsageError("component-empty", number=int(empty[0]))
     rare = np.flatnonzero((weights > 0) & (weights < weights.sum() / _LONGEST))
     if rare.size:
         share = weights[rare[0]] / weights.sum()
         raise UsageError(
-            f"weights[{rare[0]}] is {share:.3g} of the sum: give 1/{_LONGEST} of it at least, or 0"
+            "weight-too-small", number=int(rare[0]), share=float(share), least=_LONGEST
         )
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from lockstep.data.orders.numbers import Numbers, short, weights, whole
+from lockstep.config.knob import whole
+from lockstep.data.orders.numbers import Numbers, short, weights
 from lockstep.data.permutation import Indices
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -40,10 +41,7 @@ class Weighted:
             else whole("samples", samples)
         )
         if not replacement and self.samples > positive:
-            raise UsageError(
-                f"samples={self.samples} and {positive} positive weights: without replacement each"
-                " is drawn once at most; give fewer samples, or replacement=True"
-            )
+            raise UsageError("more-draws-than-weights", samples=self.samples, positive=positive)
         self.replacement, self.seed = replacement, seed
         self._sums = np.cumsum(self._weights)
         self._last = int(np.flatnonzero(self._weights)[-1])

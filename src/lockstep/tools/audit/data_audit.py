@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lockstep.config.knob import whole
 from lockstep.data.keyed import listed
 from lockstep.data.loader import Loader, is_iterable
-from lockstep.data.windows import counted, whole
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.tools.audit.look import Lengths, Looks
 from lockstep.tools.finding import Finding, note, ok, wrong

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.network import Link, Network
+from lockstep.config.knob import whole
 from lockstep.config.parallelism import Parallelism
-from lockstep.data.windows import whole
 from lockstep.errors import UsageError
 from lockstep.tools.plan.fabrics import link_named
 from lockstep.tools.plan.methods import method_of, work_of_module

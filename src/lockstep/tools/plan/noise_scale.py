@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.knob import whole
 from lockstep.config.task import Task
-from lockstep.data.windows import whole
 from lockstep.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.runtime import randomness

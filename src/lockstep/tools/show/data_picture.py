@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.config.knob import whole
 from lockstep.data.sampler import DistributedSampler, Split
-from lockstep.data.windows import whole
 
 _SHOWN = 24  # indices of a rank before the line is cut
 

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.config.knob import whole
 from lockstep.config.parallelism import Reduce
 from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
-from lockstep.data.windows import counted, whole
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import cores
 from lockstep.runtime.load import busy
