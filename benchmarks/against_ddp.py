@@ -35,7 +35,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.bench import step_table
 from lockstep.tools.bench.training_step import BASELINES, measure
 from lockstep.tools.bench.weighed import WINDOWS
-from lockstep.tools.timing.files import check_plot, check_writable, write_json
+from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 VARIANTS = (
     *BASELINES,

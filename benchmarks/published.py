@@ -25,7 +25,7 @@ from lockstep.tools.plan.models.known import model_named
 from lockstep.tools.plan.models.model_plan import NCCL
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork
-from lockstep.tools.timing.files import write_json
+from lockstep.tools.timing.output_files import write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.testing import run_ranks
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench import sampler_cost, training_step
-from lockstep.tools.timing.files import check_writable
+from lockstep.tools.timing.output_files import check_writable
 from lockstep.world.world import World, init
 from tests.cli.command import command
 from tests.refused import refused
@@ -341,9 +341,9 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
         ),
         (
             ["text", "--variants", "ddp:25,stepper"],
-            "variant 'stepper' is unknown: choose some of ddp:MB",
+            "variant='stepper' is unknown: choose one of ddp:MB",
         ),
-        (["text", "--variants", ""], "variant '' is unknown: choose some of ddp:MB"),
+        (["text", "--variants", ""], "variant='' is unknown: choose one of ddp:MB"),
         (["text", "--set", "widht=3"], "--set widht"),
         (["text", "--set", "width"], "--set: write 'width' as name=value"),
         (
@@ -390,18 +390,18 @@ def test_sizes_go_up_by_four(text: str, sizes: list[int]) -> None:
         (
             ["--algorithms", "rign"],
             (
-                "algorithm 'rign' is unknown for all_reduce: choose one of native, auto,"
+                "all_reduce: algorithm='rign' is unknown: choose one of native, auto,"
                 " shared_memory, central, ring"
             ),
         ),
-        (["--algorithms", "native,"], "algorithm '' is unknown for all_reduce"),
+        (["--algorithms", "native,"], "all_reduce: algorithm='' is unknown"),
         (
             ["--collective", "all_redcue"],
-            "collective 'all_redcue' is unknown: choose one of all_reduce, broadcast",
+            "collective='all_redcue' is unknown: choose one of all_reduce, broadcast",
         ),
         (
             ["--collective", "broadcast", "--algorithms", "recursive_doubling"],
-            "algorithm 'recursive_doubling' is unknown for broadcast",
+            "broadcast: algorithm='recursive_doubling' is unknown",
         ),
     ],
 )
@@ -445,7 +445,8 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     file = tmp_path / "missing" / "out.png"
     done = bench(*command, option, str(file))
     assert isinstance(done.exception, UsageError)
-    assert str(done.exception) == f"{option} {file} cannot be written: No such file or directory"
+    said = f"{option} {file} cannot be written: No such file or directory [cannot-write]"
+    assert str(done.exception) == said
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -453,7 +454,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 def test_a_picture_of_no_kind(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
     done = bench("collectives", "--plot", str(tmp_path / f"times{ending}"))
-    assert str(done.exception).endswith("is no kind of picture; end it in .png or .svg")
+    assert str(done.exception).endswith("End it in .png or .svg. [not-a-picture]")
     assert list(tmp_path.iterdir()) == []
 
 

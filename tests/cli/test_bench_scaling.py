@@ -172,14 +172,11 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["digits", "--workers", "0"], "--workers 0: give numbers of workers, each at least 1"),
-        (
-            ["digits", "--workers", "2,1,x"],
-            "--workers 2,1,x: give numbers of workers, each at least 1, with commas between them",
-        ),
+        (["digits", "--workers", "0"], "--workers '0': give numbers of workers of at least 1"),
+        (["digits", "--workers", "2,1,x"], "--workers '2,1,x': give numbers of workers"),
         (["digits", "--workers", ""], "--workers '': give numbers"),
-        (["digits", "--workers", "2,2"], "workers=2,2: 2 is there twice"),
-        (["digits", "--strong", "--weak"], "--strong --weak: give one of them"),
+        (["digits", "--workers", "2,2"], "workers=2,2: 2 is given twice"),
+        (["digits", "--strong", "--weak"], "--strong and --weak exclude each other"),
         (
             ["digits", "--workers", "1,2", "--steps", "0"],
             "steps=0: give a whole number of at least 1",

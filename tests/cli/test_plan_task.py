@@ -109,7 +109,7 @@ def test_failures_and_other_ways(saved: str) -> None:
         (["digits", "--mesh", "shard"], "write 'shard' as name=value"),
         (["digits", "--profile", "/nowhere"], "--profile /nowhere cannot be read"),
         (["digits", "--json", "/nowhere/at/all"], "--json /nowhere/at/all cannot be written"),
-        (["digits", "--plot", "plan.gif2"], "is no kind of picture"),
+        (["digits", "--plot", "plan.gif2"], "not-a-picture"),
     ],
 )
 def test_a_value_that_cannot_work_is_one_sentence(words: list[str], message: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.tools.timing.files import check_writable
+from lockstep.tools.timing.output_files import check_writable
 from lockstep.training.tuned import KNOBS, Tuned, TunedOn
 from tests.refused import refused
 

@@ -17,7 +17,7 @@ from lockstep.config.knob import Knob
 from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.tools.timing.files import check_plot, check_writable, write_json
+from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,7 +46,7 @@ def doctor(
     from lockstep.launcher.foreign import rank_here, work_as
     from lockstep.launcher.rank import Target
     from lockstep.launcher.supervise import supervise
-    from lockstep.tools.timing.files import check_writable, write_json
+    from lockstep.tools.timing.output_files import check_writable, write_json
 
     check_writable(json_file, "--json")
     target = Target(

@@ -13,7 +13,7 @@ import typer
 from lockstep.cli.over_run import JsonFile
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime import extras
-from lockstep.tools.timing.files import write_json
+from lockstep.tools.timing.output_files import write_json
 
 if TYPE_CHECKING:
     from lockstep.tools.lint import LintFinding

@@ -15,7 +15,7 @@ import typer
 from lockstep.cli.arguments import task_of
 from lockstep.cli.plan_options import PlanChoice
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.tools.timing.files import check_writable, write_json
+from lockstep.tools.timing.output_files import check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.collectives.network import Link

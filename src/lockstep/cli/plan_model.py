@@ -7,7 +7,7 @@ from dataclasses import replace
 from lockstep.cli.plan_options import PlanChoice
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
-from lockstep.tools.timing.files import check_writable, write_json
+from lockstep.tools.timing.output_files import check_writable, write_json
 
 
 def run(asked: PlanChoice, chosen: Parallelism) -> None:

@@ -18,7 +18,7 @@ from lockstep.config.knob import knobs
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
 from lockstep.runtime.load import warn_if_busy
-from lockstep.tools.timing.files import check_plot, check_writable, write_json
+from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.config.task import Task

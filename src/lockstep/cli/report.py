@@ -45,7 +45,7 @@ def report(
     from lockstep.tools.report.page.page import FILE, as_json, page
     from lockstep.tools.report.page.recorded import read
     from lockstep.tools.report.verdict.verdict import verdict
-    from lockstep.tools.timing.files import check_writable
+    from lockstep.tools.timing.output_files import check_writable
     from lockstep.training.timeline import perfetto
 
     run = latest.existing(run)

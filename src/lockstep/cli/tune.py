@@ -57,7 +57,7 @@ def tune(
     use.
     """
     from lockstep.cli.hardware import fitted
-    from lockstep.tools.timing.files import check_writable
+    from lockstep.tools.timing.output_files import check_writable
 
     if not 0 < seconds < float("inf"):
         raise UsageError("not-above-zero", name="seconds", value=seconds)

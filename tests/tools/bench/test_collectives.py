@@ -5,7 +5,6 @@ fastest is what a tuning chooses.
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +18,12 @@ from lockstep import collectives
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
-from lockstep.errors import UsageError
 from lockstep.runtime.extras import install
 from lockstep.testing import run_ranks
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor, thresholds
 from lockstep.world.world import World
+from tests.refused import refused
 
 
 def one(**changed: Any) -> CollectiveTime:
@@ -278,36 +277,41 @@ def test_algorithms_take_turns_and_each_run_has_numbers_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("kind", "algorithms", "runs", "message"),
+    ("kind", "algorithms", "runs", "code", "values"),
     [
         (
             "all_redcue",
             ["native"],
             None,
-            "collective 'all_redcue' is unknown: choose one of " + ", ".join(KINDS),
+            "unknown-choice",
+            {"name": "collective", "value": "all_redcue", "choices": list(KINDS)},
         ),
         (
             "broadcast",
             ["native", "recursive_doubling"],
             None,
-            "algorithm 'recursive_doubling' is unknown for broadcast: choose one of native, auto,"
-            " shared_memory, " + ", ".join(algorithms_of("broadcast")),
+            "unknown-choice",
+            {
+                "name": "algorithm",
+                "value": "recursive_doubling",
+                "choices": ["native", "auto", "shared_memory", *algorithms_of("broadcast")],
+            },
         ),
-        ("all_reduce", ["native"], 0, "runs=0: give a whole number, 1 or more"),
-        ("all_reduce", ["native"], -1, "runs=-1: give a whole number, 1 or more"),
+        ("all_reduce", ["native"], 0, "not-a-whole-number", {"name": "runs", "value": 0}),
+        ("all_reduce", ["native"], -1, "not-a-whole-number", {"name": "runs", "value": -1}),
     ],
 )
 def test_what_there_is_not_is_refused_before_ranks_start(
     kind: Any,
     algorithms: list[str],
     runs: int | None,
-    message: str,
+    code: str,
+    values: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(measured, "launch", None)
-    with pytest.raises(UsageError) as caught:
+    with refused(code, **values):
         measured.measure(kind, 2, [4], algorithms, runs)
-    assert str(caught.value) == message
 
 
 # -- the picture ---------------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def test_a_picture_is_written(tmp_path: Path, suffix: str, begin: bytes) -> None
 @pytest.mark.parametrize("name", ["times.nonsense", "missing/times.png"])
 def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(UsageError, match=rf"--plot .*{name} cannot be written: "):
+    with refused("cannot-write", name="--plot", file=str(tmp_path / name)):
         measured.plot([one()], str(tmp_path / name))
 
 
@@ -344,7 +348,5 @@ def test_without_matplotlib_it_is_said_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(
-        UsageError, match=f"^--plot needs matplotlib: {re.escape(install('plot'))}$"
-    ):
+    with refused("missing-extra", what="--plot", install=install("plot")):
         measured.plot([one()], str(tmp_path / "times.png"))

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
 from lockstep.tools.bench import sampler_cost
 from lockstep.tools.bench.sampler_cost import Figure, SamplerRow, in_a_process, rows, table
+from tests.refused import refused
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only"
@@ -120,14 +121,14 @@ def take_64_mib() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said", "message"),
+    ("code", "said", "last"),
     [
-        (1, "Traceback\nMemoryError: no room\n", "ended with exit code 1: MemoryError: no room"),
-        (-9, "", "ended with exit code -9: it said nothing"),
+        (1, "Traceback\nMemoryError: no room\n", "MemoryError: no room"),
+        (-9, "", "it said nothing"),
     ],
 )
 def test_a_process_that_fails_is_named(
-    monkeypatch: pytest.MonkeyPatch, code: int, said: str, message: str
+    monkeypatch: pytest.MonkeyPatch, code: int, said: str, last: str
 ) -> None:
     def failed(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert command == [
@@ -140,19 +141,14 @@ def test_a_process_that_fails_is_named(
         return subprocess.CompletedProcess(command, code, "", said)
 
     monkeypatch.setattr(subprocess, "run", failed)
-    with pytest.raises(LockstepError) as caught:
+    values = {"kind": "torch", "samples": 1000, "exit_code": code, "said": last}
+    with refused("sampler-measurement-failed", LockstepError, **values):
         in_a_process("torch", 1000)
-    assert str(caught.value) == f"the measurement of torch at 1000 samples {message}"
 
 
 def test_where_there_is_no_proc_it_is_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError,
-        match=(
-            r"meminfo cannot be read \(No such file or directory\): memory is measured on Linux"
-            r" only"
-        ),
-    ):
+    file, reason = str(tmp_path / "meminfo"), "No such file or directory"
+    with refused("memory-not-measured", file=file, reason=reason):
         sampler_cost.from_proc(str(tmp_path / "meminfo"), "MemAvailable")
 
 

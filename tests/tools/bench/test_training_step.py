@@ -22,6 +22,7 @@ from lockstep.tools.bench import baselines, step_table, training_step
 from lockstep.tools.bench.training_step import BASELINES, StepComparison, StepRow, measure
 from lockstep.tools.bench.weighed import WeighedWindow, feed
 from lockstep.world.world import World
+from tests.refused import refused
 
 OURS = ["wrapper:native", "wrapper:shared", "stepper:native", "stepper:shared", "stepper:sharded"]
 EVERY = [name for name in (*BASELINES, *OURS) if baselines.why_not(name, 2, "cpu") is None]
@@ -276,74 +277,66 @@ def shared_model(world: World) -> str:
     setting = baselines.Setting(
         task=task(model=lambda: SAME), world=world, precision="fp32", steps=1, keyed=False
     )
-    with pytest.raises(TaskError) as refused:
+    with pytest.raises(TaskError) as caught:
         baselines.build(["local", "stepper:native"], setting, {})
-    return str(refused.value)
+    return caught.value.code
 
 
 def test_a_model_that_is_returned_twice() -> None:
-    assert run_ranks(shared_model, 1)[0].startswith(
-        "Task: model returned the model that it had returned before"
-    )
+    assert run_ranks(shared_model, 1) == ["model-returned-twice"]
 
 
 def test_windows_without_weight() -> None:
-    assert (
-        run_ranks(weightless, 2)[0]
-        == "task small: loss gives a window the weight 0: there is nothing to divide its sum by"
-    )
+    assert run_ranks(weightless, 2) == [("window-without-weight", "small", 0.0)] * 2
 
 
-def weightless(world: World) -> str:
-    with pytest.raises(UsageError) as refused:
+def weightless(world: World) -> tuple[str, str, float]:
+    with pytest.raises(UsageError) as caught:
         feed(task(loss=lambda output, batch: (output.sum(), 0)), "fp32", world)
-    return str(refused.value)
+    return caught.value.code, caught.value.values["task"], caught.value.values["weight"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "code", "values"),
     [
         (
             {"variants": ["dpd:5"]},
-            "variant 'dpd:5' is unknown: choose some of ddp:MB (the size of a bucket), local",
+            "unknown-choice",
+            {"name": "variant", "value": "dpd:5", "choices": ["ddp:MB", *baselines.OURS]},
         ),
-        ({"variants": ["ddp:0"]}, "variant 'ddp:0' is unknown"),
-        ({"variants": ["ddp:many"]}, "variant 'ddp:many' is unknown"),
-        ({"variants": ["stepper"]}, "variant 'stepper' is unknown"),
+        ({"variants": ["ddp:0"]}, "number-out-of-range", {"name": "bucket", "value": 0}),
+        ({"variants": ["ddp:many"]}, "number-out-of-range", {"value": "many"}),
+        ({"variants": ["stepper"]}, "unknown-choice", {"value": "stepper"}),
         (
             {"variants": ["ddp:5", "ddp:5"]},
-            "variants=ddp:5,ddp:5: one is there twice; name each once",
+            "given-twice",
+            {"where": "variants=ddp:5,ddp:5", "name": "ddp:5"},
         ),
         (
             {"variants": ["stepper:shared"], "workers": 1},
-            "stepper:shared is left out: one rank has nobody to share memory with; name other",
+            "no-variant-left",
+            {"reasons": ["stepper:shared is left out: one rank has nobody to share memory with"]},
         ),
-        (
-            {"workers": 5, "device": "cuda", "variants": ["ddp:5"]},
-            "workers=5 with device='cuda': torch can use ",
-        ),
-        ({"steps": 0}, "steps=0: give a whole number, 1 or more"),
+        ({"workers": 5, "device": "cuda", "variants": ["ddp:5"]}, "too-few-gpus", {"workers": 5}),
+        ({"steps": 0}, "not-a-whole-number", {"name": "steps", "value": 0}),
         (
             {"workers": 6},
-            (
-                "workers=6: a step of task small (global_batch=22, micro_batch=5) has no"
-                " micro-batch for some of them"
-            ),
+            "fewer-micro-batches-than-ranks",
+            {"workers": 6, "task": "small", "global_batch": 22, "micro_batch": 5},
         ),
     ],
 )
 def test_mistakes_start_nothing(
-    changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any], code: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_step, "launch", None)
-    with pytest.raises(UsageError) as refused:
+    with refused(code, **values):
         measure(task, **{"workers": 2, **changed})
-    assert str(refused.value).startswith(message)
 
 
 def test_a_data_set_that_does_not_fill_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_step, "launch", None)
-    with pytest.raises(UsageError, match=r"^workers=2: .* has no micro-batch for some of them"):
+    with refused("fewer-micro-batches-than-ranks", workers=2):
         measure(partial(task, samples=7), workers=2)
 
 

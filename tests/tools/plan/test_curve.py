@@ -17,6 +17,7 @@ from lockstep.tools.plan.connection import PlanNetwork
 from lockstep.tools.plan.curve import Curve, Question, curve, describe
 from lockstep.tools.plan.goodput import Failures
 from lockstep.tools.plan.of_task import PlanScaling
+from tests.refused import refused
 from tests.tools.timing.profiles import ALONE, profile
 
 FREE = Network.flat(0.0, math.inf)
@@ -168,9 +169,7 @@ def test_messages_take_the_time_of_the_software_however_quick_the_network_is() -
     own = curve(slow, replace(asked, scaling=PlanScaling(base=2)), quick).rows
     # a host each: as two that are alone
     assert [row.predicted.exposed for row in own] == pytest.approx([0.5, 0.5])
-    with pytest.raises(
-        UsageError, match="the profile has 2, 4 ranks side by side on a host, and this plan needs 8"
-    ):
+    with refused("profile-lacks-ranks", known="2, 4", ranks=8):
         curve(
             replace(slow, sides=sides),
             replace(asked, workers=(8,), scaling=PlanScaling(base=2, per_host=None)),

@@ -7,6 +7,7 @@ import pytest
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
 from lockstep.tools.plan.of_task import PlanScaling, samples_of, sides, work_of
+from tests.refused import refused
 from tests.tools.timing.profiles import PAIR, profile
 
 STRONG = PlanScaling(base=1)
@@ -87,13 +88,7 @@ def test_loader_workers_need_cores_of_their_own() -> None:
 
 
 def test_a_profile_that_lacks_a_side_says_so() -> None:
-    with pytest.raises(
-        UsageError,
-        match=(
-            "the profile has 1 ranks side by side on a host, and this plan needs 2: leave"
-            " --profile out"
-        ),
-    ):
+    with refused("profile-lacks-ranks", known="1", ranks=2):
         work_of(profile(sides=profile().sides[:1]), HERE, 2)
 
 

@@ -15,12 +15,12 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from lockstep.collectives.group import Group, Work
-from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
 from lockstep.tools.timing import profiler
 from lockstep.tools.timing.profile import Profile
 from lockstep.tools.timing.profiler import profile as measured
 from lockstep.tools.timing.profiler import spread_of
+from tests.refused import refused
 from tests.tools.timing.profiles import profile
 
 
@@ -46,9 +46,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
-    with pytest.raises(
-        UsageError, match="is no profile: make one with `lockstep plan TASK --save-profile"
-    ):
+    with refused("not-a-profile", file=str(file)):
         Profile.read(file)
 
 
@@ -57,14 +55,14 @@ def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     profile().write(file)
     found = json.loads(file.read_text())
     file.write_text(json.dumps(found | {"unheard": 1}))
-    with pytest.raises(UsageError, match="is no profile"):
+    with refused("not-a-profile", file=str(file)):
         Profile.read(file)
 
 
 def test_no_file() -> None:
-    with pytest.raises(UsageError, match="--profile /nowhere cannot be read"):
+    with refused("cannot-read", name="--profile", file="/nowhere"):
         Profile.read(Path("/nowhere"))
-    with pytest.raises(UsageError, match=r"--save-profile /nowhere/x\.json cannot be written"):
+    with refused("cannot-write", name="--save-profile", file="/nowhere/x.json"):
         profile().write(Path("/nowhere/x.json"))
 
 
@@ -139,7 +137,7 @@ def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_no_time(seconds: float) -> None:
-    with pytest.raises(UsageError, match=r"--seconds .*: give a time above 0"):
+    with refused("number-out-of-range", name="seconds", expected="a number above 0"):
         measured(small, [1], seconds, "cpu")
 
 

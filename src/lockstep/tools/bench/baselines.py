@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.shared_memory.operations import possible
+from lockstep.config import knob
 from lockstep.config.task import Precision, Task
-from lockstep.errors import TaskError, UsageError
+from lockstep.errors import TaskError
 from lockstep.runtime import randomness
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.forward import Forward, grad_scaler
@@ -204,10 +205,7 @@ def build(names: list[str], setting: Setting, others: Wrappers) -> dict[str, Bas
     for name in names:
         found[name] = maker(name, others)(setting)
         if len({id(way.model) for way in found.values()}) < len(found):
-            raise TaskError(
-                "Task: model returned the model that it had returned before: have it build a new"
-                " one each time it is called"
-            )
+            raise TaskError("model-returned-twice")
     return found
 
 
@@ -219,21 +217,11 @@ def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
         return OURS[name]
     kind, colon, rest = name.partition(":")
     wrappers: Wrappers = {"ddp": TorchDDP, **others}
-    if kind not in wrappers or not (megabytes := _megabytes(rest) if colon else _MB):
-        sized = ", ".join(f"{each}:MB" for each in wrappers)
-        raise UsageError(
-            f"variant {name!r} is unknown: choose some of {sized} (the size of a bucket),"
-            f" {', '.join(OURS)}"
-        )
+    if kind not in wrappers:
+        knob.chosen("variant", name, [*(f"{each}:MB" for each in wrappers), *OURS])
+    with knob.within(f"variant={name!r}"):
+        megabytes = knob.number("bucket", knob.value_of(rest) if colon else _MB, above=0, unit="MB")
     return partial(wrappers[kind], megabytes=megabytes)  # type: ignore[call-arg]
-
-
-def _megabytes(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
 
 
 def why_not(name: str, workers: int, device: str) -> str | None:

@@ -24,10 +24,10 @@ from lockstep import collectives
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
-from lockstep.errors import UsageError
+from lockstep.config import knob
 from lockstep.launcher.launch import launch
-from lockstep.tools.timing.files import picture
 from lockstep.tools.timing.in_turns import largest, settle
+from lockstep.tools.timing.output_files import picture
 from lockstep.tools.timing.tables import table as text_table
 from lockstep.world.world import World, init
 
@@ -91,20 +91,18 @@ def measure(
     algorithm that there is not, and for no runs.
     """
     check(kind, algorithms)
-    if runs is not None and runs < 1:
-        raise UsageError(f"runs={runs}: give a whole number, 1 or more")
+    if runs is not None:
+        knob.whole("runs", runs)
     return launch(_on_rank, workers=workers, args=(kind, tuple(sizes), tuple(algorithms), runs))[0]
 
 
-def check(kind: str, algorithms: Sequence[str]) -> None:
-    if kind not in KINDS:
-        raise UsageError(f"collective {kind!r} is unknown: choose one of {', '.join(KINDS)}")
-    for algorithm in algorithms:
-        if algorithm not in ("native", "auto", "shared_memory", *algorithms_of(kind)):
-            raise UsageError(
-                f"algorithm {algorithm!r} is unknown for {kind}: choose one of native, auto,"
-                f" shared_memory, {', '.join(algorithms_of(kind))}"
-            )
+def check(kind: Any, algorithms: Sequence[str]) -> None:
+    """Raises UsageError for a collective or algorithm that there is not."""
+    knob.chosen("collective", kind, KINDS)
+    with knob.within(kind):
+        for algorithm in algorithms:
+            choices = ("native", "auto", "shared_memory", *algorithms_of(kind))
+            knob.chosen("algorithm", algorithm, choices)
 
 
 def _on_rank(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.collectives.network import Link, Network
-from lockstep.config.knob import whole
+from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 from lockstep.tools.plan.fabrics import link_named
@@ -208,7 +208,7 @@ def communication_ratio(
     Raises:
         UsageError: values that cannot work, or a loss that depends on no parameter.
     """
-    whole("world_size", world_size)
+    knob.whole("world_size", world_size)
     _link(network)  # before anything is measured
     chosen, samples = method_of(method), _samples(batch)
     total = loss or sum_of
@@ -366,10 +366,7 @@ def sum_of(output: Any) -> Tensor:
     else:
         found = []
     if not found:
-        raise UsageError(
-            f"the model returned a {type(output).__name__} without a floating-point tensor: give"
-            " loss=, a function from it to one number"
-        )
+        raise UsageError("output-without-tensor", kind=type(output).__name__)
     return torch.stack([each.float().sum() for each in found]).sum()
 
 
@@ -385,10 +382,8 @@ def _link(network: object) -> Link:
         return network
     if isinstance(network, str):
         return link_named(network)
-    raise UsageError(
-        f"network={network!r} is a {type(network).__name__}: give a name or rate such as '25GbE' or"
-        " '500,50Mbit', or a Link"
-    )
+    expected = "a name or rate such as '25GbE' or '500,50Mbit', or a Link"
+    raise UsageError("wrong-type", name="network", value=network, expected=expected)
 
 
 def _samples(batch: Any) -> int:
@@ -402,10 +397,7 @@ def _samples(batch: Any) -> int:
     )
     first = next((each for each in tensors if isinstance(each, Tensor)), None)
     if first is None or not first.dim() or not len(first):
-        raise UsageError(
-            f"batch is a {type(batch).__name__} without a tensor of at least one sample: give what"
-            " the model is called with"
-        )
+        raise UsageError("batch-without-tensor", kind=type(batch).__name__)
     return len(first)
 
 

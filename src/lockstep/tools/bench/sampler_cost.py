@@ -93,8 +93,11 @@ def in_a_process(kind: Kind, samples: int) -> Figure:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise LockstepError(
-            f"the measurement of {kind} at {samples} samples ended with exit code"
-            f" {done.returncode}: {said}"
+            "sampler-measurement-failed",
+            kind=kind,
+            samples=samples,
+            exit_code=done.returncode,
+            said=said,
         )
     return Figure(**json.loads(done.stdout))
 

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data.windows import counted
 from lockstep.tools.bench.training_step import StepComparison, StepRow
-from lockstep.tools.timing.files import pyplot, save
+from lockstep.tools.timing.output_files import pyplot, save
 from lockstep.tools.timing.tables import milliseconds, table
 
 _COLOURS = {"local": "0.75", "ddp": "tab:orange", "accelerate": "tab:pink", "fabric": "tab:purple"}

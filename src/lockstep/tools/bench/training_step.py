@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config import knob
 from lockstep.config.settings import Device
 from lockstep.config.task import Task
 from lockstep.data.windows import Plan
@@ -150,18 +151,13 @@ def measure(
     _check(task, workers, variants, steps, others)
     kind = kind_of_device(device)
     if kind == "cuda" and workers > (gpus := torch.cuda.device_count()):
-        raise UsageError(
-            f"workers={workers} with device={device!r}: torch can use {gpus} GPUs here; give at"
-            " most so many, or device='cpu'"
-        )
-    reasons = {name: baselines.why_not(name, workers, kind) for name in variants}
-    names = [name for name in variants if reasons[name] is None]
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
+        raise UsageError("too-few-gpus", workers=workers, gpus=gpus)
+    why_not = {name: baselines.why_not(name, workers, kind) for name in variants}
+    names = [name for name in variants if why_not[name] is None]
+    left_out = {name: reason for name, reason in why_not.items() if reason is not None}
     if not names:
-        raise UsageError(
-            "; ".join(f"{name} is left out: {reason}" for name, reason in left_out.items())
-            + "; name other variants"
-        )
+        reasons = [f"{name} is left out: {reason}" for name, reason in left_out.items()]
+        raise UsageError("no-variant-left", reasons=reasons)
     found = launch(_on_rank, workers=workers, args=(source, names, steps, kind, others))[0]
     measured = names if memory else []
     peaks = {
@@ -197,12 +193,12 @@ def _check(
     how long they are.
     """
     for name, value in (("steps", steps), ("workers", workers)):
-        if value < 1:
-            raise UsageError(f"{name}={value}: give a whole number, 1 or more")
+        knob.whole(name, value)
     for name in variants:
         baselines.maker(name, others)
-    if len(set(variants)) < len(variants):
-        raise UsageError(f"variants={','.join(variants)}: one is there twice; name each once")
+    twice = [name for name in variants if variants.count(name) > 1]
+    if twice:
+        raise UsageError("given-twice", where=f"variants={','.join(variants)}", name=twice[0])
     length = getattr(task.train_data, "__len__", None)
     samples = task.global_batch if length is None or task.order is not None else length()
     if (
@@ -210,7 +206,7 @@ def _check(
         .cut(0)
         .filled(workers - 1, workers)
     ):
-        raise UsageError(too_few(task, workers))
+        raise too_few(task, workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,17 +64,14 @@ def feed(task: Task, precision: Precision, world: World, *, weighed: bool = True
     loader = loader_of(task, world)
     windows = list(_like_the_first(loader, world))
     if not windows:
-        raise UsageError(too_few(task, world.size))
+        raise too_few(task, world.size)
     draws, own = False, [float(window.samples) for window in windows]
     if weighed:
         draws, own = _weigh(task, precision, world, windows)
     whole = torch.tensor(own, dtype=torch.float64)
     world.control.all_reduce(whole).wait()
     if not all(weight > 0 for weight in whole.tolist()):
-        raise UsageError(
-            f"task {task.name}: loss gives a window the weight {min(whole.tolist()):g}: there is"
-            " nothing to divide its sum by"
-        )
+        raise UsageError("window-without-weight", task=task.name, weight=min(whole.tolist()))
     given = [
         WeighedWindow(window, list(window), mine, all_)
         for window, mine, all_ in zip(windows, own, whole.tolist(), strict=True)
@@ -82,12 +79,14 @@ def feed(task: Task, precision: Precision, world: World, *, weighed: bool = True
     return Feed(given, world.agree(draws), loader.describe())
 
 
-def too_few(task: Task, workers: int) -> str:
-    """The sentence for a task that leaves ranks without micro-batches."""
-    return (
-        f"workers={workers}: a step of task {task.name} (global_batch={task.global_batch},"
-        f" micro_batch={task.micro_batch}) has no micro-batch for some of them, and torch's DDP"
-        " needs one on every rank; give fewer workers, or a smaller micro_batch"
+def too_few(task: Task, workers: int) -> UsageError:
+    """Of a task that leaves ranks without micro-batches."""
+    return UsageError(
+        "fewer-micro-batches-than-ranks",
+        task=task.name,
+        workers=workers,
+        global_batch=task.global_batch,
+        micro_batch=task.micro_batch,
     )
 
 

@@ -19,7 +19,7 @@ from lockstep.tools.plan.connection import PlanNetwork
 from lockstep.tools.plan.goodput import Failures, Goodput, goodput
 from lockstep.tools.plan.of_task import PlanScaling, heard, samples_of, slots_of, work_of
 from lockstep.tools.plan.simulate import Assumed, Predicted, simulate
-from lockstep.tools.timing.files import picture
+from lockstep.tools.timing.output_files import picture
 from lockstep.tools.timing.profile import Profile
 from lockstep.tools.timing.tables import megabytes, percent, table
 

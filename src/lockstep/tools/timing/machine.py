@@ -82,8 +82,7 @@ class Peak:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError as error:
             raise UsageError(
-                f"/proc/self/clear_refs cannot be written ({error.strerror}): memory is measured on"
-                " Linux only"
+                "memory-not-measured", file="/proc/self/clear_refs", reason=error.strerror
             ) from error
         self._before = from_proc("/proc/self/status", "VmRSS")
 
@@ -100,7 +99,5 @@ def from_proc(file: str, name: str) -> int:
     try:
         lines = Path(file).read_text(encoding="ascii", errors="replace").splitlines()
     except OSError as error:
-        raise UsageError(
-            f"{file} cannot be read ({error.strerror}): memory is measured on Linux only"
-        ) from error
+        raise UsageError("memory-not-measured", file=file, reason=error.strerror) from error
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))

@@ -150,7 +150,9 @@ class Profile:
                 json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n", encoding="utf-8"
             )
         except OSError as error:
-            raise UsageError(f"--save-profile {file} cannot be written: {error.strerror}") from None
+            raise UsageError(
+                "cannot-write", name="--save-profile", file=str(file), reason=error.strerror
+            ) from None
 
     @classmethod
     def read(cls, file: Path) -> Profile:
@@ -169,12 +171,11 @@ class Profile:
             found["sides"] = [PhaseTimes(**each) for each in found["sides"]]
             return cls(**found)
         except OSError as error:
-            raise UsageError(f"--profile {file} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
             raise UsageError(
-                f"--profile {file} is no profile: make one with `lockstep plan TASK --save-profile"
-                f" {file}`"
+                "cannot-read", name="--profile", file=str(file), reason=error.strerror
             ) from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UsageError("not-a-profile", file=str(file)) from None
 
     def message(self, ranks: int) -> float:
         """The software's part of a message among that many ranks of one host. Raises UsageError
@@ -230,8 +231,5 @@ class Profile:
 def _measured(found: Mapping[int, Figure], ranks: int) -> Figure:
     if ranks not in found:
         known = ", ".join(map(str, sorted(found))) or "no"
-        raise UsageError(
-            f"the profile has {known} ranks side by side on a host, and this plan needs {ranks}:"
-            " leave --profile out, or make it with these options"
-        )
+        raise UsageError("profile-lacks-ranks", known=known, ranks=ranks)
     return found[ranks]

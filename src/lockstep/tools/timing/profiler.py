@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.config import knob
 from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.loader import ENDLESS
@@ -182,15 +183,9 @@ def checked(found: object) -> Tensor:
             if isinstance(found, Tensor)
             else f"a {type(found).__name__}"
         )
-        raise UsageError(
-            f"loss returned {what}: it must return one number to differentiate, such as"
-            " output.sum()"
-        )
+        raise UsageError("loss-not-a-number", what=what)
     if not found.requires_grad:
-        raise UsageError(
-            "the loss does not depend on any parameter that is trained: there is no gradient to"
-            " count or to send"
-        )
+        raise UsageError("loss-without-parameters")
     return found
 
 
@@ -226,8 +221,7 @@ def profile(
     `threads`: intra-op threads of each rank; default: the cores shared among them. Raises
     WorkerFailed, and UsageError for no time.
     """
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--seconds {seconds:g}: give a time above 0")
+    knob.number("seconds", seconds, above=0)
     counts = sorted(set(sides))
     found: list[Profile] = [
         launch(_on_rank, workers=ranks, args=(source, seconds / len(counts), device, threads))[0]
@@ -361,11 +355,7 @@ class _Timed:
                 samples = window.cut.stop - window.cut.start
                 full = full or samples
                 if not len(window) and samples == full:
-                    raise UsageError(
-                        f"a step of {samples} samples has no micro-batch for each of"
-                        f" {self._world.size} ranks side by side: give a smaller micro_batch, fewer"
-                        " --ranks-per-host, or a larger data set"
-                    )
+                    raise UsageError("idle-rank-profiled", samples=samples, ranks=self._world.size)
                 if samples == full:
                     yield window
 

@@ -13,12 +13,12 @@ from torch import nn
 
 import lockstep
 from lockstep.collectives.network import Link
-from lockstep.errors import UsageError
 from lockstep.tools.bench.scaling import benchmark
 from lockstep.tools.bench.scaling.prediction import Carried
 from lockstep.tools.bench.scaling.timing import Timed
 from lockstep.tools.bench.scaling.works import TimedWork
 from lockstep.tools.timing.profile import Leaves
+from tests.refused import refused
 from tests.training import toy
 
 BUCKETS = [Leaves(ready=1.0, elements=1000)]
@@ -143,40 +143,38 @@ def test_exact_mode_has_one_thread_everywhere(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "values"),
     [
-        ({"steps": 0}, r"steps=0: .* \[not-a-whole-number\]"),
-        ({"rounds": 1.5}, r"rounds=1.5: .* \[not-a-whole-number\]"),
-        ({"mode": "both of them"}, "mode='both of them' is unknown"),
-        ({"threads": 0}, "threads=0: give a whole number"),
-        ({"update": "server"}, "update='server': at a server"),
-        ({"device": "tpu"}, "device='tpu' is unknown"),
-        ({"exact": True, "compress": "bf16"}, "compress='bf16' with exact=True"),
+        ({"steps": 0}, "not-a-whole-number", {"name": "steps", "value": 0}),
+        ({"rounds": 1.5}, "not-a-whole-number", {"name": "rounds", "value": 1.5}),
+        ({"mode": "both of them"}, "unknown-choice", {"name": "mode", "value": "both of them"}),
+        ({"threads": 0}, "not-a-whole-number", {"name": "threads", "value": 0}),
+        ({"update": "server"}, "server-not-measured", {"update": "server"}),
+        ({"device": "tpu"}, "unknown-choice", {"name": "device", "value": "tpu"}),
+        ({"exact": True, "compress": "bf16"}, "exact-with-compress", {"compress": "bf16"}),
         (
             {"mode": "weak", "workers": [1, 4]},
-            (
-                "workers=4 in weak scaling: a step takes global_batch=64 samples and the data set"
-                " has 44"
-            ),
+            "step-larger-than-data",
+            {"workers": 4, "mode": "weak", "global_batch": 64, "samples": 44},
         ),
     ],
 )
 def test_values_that_cannot_work_are_refused_before_any_rank_starts(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], code: str, values: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(benchmark, "run_teams", None)
-    with pytest.raises(UsageError, match=message):
+    with refused(code, **values):
         lockstep.benchmark_scaling(lambda_free, **{"workers": [1, 2]} | options)
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(
-        UsageError,
-        match="workers=4: this host has 2 GPUs, one for each rank; give at most 2, or device='cpu'",
-    ):
-        lockstep.benchmark_scaling(lambda_free, [1, 4])
+@pytest.mark.parametrize(("gpus", "device"), [(2, "auto"), (2, "cuda"), (0, "cuda")])
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, device: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with refused("too-few-gpus", workers=4, gpus=gpus):
+        lockstep.benchmark_scaling(lambda_free, [1, 4], device=device)
 
 
 def test_on_real_ranks() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.tools.bench.scaling.works import (
     busiest,
     ceiling,
@@ -17,6 +16,7 @@ from lockstep.tools.bench.scaling.works import (
     modes_of,
     uneven,
 )
+from tests.refused import refused
 
 
 def test_strong_keeps_the_global_batch_and_weak_that_of_a_rank() -> None:
@@ -29,36 +29,34 @@ def test_in_weak_scaling_the_first_number_trains_the_task_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "base", "each"), [(22, 5, 1, "22"), (64, 8, 3, "21.3333"), (64, 64, 2, "32")]
+    ("batch", "micro", "base", "each"),
+    [(22, 5, 1, 22), (64, 8, 3, pytest.approx(21.3333, abs=1e-4)), (64, 64, 2, 32)],
 )
 def test_weak_scaling_of_parts_of_micro_batches_is_refused(
-    batch: int, micro: int, base: int, each: str
+    batch: int, micro: int, base: int, each: float
 ) -> None:
-    with pytest.raises(
-        UsageError,
-        match=(
-            rf"global_batch={batch}, micro_batch={micro} from {base} worker.*would be {each}"
-            r" samples"
-        ),
-    ):
+    said = {"global_batch": batch, "micro_batch": micro, "workers": base, "each": each}
+    with refused("weak-scaling-uneven", **said):
         global_batches("weak", batch, micro, [base, 4])
 
 
 @pytest.mark.parametrize(
-    ("workers", "message"),
+    ("workers", "code", "values"),
     [
-        ([], "workers is empty"),
-        ([1, 0], "workers=1,0: 0 is no number of workers"),
-        ([-2], "-2 is no number"),
-        ([True, 2], "True is no number"),
-        ([1.0], "1.0 is no number"),
-        ([2, 1, 2], "workers=2,1,2: 2 is there twice"),
-        ("1,2", "workers='1,2': give a list"),
-        (4, "workers=4: give a list"),
+        ([], "wrong-type", {"name": "workers", "value": []}),
+        ([1, 0], "not-a-whole-number", {"value": 0}),
+        ([-2], "not-a-whole-number", {"value": -2}),
+        ([True, 2], "not-a-whole-number", {"value": True}),
+        ([1.0], "not-a-whole-number", {"value": 1.0}),
+        ([2, 1, 2], "given-twice", {"where": "workers=2,1,2", "name": 2}),
+        ("1,2", "wrong-type", {"name": "workers", "value": "1,2"}),
+        (4, "wrong-type", {"name": "workers", "value": 4}),
     ],
 )
-def test_numbers_of_workers_that_make_no_sense_are_refused(workers: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_numbers_of_workers_that_make_no_sense_are_refused(
+    workers: Any, code: str, values: dict[str, Any]
+) -> None:
+    with refused(code, **values):
         check_workers(workers)
 
 
@@ -72,19 +70,14 @@ def test_modes() -> None:
         ("weak",),
         ("strong", "weak"),
     )
-    with pytest.raises(UsageError, match="mode='hard' is unknown"):
+    with refused("unknown-choice", name="mode", value="hard"):
         modes_of("hard")
 
 
 def test_a_data_set_without_one_full_step_is_refused() -> None:
     check_samples(128, {1: 64, 2: 128}, "weak")
-    with pytest.raises(
-        UsageError,
-        match=(
-            "workers=2 in weak scaling: a step takes global_batch=128 samples and the data set"
-            " has 127"
-        ),
-    ):
+    said = {"workers": 2, "mode": "weak", "global_batch": 128, "samples": 127}
+    with refused("step-larger-than-data", **said):
         check_samples(127, {1: 64, 2: 128}, "weak")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.tools.bench.scaling.speedup import Scaling, rows
+from tests.refused import refused
 
 STRONG = rows(
     "strong", {1: [(100, 1.0)], 2: [(150, 1.0)]}, {1: 1.0, 2: 1.6}, {1: 2, 2: 1}, steps=10
@@ -74,5 +74,5 @@ def test_the_picture_has_every_line(tmp_path: Path) -> None:
         "more ranks than the 1 core",
     ):
         assert f"<!-- {words} -->" in drawn
-    with pytest.raises(UsageError, match="cannot be written"):
+    with refused("cannot-write", name="--plot", file=str(tmp_path / "nowhere" / "x.svg")):
         FOUND.plot(tmp_path / "nowhere" / "x.svg")

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lockstep.config.task import Task
-from lockstep.errors import TaskError, UsageError
+from lockstep.errors import TaskError
 from lockstep.tools.bench.scaling.task_source import Source, made, source_of
+from tests.refused import refused
 from tests.training import toy
 
 NOTHING = {"global_batch": None, "micro_batch": None, "optimizer": None}
@@ -103,33 +104,31 @@ def test_the_optimizer_may_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "code", "values"),
     [
-        ((net, DATA), r"a tuple of 2: give \(model, dataset, loss\)"),
-        ((3, DATA, nn.MSELoss()), r"\(int, ..., MSELoss\): give a module or a function"),
-        ((net, DATA, None), r"\(function, ..., NoneType\)"),
-        ((net, iter([]), nn.MSELoss()), "dataset is a list_iterator: give a map-style one"),
-        (nn.Linear(1, 1), "task is a Linear: give a lockstep.Task"),
-        (3, "task is a int"),
-        ((lambda: net(), DATA, nn.MSELoss()), "cannot be sent to other processes.*no lambdas"),
+        ((net, DATA), "not-model-dataset-loss", {"given": "a tuple of 2"}),
+        ((3, DATA, nn.MSELoss()), "not-model-dataset-loss", {"given": "(int, ..., MSELoss)"}),
+        ((net, DATA, None), "not-model-dataset-loss", {"given": "(function, ..., NoneType)"}),
+        ((net, iter([]), nn.MSELoss()), "dataset-not-map-style", {"kind": "list_iterator"}),
+        (nn.Linear(1, 1), "not-a-task-source", {"kind": "Linear"}),
+        (3, "not-a-task-source", {"kind": "int"}),
+        ((lambda: net(), DATA, nn.MSELoss()), "task-not-portable", {}),
     ],
 )
-def test_what_is_no_task_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_what_is_no_task_is_refused(given: Any, code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
         source(given)
 
 
 def test_options_of_another_kind_of_task_are_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"global_batch=8 is for \(model, dataset, loss\); a task has its own"
-    ):
+    with refused("not-for-a-task", name="global_batch", value=8):
         source("digits", global_batch=8)
-    with pytest.raises(UsageError, match=r"overrides=\{'lr': '1'\} are parameters of the task"):
+    with refused("overrides-without-file", overrides={"lr": "1"}):
         source(toy.task, overrides={"lr": "1"})
 
 
 def test_a_function_that_returns_something_else() -> None:
-    with pytest.raises(TaskError, match="the function returned a Linear"):
+    with refused("function-without-task", TaskError, kind="Linear"):
         made(source(net))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.config.knob import whole
+from lockstep.config import knob
 from lockstep.config.parallelism import Reduce
 from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
@@ -93,8 +93,8 @@ def benchmark_scaling(
         WorkerFailed: a rank failed.
     """
     counts, modes = check_workers(workers), modes_of(mode)
-    whole("steps", steps)
-    whole("rounds", rounds)
+    knob.whole("steps", steps)
+    knob.whole("rounds", rounds)
     parts = {"global_batch": global_batch, "micro_batch": micro_batch, "optimizer": optimizer}
     source = source_of(
         task, counts, max(counts) / counts[0] if "weak" in modes else 1.0, overrides, parts
@@ -111,10 +111,7 @@ def benchmark_scaling(
     )
     settings = replace(settings, device=_kind(device, counts))
     if settings.method().server is not None:
-        raise UsageError(
-            f"update={update!r}: at a server ranks draw their samples and do not wait for each"
-            " other, which this does not measure"
-        )
+        raise UsageError("server-not-measured", update=update)
     task_here = made(source)
     works = _works(task_here, counts, modes, settings)
     return _Measurement(
@@ -153,18 +150,10 @@ def _kind(device: Device, counts: Sequence[int]) -> Device:
     one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cuda" and not gpus:
-        raise UsageError(
-            "device='cuda': this host has no GPU that torch can use; leave it out, or give"
-            " device='cpu'"
-        )
-    if device == "cpu" or not gpus:
+    if device == "cpu" or (device == "auto" and not gpus):
         return "cpu"
     if max(counts) > gpus:
-        raise UsageError(
-            f"workers={max(counts)}: this host has {counted(gpus, 'GPU')}, one for each rank; give"
-            f" at most {gpus}, or device='cpu'"
-        )
+        raise UsageError("too-few-gpus", workers=max(counts), gpus=gpus)
     return "cuda"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.data.windows import counted
 from lockstep.tools.bench.scaling.works import Mode
-from lockstep.tools.timing.files import picture
+from lockstep.tools.timing.output_files import picture
 from lockstep.tools.timing.tables import percent, table
 
 _WIDTH = 120

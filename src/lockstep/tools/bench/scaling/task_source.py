@@ -93,46 +93,32 @@ def source_of(
     UsageError, also for what ranks cannot be handed.
     """
     if overrides and not isinstance(given, str | Path):
-        raise UsageError(
-            f"overrides={dict(overrides)} are parameters of the task() in a task's file: give the"
-            " file's name with them"
-        )
+        raise UsageError("overrides-without-file", overrides=dict(overrides))
     if isinstance(given, tuple):
         return _portable(_from_parts(given, workers, growth, parts))
     for name, value in parts.items():
         if value is not None:
-            raise UsageError(
-                f"{name}={value!r} is for (model, dataset, loss); a task has its own: change it"
-                " there"
-            )
+            raise UsageError("not-for-a-task", name=name, value=value)
     if isinstance(given, str | Path):
         return partial(resolve, locate(str(given)), dict(overrides or {}))
     if isinstance(given, Task):
         return _portable(_Made(given))
     if callable(given) and not isinstance(given, nn.Module):
         return _portable(given)
-    raise UsageError(
-        f"task is a {type(given).__name__}: give a lockstep.Task, a task's name or file, a function"
-        " that returns a Task, or a tuple (model, dataset, loss)"
-    )
+    raise UsageError("not-a-task-source", kind=type(given).__name__)
 
 
 def _from_parts(
     given: tuple[Any, ...], workers: Sequence[int], growth: float, parts: Mapping[str, Any]
 ) -> TaskParts:
     if len(given) != 3:
-        raise UsageError(f"a tuple of {len(given)}: give (model, dataset, loss)")
+        raise UsageError("not-model-dataset-loss", given=f"a tuple of {len(given)}")
     model, dataset, loss = given
     if not (isinstance(model, nn.Module) or callable(model)) or not callable(loss):
-        raise UsageError(
-            f"({type(model).__name__}, ..., {type(loss).__name__}): give a module or a function"
-            " that builds one, and loss(output, target)"
-        )
+        kinds = f"({type(model).__name__}, ..., {type(loss).__name__})"
+        raise UsageError("not-model-dataset-loss", given=kinds)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UsageError(
-            f"dataset is a {type(dataset).__name__}: give a map-style one, with __len__ and"
-            " __getitem__, whose samples are (input, target)"
-        )
+        raise UsageError("dataset-not-map-style", kind=type(dataset).__name__)
     most = max(workers)
     micro_batch, global_batch = parts["micro_batch"], parts["global_batch"]
     if micro_batch is None:
@@ -159,11 +145,7 @@ def _portable(source: Source) -> Source:
     try:
         for_ranks(source)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise UsageError(
-            f"the task cannot be sent to other processes ({error}): ranks import functions and"
-            " classes by name, so define them with def or class at the top of a module, no"
-            " lambdas; or give a task file's name, or a function that builds the task"
-        ) from None
+        raise UsageError("task-not-portable", reason=str(error)) from None
     return source
 
 
@@ -171,7 +153,5 @@ def made(source: Source) -> Task:
     """The task, here. Raises TaskError where a function returned something else."""
     found: Any = source()
     if not isinstance(found, Task):
-        raise TaskError(
-            f"the function returned a {type(found).__name__}; it must return a lockstep.Task"
-        )
+        raise TaskError("function-without-task", kind=type(found).__name__)
     return found

@@ -85,9 +85,8 @@ def run_teams(fn: Callable[..., R], sizes: Sequence[int], args: Sequence[Any]) -
     except WorkerFailed as error:
         team, rank = seat(sizes, error.rank)
         said = str(error).removeprefix(f"rank {error.rank}")
-        raise WorkerFailed(
-            f"rank {rank} of {sizes[team]}{said}", rank=rank, traceback=error.traceback
-        ) from None
+        named = f"rank {rank} of {sizes[team]}{said}"
+        raise WorkerFailed(named, rank=rank, traceback=error.traceback) from None
     finally:
         for store in stores:
             store.close()

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lockstep.config import knob
 from lockstep.data.windows import Plan, counted, shares
 from lockstep.errors import UsageError
 
@@ -20,36 +21,24 @@ MODES: tuple[Mode, ...] = ("strong", "weak")
 
 def modes_of(mode: str) -> tuple[Mode, ...]:
     """`strong`, `weak`, or `both`. Raises UsageError."""
-    found = tuple(known for known in MODES if mode in (known, "both"))
-    if not found:
-        raise UsageError(f"mode={mode!r} is unknown: choose one of strong, weak, both")
-    return found
+    knob.chosen("mode", mode, (*MODES, "both"))
+    return tuple(known for known in MODES if mode in (known, "both"))
 
 
 def check_workers(workers: Sequence[int]) -> tuple[int, ...]:
     """The numbers of workers as they are. Raises UsageError for none at all, one below 1, and
     one that is there twice.
     """
-    if isinstance(workers, str) or not isinstance(workers, Sequence):
-        raise UsageError(
-            f"workers={workers!r}: give a list of numbers of workers, such as [1, 2, 4]"
-        )
-    found = tuple(workers)
-    shown = ",".join(map(str, found))
-    if not found:
-        raise UsageError(
-            "workers is empty: give the numbers of workers to measure, such as 1,2,4; the first is"
-            " what others are compared with"
-        )
-    for count in found:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise UsageError(
-                f"workers={shown}: {count!r} is no number of workers; give whole numbers of at"
-                " least 1, such as 1,2,4"
-            )
-        if found.count(count) > 1:
-            raise UsageError(f"workers={shown}: {count} is there twice; give each number once")
-    return found
+    if isinstance(workers, str) or not isinstance(workers, Sequence) or not workers:
+        expected = "numbers of workers to measure, such as 1,2,4; the first is the base"
+        raise UsageError("wrong-type", name="workers", value=workers, expected=expected)
+    shown = f"workers={','.join(map(str, workers))}"
+    for count in workers:
+        with knob.within(shown):
+            knob.whole("workers", count)
+        if workers.count(count) > 1:
+            raise UsageError("given-twice", where=shown, name=count)
+    return tuple(workers)
 
 
 def global_batches(
@@ -67,10 +56,11 @@ def global_batches(
     each, rest = divmod(global_batch, base * micro_batch)
     if rest or not each:
         raise UsageError(
-            f"weak scaling with global_batch={global_batch}, micro_batch={micro_batch} from"
-            f" {counted(base, 'worker')} on: a rank's batch would be {global_batch / base:g}"
-            " samples, which is no whole number of micro-batches; change one of the three, or"
-            " measure strong scaling"
+            "weak-scaling-uneven",
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            workers=base,
+            each=global_batch / base,
         )
     return {count: each * micro_batch * count for count in workers}
 
@@ -82,9 +72,11 @@ def check_samples(samples: int, batches: Mapping[int, int], mode: Mode) -> None:
     for workers, batch in batches.items():
         if batch > samples:
             raise UsageError(
-                f"workers={workers} in {mode} scaling: a step takes global_batch={batch} samples"
-                f" and the data set has {samples}, so that no step would be full; give fewer"
-                " workers, a smaller global_batch or more data"
+                "step-larger-than-data",
+                workers=workers,
+                mode=mode,
+                global_batch=batch,
+                samples=samples,
             )
 
 

@@ -39,10 +39,7 @@ def check_plot(file: Path | None) -> None:
     kinds = pyplot().figure().canvas.get_supported_filetypes()
     pyplot().close()
     if file.suffix[1:].lower() not in kinds:
-        raise UsageError(
-            f"--plot {file}: {file.suffix or 'a file without an ending'} is no kind of picture; end"
-            " it in .png or .svg"
-        )
+        raise UsageError("not-a-picture", name="--plot", file=str(file))
     check_writable(file, "--plot")
 
 
@@ -63,7 +60,9 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise UsageError(f"--plot needs matplotlib: {install('plot')}") from None
+        raise UsageError(
+            "missing-extra", what="--plot", package="matplotlib", install=install("plot")
+        ) from None
     return plt
 
 
@@ -84,10 +83,13 @@ def save(figure: Any, file: Path | str) -> None:
     try:
         figure.savefig(file, dpi=130)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--plot {file} cannot be written: {error}") from error
+        raise UsageError(
+            "cannot-write", name="--plot", file=str(file), reason=str(error)
+        ) from error
     finally:
         pyplot().close(figure)
 
 
 def _refusal(file: Path, option: str, error: OSError) -> UsageError:
-    return UsageError(f"{option} {file} cannot be written: {error.strerror or error}")
+    reason = error.strerror or str(error)
+    return UsageError("cannot-write", name=option, file=str(file), reason=reason)
