@@ -55,7 +55,7 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
             ["--stages", "4", "--micro-batches", "3"],
             "3 micro-batches for 4 stages: 1f1b needs at least as many",
         ),
-        (["--backward", "0"], "how many forwards a backward takes"),
+        (["--backward", "0"], "backward=0"),
         (["--out", "chart.pdf"], "give a file that ends in .svg or .png"),
     ],
 )

@@ -30,7 +30,7 @@ def run(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
     if len(numbers := asked.counts("4")) > 1:
         raise UsageError("not-one-count", option="--methods", workers=asked.workers)
     workers = numbers[0]
-    from lockstep.tools.plan.fabrics import link_named
+    from lockstep.tools.plan.networks import link_named
 
     link = link_named(asked.network)
     check_writable(asked.json_file, "--json")

@@ -20,9 +20,9 @@ def run(asked: PlanChoice, chosen: Parallelism) -> None:
             reason="the plan is for p100, v100, rtx4090, a100-80g, h100 or h200",
         )
     assert asked.model is not None
-    from lockstep.tools.plan.connection import HERE, connection
-    from lockstep.tools.plan.models.device_table import device_named
-    from lockstep.tools.plan.models.known import model_named
+    from lockstep.tools.plan.device_table import device_named
+    from lockstep.tools.plan.model_table import model_named
+    from lockstep.tools.plan.networks import HERE, connection
 
     if asked.network == HERE:
         raise UsageError("not-on-network-here", what="--model")
@@ -30,7 +30,7 @@ def run(asked: PlanChoice, chosen: Parallelism) -> None:
     found_network = connection(asked.network, asked.nodes_of)
     check_writable(asked.json_file, "--json")
     counts = asked.counts("1..64")
-    from lockstep.tools.plan.models.model_plan import NCCL, plan_model  # imports torch
+    from lockstep.tools.plan.model_plan import NCCL, plan_model  # imports torch
 
     plan = plan_model(
         model,

@@ -15,7 +15,7 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.tools.plan.goodput import Failures
+    from lockstep.tools.plan.curve import Failures
 
 Kind = Literal["task", "methods", "model"]
 
@@ -63,7 +63,7 @@ class PlanChoice:
     """Network between nodes: 100Mbit, 25GbE, NVLink+IB, free, 500,50Mbit, a file of bench
     collectives, or here.
     """
-    nodes_of: Annotated[int, Knob("cluster", unit="N", common=True)] = 1
+    nodes_of: Annotated[int, Knob("cluster", unit="N", least=1, common=True)] = 1
     """Ranks of a node, which share its network."""
     ranks_per_host: Annotated[str | None, Knob("cluster", unit="N|all", default="--nodes-of")] = (
         None
@@ -75,11 +75,11 @@ class PlanChoice:
     """Keep each rank's share, or the task's global batch."""
     storage: Annotated[float | None, Knob("training", unit="SAMPLES/S", above=0)] = None
     """Samples a second that the storage gives all ranks together."""
-    mtbf: Annotated[float | None, Knob("faults", unit="HOURS")] = None
+    mtbf: Annotated[float | None, Knob("faults", unit="HOURS", above=0)] = None
     """Hours between two failures of one rank; predicts goodput."""
-    checkpoint_cost: Annotated[float, Knob("faults", unit="SECONDS")] = 10.0
+    checkpoint_cost: Annotated[float, Knob("faults", unit="SECONDS", above=0)] = 10.0
     """Seconds that a checkpoint delays training, with --mtbf."""
-    restart: Annotated[float, Knob("faults", unit="SECONDS")] = 60.0
+    restart: Annotated[float, Knob("faults", unit="SECONDS", least=0)] = 60.0
     """Seconds from a failure until training continues, with --mtbf."""
     seconds: Annotated[float, Knob("measurement", unit="SECONDS", above=0)] = 30.0
     """Seconds to profile each rank, excluding warm-up."""
@@ -99,7 +99,7 @@ class PlanChoice:
     """Plan a known model in place of a task: resnet50, vgg16, gpt3-175b, ...; with --device."""
     device: Annotated[str | None, Knob("run", unit="NAME", common=True)] = None
     """Device, with --model: p100, v100, rtx4090, a100-80g, h100, h200."""
-    batch: Annotated[int | None, Knob("run", unit="N", common=True)] = None
+    batch: Annotated[int | None, Knob("run", unit="N", least=1, common=True)] = None
     """Samples of a device in a step, with --model."""
     json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",))] = None
     """Also write the figures as JSON."""
@@ -114,7 +114,7 @@ class PlanChoice:
         return counts_of(usual if self.workers is None else self.workers)
 
     def failures(self) -> Failures | None:
-        from lockstep.tools.plan.goodput import Failures
+        from lockstep.tools.plan.curve import Failures
 
         if self.mtbf is None:
             return None

@@ -22,8 +22,8 @@ from lockstep.tools.timing.output_files import check_plot, check_writable, write
 
 if TYPE_CHECKING:
     from lockstep.config.task import Task
-    from lockstep.tools.plan.connection import PlanNetwork
     from lockstep.tools.plan.curve import Question
+    from lockstep.tools.plan.networks import PlanNetwork
     from lockstep.tools.timing.profile import Profile
 
 
@@ -52,7 +52,7 @@ def run(
 
 def _question(asked: PlanChoice, method: Parallelism, loaders: int) -> Question:
     """Refuses at once what would be found out after the measurement."""
-    from lockstep.tools.plan.connection import HERE, connection
+    from lockstep.tools.plan.networks import HERE, connection
 
     counts = asked.counts("1,2,4,8")
     if asked.network == HERE:
@@ -93,10 +93,7 @@ def _check_cores(ranks: int) -> None:
 
 
 def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], name: str) -> None:
-    from lockstep.tools.plan.curve import curve, plot
-    from lockstep.tools.plan.curve import describe as curve_text
-    from lockstep.tools.plan.task_layouts import describe as layouts_text
-    from lockstep.tools.plan.task_layouts import layouts_of
+    from lockstep.tools.plan.curve import curve, describe, describe_layouts, layouts_of, plot
 
     profile = _profile(asked, question, source, name)
     if asked.profile is None:
@@ -105,9 +102,9 @@ def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], n
     joined = _joined(asked, question, profile)
     print(joined.words)
     found = curve(profile, question, joined)
-    print(curve_text(found))
+    print(describe(found))
     ranked = layouts_of(profile, question, joined)
-    print(layouts_text(ranked, max(question.workers)), end="")
+    print(describe_layouts(ranked, max(question.workers)), end="")
     more: dict[str, Any] = {}
     if asked.noise_scale:
         from lockstep.tools.plan.noise_scale import noise_scale_of
@@ -139,7 +136,7 @@ def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:
     link to divide by.
     """
     from lockstep.tools.bench.ratio import ratio_of
-    from lockstep.tools.plan.connection import HERE, connection
+    from lockstep.tools.plan.networks import HERE, connection
     from lockstep.tools.plan.of_task import gradient_work_of
 
     if asked.network != HERE and question.method.mesh is None:
@@ -174,7 +171,7 @@ def _profile(
 ) -> Profile:
     """From the file, or measured now."""
     from lockstep.runtime.cores import cores
-    from lockstep.tools.plan.connection import HERE
+    from lockstep.tools.plan.networks import HERE
     from lockstep.tools.plan.of_task import sides, slots_of, talking
     from lockstep.tools.timing.machine import kind_of_device
     from lockstep.tools.timing.profile import Profile
@@ -212,7 +209,7 @@ def _profile(
 
 def _joined(asked: PlanChoice, question: Question, profile: Profile) -> PlanNetwork:
     """What connects the ranks; on this host it is measured now."""
-    from lockstep.tools.plan.connection import HERE, connection
+    from lockstep.tools.plan.networks import HERE, connection
     from lockstep.tools.plan.this_host import on_this_host
 
     if asked.network != HERE:

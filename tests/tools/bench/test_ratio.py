@@ -201,7 +201,7 @@ def test_a_batch_is_what_the_model_is_called_with() -> None:
         ([], {}, r"a list .*\[batch-without-tensor\]"),
         (torch.ones(0, 6), {}, r"a Tensor .*\[batch-without-tensor\]"),
         (torch.ones(3, 6), {"world_size": 0}, r"world_size=0.*\[not-a-whole-number\]"),
-        (torch.ones(3, 6), {"network": "7"}, "--network 7 is unknown"),
+        (torch.ones(3, 6), {"network": "7"}, "network='7' is unknown"),
         (torch.ones(3, 6), {"network": 7}, r"network=7.*\[wrong-type\]"),
         (torch.ones(3, 6), {"method": "--nope 3"}, "method '--nope 3'"),
     ],

@@ -1,4 +1,6 @@
-"""Rows of a curve: efficiency against the base, idle ranks, meshes, and 65,536 ranks."""
+"""A row for each number of ranks; what failures take of a training's time; the ways to lay a task
+out.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,26 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.collectives.network import Link, Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
-from lockstep.tools.plan.connection import PlanNetwork
-from lockstep.tools.plan.curve import Curve, Question, curve, describe
-from lockstep.tools.plan.goodput import Failures
+from lockstep.tools.plan.curve import (
+    Curve,
+    Failures,
+    Question,
+    TaskLayout,
+    curve,
+    describe,
+    describe_layouts,
+    goodput,
+    layouts_of,
+    share_of_work,
+)
+from lockstep.tools.plan.networks import PlanNetwork
 from lockstep.tools.plan.of_task import PlanScaling
 from tests.refused import refused
 from tests.tools.timing.profiles import ALONE, profile
@@ -71,46 +84,25 @@ def test_a_mesh_takes_the_ranks_that_are_left_for_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "mesh", "message"),
+    ("workers", "mesh", "code", "values"),
     [
-        (
-            (1, 6, 8, 9),
-            Mesh(shard=4),
-            (
-                "--mesh shard=4 with --workers 6,9: shard takes 4 ranks; give multiples of 4, such"
-                " as --workers 4,8, or 1"
-            ),
-        ),
-        ((2, 8), Mesh(shard=8), "--mesh shard=8 with --workers 2: shard takes 8 ranks"),
-        (
-            (1, 2),
-            Mesh(pipeline=2),
-            (
-                "--mesh pipeline=2 with the plan of a task: no profile says what goes from layer to"
-                " layer; give data and shard"
-            ),
-        ),
-        (
-            (1, 4),
-            Mesh(data=2, tensor=2),
-            (
-                "--mesh data=2,tensor=2 with the plan of a task: .*, or --model and --device in"
-                " place of the task"
-            ),
-        ),
+        ((1, 6, 8, 9), Mesh(shard=4), "mesh-workers", {"workers": [6, 9], "others": 4}),
+        ((2, 8), Mesh(shard=8), "mesh-workers", {"workers": [2], "others": 8}),
+        ((1, 2), Mesh(pipeline=2), "mesh-not-planned", {"what": "a task"}),
+        ((1, 4), Mesh(data=2, tensor=2), "mesh-not-planned", {"what": "a task"}),
     ],
 )
 def test_a_mesh_that_cannot_be_planned_is_no_question(
-    workers: tuple[int, ...], mesh: Mesh, message: str
+    workers: tuple[int, ...], mesh: Mesh, code: str, values: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with refused(code, mesh=str(mesh), **values):
         Question(
             workers=workers, scaling=PlanScaling(base=workers[0]), method=Parallelism(mesh=mesh)
         )
 
 
 def test_neither_is_a_base_beside_the_mesh() -> None:
-    with pytest.raises(UsageError, match="--workers 2: shard takes 8 ranks"):
+    with refused("mesh-workers", workers=[2], others=8):
         Question(workers=(8,), scaling=PlanScaling(base=2), method=Parallelism(mesh=Mesh(shard=8)))
 
 
@@ -175,3 +167,97 @@ def test_messages_take_the_time_of_the_software_however_quick_the_network_is() -
             replace(asked, workers=(8,), scaling=PlanScaling(base=2, per_host=None)),
             quick,
         )
+
+
+DAY = Failures(mtbf=24 * 3600.0, checkpoint=20.0, restart=60.0)
+
+
+def test_hardly_any_failure_costs_hardly_any_time() -> None:
+    found = goodput(Failures(mtbf=1e12, checkpoint=1.0, restart=0.0), 1)
+    assert found.share == pytest.approx(1, abs=1e-5)
+    assert found.interval == pytest.approx(math.sqrt(2 * 1e12), rel=1e-3)  # Young's
+
+
+def test_checkpoints_alone() -> None:
+    assert share_of_work(
+        Failures(mtbf=1e15, checkpoint=10.0, restart=0.0), 1, 90.0
+    ) == pytest.approx(0.9, rel=1e-3)
+
+
+@pytest.mark.parametrize("workers", [1, 16, 512])
+def test_no_other_interval_is_better(workers: int) -> None:
+    best = goodput(DAY, workers)
+    for factor in (0.5, 0.8, 1.25, 2.0):
+        assert share_of_work(DAY, workers, factor * best.interval) <= best.share + 1e-4
+
+
+def test_more_ranks_fail_more_often_and_save_more_often() -> None:
+    found = [goodput(DAY, workers) for workers in (1, 16, 256, 4096)]
+    assert [each.share for each in found] == sorted((each.share for each in found), reverse=True)
+    assert [each.interval for each in found] == sorted(
+        (each.interval for each in found), reverse=True
+    )
+    assert goodput(DAY, 2**20).share == 0.0  # a failure every 80 ms: nothing is ever saved
+
+
+def test_a_training_that_is_thrown_down_at_random() -> None:
+    rng = np.random.default_rng(0)
+    mtbf, interval, segments = DAY.mtbf / 64, 600.0, 4000
+    clock = 0.0
+    for _ in range(segments):
+        while (fails := rng.exponential(mtbf)) < interval + DAY.checkpoint:
+            clock += fails
+            while (again := rng.exponential(mtbf)) < DAY.restart:
+                clock += again
+            clock += DAY.restart
+        clock += interval + DAY.checkpoint
+    assert share_of_work(DAY, 64, interval) == pytest.approx(segments * interval / clock, rel=0.02)
+
+
+JOINED = PlanNetwork(network=Network.flat(0.0, 1e6), words="")
+
+
+def laid_out(workers: int = 8, method: Parallelism | None = None) -> list[TaskLayout]:
+    return layouts_of(
+        profile(),
+        Question(workers=(1, workers), scaling=PlanScaling(base=1), method=method or Parallelism()),
+        JOINED,
+    )
+
+
+def test_who_holds_what() -> None:
+    held = {each.name: each for each in laid_out()}
+    assert held["replicated"].total == pytest.approx(5e6)
+    assert held["update sharded"].optimizer == 2e6 / 8
+    assert held["update sharded"].weights == 1e6
+    sharded = held["mesh shard=8"]
+    # of two buckets both are whole at times
+    assert (sharded.gradients, sharded.optimizer) == (1e6, 2e6 / 8)
+    assert {each.activations for each in held.values()} == {1e6}
+
+
+def test_those_that_fit_come_first_and_of_them_the_quickest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = [each.step_ms for each in laid_out()]
+    assert steps == sorted(steps)
+    monkeypatch.setattr("lockstep.tools.plan.curve.memory_of_a_rank", lambda ranks: 4e6)
+    small = laid_out()
+    assert [each.fits for each in small] == [True, True, False]
+    assert small[2].name == "replicated"
+    assert (
+        describe_layouts(small, 8)
+        .splitlines()[-1]
+        .endswith("does not fit into the memory of a host like this")
+    )
+
+
+def test_the_ranks_of_the_base_need_not_fill_the_mesh() -> None:
+    asked = Question(workers=(2, 8), scaling=PlanScaling(base=2), method=Parallelism())
+    assert layouts_of(profile(), asked, JOINED) == laid_out()
+
+
+def test_where_there_is_nothing_to_choose() -> None:
+    assert laid_out(workers=1) == []
+    assert laid_out(method=Parallelism(compress="bf16")) == []
+    assert describe_layouts([], 1) == ""

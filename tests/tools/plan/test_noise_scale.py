@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.task import Task
-from lockstep.errors import UsageError
 from lockstep.tools.plan.noise_scale import NoiseScale, Norms, estimate, noise_scale_of, norms_of
+from tests.refused import refused
 
 DEVIATIONS = torch.linspace(0.5, 2.0, 10)
 
@@ -124,14 +124,16 @@ def test_of_a_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "steps", "said"),
+    ("given", "steps", "code", "values"),
     [
-        ({"global_batch": 4}, 10, "global_batch=4 and micro_batch=4"),
-        ({"global_batch": 10}, 10, "several of equal size"),
-        ({}, 1, "steps=1: an error can be told from at least 2"),
-        ({}, 0, "steps=0"),
+        ({"global_batch": 4}, 10, "noise-scale-batches", {"global_batch": 4, "micro_batch": 4}),
+        ({"global_batch": 10}, 10, "noise-scale-batches", {"global_batch": 10, "micro_batch": 4}),
+        ({}, 1, "not-a-whole-number", {"name": "steps", "value": 1}),
+        ({}, 0, "not-a-whole-number", {"name": "steps", "value": 0}),
     ],
 )
-def test_what_cannot_be_measured(given: dict[str, int], steps: int, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be_measured(
+    given: dict[str, int], steps: int, code: str, values: dict[str, object]
+) -> None:
+    with refused(code, **values):
         noise_scale_of(partial(task, **given), steps=steps)

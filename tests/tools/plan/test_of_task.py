@@ -90,12 +90,3 @@ def test_loader_workers_need_cores_of_their_own() -> None:
 def test_a_profile_that_lacks_a_side_says_so() -> None:
     with refused("profile-lacks-ranks", known="1", ranks=2):
         work_of(profile(sides=profile().sides[:1]), HERE, 2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"per_host": 0}, "--ranks-per-host 0"), ({"loaders": -1}, "--loader-workers -1")],
-)
-def test_what_cannot_be(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        PlanScaling(base=1, **changes)

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.config.mesh import Mesh
-from lockstep.errors import UsageError
 from lockstep.tools.show import mesh_picture as picture
 from tests.config.test_mesh import EVERY
+from tests.refused import refused
 
 
 def shown(text: str) -> str:
@@ -82,9 +82,7 @@ def test_data_alone_and_pipeline_alone() -> None:
 
 @pytest.mark.parametrize("nodes", [0, 3, 5, 16])
 def test_nodes_must_divide_the_ranks(nodes: int) -> None:
-    with pytest.raises(
-        UsageError, match=rf"--nodes {nodes}: 8 ranks \(mesh data=8\) cannot stand on {nodes} nodes"
-    ):
+    with refused("nodes-not-even", nodes=nodes, ranks=8, mesh="data=8"):
         picture.text(Mesh(data=8), nodes)
 
 
@@ -116,5 +114,5 @@ def test_files(tmp_path: Path) -> None:
     picture.drawing(Mesh(pipeline=3)).save(tmp_path / "mesh.png")
     assert (tmp_path / "mesh.svg").read_text().startswith("<svg")
     assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match=r"128 ranks do not fit in a drawing: up to 64 do"):
+    with refused("drawing-too-large", what="128 ranks", most=64):
         picture.drawing(Mesh(data=128))

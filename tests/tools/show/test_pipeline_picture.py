@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from lockstep import World
 from lockstep.config.pipeline_schedules import NAMES, PipelineSchedule
-from lockstep.errors import UsageError
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.split import cut
@@ -25,6 +24,7 @@ from lockstep.model_parallel.stages import stage_module
 from lockstep.testing import run_ranks
 from lockstep.tools.show.pipeline_picture import chart, drawing, text, title
 from tests.model_parallel.layered import reader, sentences
+from tests.refused import refused
 
 
 def picture(name: str, ranks: int, micro_batches: int, backward: float = 2.0) -> str:
@@ -159,7 +159,7 @@ def test_nobody_does_two_things_at_once(name: str, ranks: int, micro_batches: in
 
 @pytest.mark.parametrize("backward", [0, -1, float("nan"), float("inf")])
 def test_a_backward_that_takes_no_time(backward: float) -> None:
-    with pytest.raises(UsageError, match="how many forwards a backward takes"):
+    with refused("number-out-of-range", name="backward", value=backward):
         chart(PipelineSchedule.read("gpipe"), 2, 2, backward)
 
 
@@ -172,7 +172,7 @@ def test_the_drawing_has_a_box_for_every_piece_of_work(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_on_a_page() -> None:
-    with pytest.raises(UsageError, match="4 ranks and 500 micro-batches do not fit in a drawing"):
+    with refused("drawing-too-large", what="4 ranks and 1509 forwards' time"):
         drawing(chart(PipelineSchedule.read("1f1b"), 4, 500))
 
 

@@ -151,10 +151,7 @@ def _check(dataset: Dataset[Any], **counts: int) -> None:
     for name, value in counts.items():
         whole(name, value)
     if is_iterable(dataset):
-        raise UsageError(
-            f"{type(dataset).__name__} is iterable: an audit asks for samples by their number, and"
-            " a stream's have none"
-        )
+        raise UsageError("iterable-audit", kind=type(dataset).__name__)
 
 
 def _of_batches(lengths: Lengths, tokens: list[int] | None) -> list[Finding]:

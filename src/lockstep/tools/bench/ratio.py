@@ -26,8 +26,8 @@ from lockstep.collectives.network import Link, Network
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
-from lockstep.tools.plan.fabrics import link_named
 from lockstep.tools.plan.methods import method_of, work_of_module
+from lockstep.tools.plan.networks import link_named
 from lockstep.tools.plan.simulate import Predicted, simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profiler import counted

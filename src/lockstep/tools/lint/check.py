@@ -18,7 +18,7 @@ from typing import Any
 
 import libcst as cst
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, sentence
 from lockstep.tools.lint.rules import RULES
 from lockstep.tools.lint.script import Script
 
@@ -51,12 +51,12 @@ class Checked:
 
 def check_file(path: Path) -> Checked:
     """Check a Python file. UsageError for one that cannot be read or is not Python."""
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; name Python files, for example {path / '*.py'}")
     try:
         return check_source(path.read_bytes(), str(path))
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UsageError(
+            "cannot-read", option="file", file=str(path), reason=error.strerror or str(error)
+        ) from error
 
 
 def check_source(source: bytes, file: str = "<text>") -> Checked:
@@ -66,7 +66,8 @@ def check_source(source: bytes, file: str = "<text>") -> Checked:
     try:
         return _checked(Script(_parsed(source, file)), file)
     except RecursionError as error:
-        raise UsageError(f"cannot check {file}: its code is nested too deeply") from error
+        reason = "its code is nested too deeply"
+        raise UsageError("not-linted", file=file, reason=reason) from error
 
 
 def _checked(script: Script, file: str) -> Checked:
@@ -78,13 +79,13 @@ def _checked(script: Script, file: str) -> Checked:
             line = script.line(problem.node)
             if code in ignored.get(line, ()):
                 continue
-            message = f"{problem.wrong}; {problem.advice}"
+            message = sentence(code, problem.values)
             found.setdefault((line, code), LintFinding(file, line, code, message))
             if problem.fix is not None:
                 fixes[problem.node] = problem.fix
     for line, name in ((line, name) for line, names in ignored.items() for name in names):
         if name not in RULES:
-            message = f"ignore[{name}] names no rule; the rules are {', '.join(RULES)}"
+            message = sentence(UNKNOWN, {"name": name, "rules": list(RULES)})
             found[line, name] = LintFinding(file, line, UNKNOWN, message)
     fixed = script.module.visit(_Fix(fixes)).bytes if fixes else None
     return Checked(sorted(found.values()), fixed)
@@ -107,11 +108,12 @@ def _parsed(source: bytes, file: str) -> cst.Module:
             ast.parse(source)  # where brackets are nested too deeply, LibCST ends the process
         return cst.parse_module(source)
     except SyntaxError as error:
-        place = f"{file}:{error.lineno or 1}: not Python"
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        raise UsageError(f"{place} {version}: {error.msg}") from error
+        raise UsageError(
+            "not-python", file=file, line=error.lineno or 1, version=version, reason=error.msg
+        ) from error
     except (cst.ParserSyntaxError, ValueError, MemoryError) as error:
-        raise UsageError(f"cannot parse {file}: {error}") from error
+        raise UsageError("not-linted", file=file, reason=str(error)) from error
 
 
 class _Fix(cst.CSTTransformer):

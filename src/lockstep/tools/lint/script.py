@@ -25,13 +25,12 @@ _Node = TypeVar("_Node", bound=cst.CSTNode)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A mistake at a node: what is wrong, and what to do. `fix`, where there is a safe one,
-    replaces the node.
+    """A mistake at a node, with the values of its rule's sentence in errors.toml. `fix`, where there
+    is a safe one, replaces the node.
     """
 
     node: cst.CSTNode
-    wrong: str
-    advice: str
+    values: Mapping[str, object]
     fix: cst.CSTNode | None = None
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind, Round, Schedule, together
-from lockstep.errors import UsageError
 
 _ALIKE = ("central", "direct")
 
@@ -53,15 +52,6 @@ class OneHost:
     """Sums go on while ranks compute: on GPUs. On CPUs they would take the cores from the
     computation, and nothing is gained.
     """
-
-    def cost(self, world: int) -> Cost:
-        if world not in self.sums:
-            measured = ", ".join(map(str, sorted(self.sums))) or "none"
-            raise UsageError(
-                f"workers={world}: sums of so many ranks were not measured on this host (measured:"
-                f" {measured})"
-            )
-        return self.sums[world]
 
 
 @lru_cache(maxsize=4096)

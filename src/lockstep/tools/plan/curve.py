@@ -1,11 +1,16 @@
 """How a training's step changes with the number of ranks: a row for each number, every one of
-them a simulation; as a table and as a picture.
+them a simulation; as a table and as a picture. What failures take of its time, and the ways to lay
+the task out over its ranks.
+
+Goodput: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006:
+with failures of a Poisson process, its complete model of the wall time (equation 20) and its
+higher-order interval (equation 37), whose first term is Young's sqrt(2 cost x MTBF) (1974).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +18,66 @@ from typing import Any
 from lockstep.collectives.network import Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.errors import UsageError
 from lockstep.tools.plan.carriers import OneHost
-from lockstep.tools.plan.connection import PlanNetwork
-from lockstep.tools.plan.goodput import Failures, Goodput, goodput
+from lockstep.tools.plan.model_memory import RankMemory
+from lockstep.tools.plan.networks import PlanNetwork
 from lockstep.tools.plan.of_task import PlanScaling, heard, samples_of, slots_of, work_of
 from lockstep.tools.plan.simulate import Assumed, Predicted, simulate
-from lockstep.tools.timing.output_files import picture
+from lockstep.tools.plan.work import check_mesh, over
+from lockstep.tools.timing.files import picture
+from lockstep.tools.timing.machine import memory_of_a_rank
 from lockstep.tools.timing.profile import Profile
 from lockstep.tools.timing.tables import megabytes, percent, table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
+    """Seconds."""
+
+    mtbf: float
+    """Mean time between failures of one rank."""
+    checkpoint: float
+    """That a checkpoint holds the training up."""
+    restart: float
+    """From a failure until the work goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """Of so many ranks, any of which stops all."""
+
+    interval: float
+    """Seconds of work from one checkpoint to the next, at which the least is lost."""
+    share: float
+    """Of the time in which steps are made that stay."""
+
+
+def goodput(failures: Failures, workers: int) -> Goodput:
+    """At the best interval."""
+    mtbf = failures.mtbf / workers
+    cost = failures.checkpoint
+    if cost < 2 * mtbf:
+        ratio = cost / (2 * mtbf)
+        interval = math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+    else:
+        interval = mtbf
+    return Goodput(interval=interval, share=share_of_work(failures, workers, interval))
+
+
+def share_of_work(failures: Failures, workers: int, interval: float) -> float:
+    """With a checkpoint after every so many seconds of work. 0 where hardly any segment ever
+    ends before the next failure.
+    """
+    mtbf = failures.mtbf / workers
+    try:
+        wall = (
+            mtbf
+            * math.exp(failures.restart / mtbf)
+            * math.expm1((interval + failures.checkpoint) / mtbf)
+        )
+    except OverflowError:
+        return 0.0
+    return interval / wall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,24 +150,9 @@ class Question:
 
     def __post_init__(self) -> None:
         if self.method.mesh is not None:
-            _check_mesh(self.method.mesh, {*self.workers, self.scaling.base})
-
-
-def _check_mesh(mesh: Mesh, counts: Iterable[int]) -> None:
-    """Of a task nobody knows the layers, and all ranks but a single one stand somewhere in the
-    mesh.
-    """
-    if mesh.pipeline * mesh.tensor > 1:
-        raise UsageError(
-            f"--mesh {mesh} with the plan of a task: no profile says what goes from layer to layer;"
-            " give data and shard only, or --model and --device in place of the task"
-        )
-    if wrong := sorted(count for count in counts if count > 1 and count % mesh.shard):
-        raise UsageError(
-            f"--mesh {mesh} with --workers {','.join(map(str, wrong))}: shard takes {mesh.shard}"
-            f" ranks; give multiples of {mesh.shard}, such as --workers"
-            f" {mesh.shard},{2 * mesh.shard}, or 1"
-        )
+            # one rank is compared with the others, and stands in no mesh
+            counts = {*self.workers, self.scaling.base} - {1}
+            check_mesh(self.method.mesh, "a task", 0, counts)
 
 
 def curve(profile: Profile, asked: Question, joined: PlanNetwork) -> Curve:
@@ -143,8 +184,7 @@ def predicted(
     as long as the ranks allow; one rank is no mesh.
     """
     if method.mesh is not None:
-        shard = method.mesh.shard if workers > 1 else 1
-        method = replace(method, mesh=Mesh(data=workers // shard, shard=shard))
+        method = replace(method, mesh=over(method.mesh, workers))
     work = work_of(profile, asked.scaling, workers)
     software = (
         profile.message(heard(asked.scaling, workers)) if _takes_software(joined, workers) else 0.0
@@ -272,3 +312,92 @@ def _time(seconds: float) -> str:
     if seconds < 10:
         return f"{1e3 * seconds:.1f} ms"
     return f"{seconds:.4g} s" if seconds < 600 else f"{seconds / 60:.4g} min"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskLayout(RankMemory):
+    """One of them, and what a rank of it holds; activations are whatever else a step needs for a
+    while, too.
+    """
+
+    name: str
+    fits: bool
+    """Into the memory of a rank on a host like this."""
+    step_ms: float
+
+
+def layouts_of(profile: Profile, asked: Question, joined: PlanNetwork) -> list[TaskLayout]:
+    """For the largest number of ranks: those that fit, the quickest first, then the others.
+    Empty for one rank, for a way that was chosen, on this host, where only replicas are
+    measured, and where nobody knows what a step needs.
+    """
+    workers = max(asked.workers)
+    if (
+        workers == 1
+        or profile.peak is None
+        or isinstance(joined.network, OneHost)
+        or asked.method != Parallelism()
+    ):
+        return []
+    room = memory_of_a_rank(asked.scaling.on_host(workers))
+    found = []
+    for name, method, parts, last in (
+        ("replicated", Parallelism(), 1, 1),
+        ("update sharded", Parallelism(update="sharded"), 1, workers),
+        (f"mesh shard={workers}", Parallelism(mesh=Mesh(shard=workers)), workers, workers),
+    ):
+        step = predicted(profile, asked, joined, workers, method).step
+        found.append(_layout(name, profile, parts, last, room, 1e3 * step))
+    return sorted(found, key=lambda each: (not each.fits, each.step_ms))
+
+
+def _layout(
+    name: str, profile: Profile, parts: int, last: int, room: float | None, step_ms: float
+) -> TaskLayout:
+    """`parts`: in how many a parameter and its gradient are cut; `last`: the optimizer's state.
+    Two buckets at a time are whole.
+    """
+    gradients = sum(bucket.elements for bucket in profile.buckets) * profile.width
+    whole = (
+        0 if parts == 1 else 2 * max(bucket.elements for bucket in profile.buckets) * profile.width
+    )
+    assert profile.peak is not None
+    made = TaskLayout(
+        name=name,
+        weights=min(profile.weights, profile.weights / parts + whole),
+        gradients=min(gradients, gradients / parts + whole),
+        optimizer=profile.states / last,
+        activations=max(0.0, profile.peak - profile.weights - gradients - profile.states),
+        fits=True,
+        step_ms=step_ms,
+    )
+    return replace(made, fits=room is None or made.total <= room)
+
+
+def describe_layouts(found: Sequence[TaskLayout], workers: int) -> str:
+    """A line each; nothing where there are none."""
+    if not found:
+        return ""
+    head = [
+        f"a rank of {workers} holds, in MB",
+        "weights",
+        "gradients",
+        "optimizer",
+        "activations",
+        "step",
+        "",
+    ]
+    return f"\n{table(head, map(_layout_cells, found), left=[0, 6])}\n"
+
+
+def _layout_cells(each: TaskLayout) -> list[str]:
+    sizes = [
+        f"{size / 1e6:.2f}"
+        for size in (each.weights, each.gradients, each.optimizer, each.activations)
+    ]
+    return [
+        each.name,
+        *sizes,
+        f"{each.step_ms:.1f} ms",
+        "" if each.fits else "does not fit into the memory of a host like this",
+    ]

@@ -24,7 +24,6 @@ share of the elements, all ranks are alike, and compressing costs nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -38,9 +37,10 @@ from lockstep.collectives.network import Link, Network
 from lockstep.config.knob import knobs
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
-from lockstep.tools.plan.fabrics import TCP, bits_per_second
+from lockstep.tools.plan.networks import TCP, bits_per_second
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import BACKWARD, RankWork
+from lockstep.tools.timing.files import reading
 from lockstep.tools.timing.profile import laid_out
 from lockstep.tools.timing.tables import megabytes, milliseconds, table
 
@@ -79,10 +79,7 @@ def method_of(text: str) -> Parallelism:
         for option, value in zip(words[::2], words[1::2], strict=False)
     }
     if len(words) % 2 or not words or not set(given) <= _NAMES:
-        raise UsageError(
-            f"method {text!r}: write it with the options of `lockstep train`, such as --compress"
-            " bf16, or as a way to sum"
-        )
+        raise UsageError("unknown-method", text=text)
     if given.get("sync_every", "").isdigit():
         given["sync_every"] = int(given["sync_every"])
     return Parallelism(**given)
@@ -99,9 +96,7 @@ def work_of_module(
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     if not trained:
-        raise UsageError(
-            f"{type(model).__name__} has no parameter that is trained: there is no gradient to send"
-        )
+        raise UsageError("not-trained", model=type(model).__name__)
     each = seconds / micro_batches
     return RankWork(
         forward=(1 - BACKWARD) * each,
@@ -151,27 +146,21 @@ def read_measured(file: Path, *, task: str, workers: int, link: Link) -> dict[st
     """By method. Raises UsageError for another file, and where something else was measured than
     is planned.
     """
-    try:
-        found: Any = json.loads(file.read_text(encoding="utf-8"))
+    with reading(file, "--measured", "benchmarks/slow_link.py --json") as found:
         rows = {row["method"]: row for row in found["rows"] if row.get("problem") is None}
         named, count, rate = found["task"], int(found["workers"]), str(found["rate"])
         measured = {
             name: SlowLinkStep(row["counted"], float(row["mean"])) for name, row in rows.items()
         }
-    except OSError as error:
-        raise UsageError(f"--measured {file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(
-            f"--measured {file} is not what benchmarks/slow_link.py writes with --json"
-        ) from None
     bytes_per_s = TCP * (bits_per_second(rate) or 0.0) / 8
     if (named, count) != (task, workers) or abs(
         bytes_per_s - link.bandwidth
     ) > 0.01 * link.bandwidth:
         raise UsageError(
-            f"--measured {file} is of {named} with {count} workers at {rate}, and the plan of"
-            f" {task} with {workers} workers at {link.bandwidth * 8 / TCP / 1e6:g} Mbit/s: plan"
-            " what was measured"
+            "measured-something-else",
+            file=str(file),
+            found=f"{named} with {count} workers at {rate}",
+            planned=f"{task} with {workers} workers at {link.bandwidth * 8 / TCP / 1e6:g} Mbit/s",
         )
     return measured
 

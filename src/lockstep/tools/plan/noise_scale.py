@@ -163,21 +163,15 @@ def noise_scale_of(source: Callable[[], Task], *, steps: int = 40) -> NoiseScale
     """Of a task, over its first steps, which are taken: in one process that talks to nobody.
     Raises UsageError and WorkerFailed.
     """
-    if whole("steps", steps) < 2:
-        raise UsageError(f"steps={steps}: an error can be told from at least 2 steps")
+    whole("steps", steps, least=2)
     task = source()
     if task.global_batch < 2 * task.micro_batch or task.global_batch % task.micro_batch:
         raise UsageError(
-            f"global_batch={task.global_batch} and micro_batch={task.micro_batch}: the noise scale"
-            " compares a step's gradient with those of its micro-batches, so there must be several"
-            " of equal size: lower micro_batch to a divisor of global_batch"
+            "noise-scale-batches", global_batch=task.global_batch, micro_batch=task.micro_batch
         )
     norms = [Norms(*each) for each in launch(_measure, workers=1, args=(source, steps))[0]]
     if len(norms) < 2:
-        raise UsageError(
-            f"the task's {task.epochs} epoch(s) have {len(norms)} full step(s): the noise scale"
-            " needs at least 2; give it more data or epochs"
-        )
+        raise UsageError("noise-scale-steps", epochs=task.epochs, count=len(norms))
     return estimate(norms, micro_batch=task.micro_batch, global_batch=task.global_batch)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from lockstep.config.task import Task
 from lockstep.data.windows import Plan
-from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Profile
@@ -15,7 +14,7 @@ from lockstep.tools.timing.profile import Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanScaling:
-    """How a step is dealt out. Raises UsageError for what cannot be."""
+    """How a step is dealt out."""
 
     base: int
     """The number of ranks that others are compared with: one that is small."""
@@ -27,12 +26,6 @@ class PlanScaling:
     """Ranks that share the cores of one host; None: all of them."""
     loaders: int = 0
     """Loader workers of each rank."""
-
-    def __post_init__(self) -> None:
-        if self.per_host is not None and self.per_host < 1:
-            raise UsageError(f"--ranks-per-host {self.per_host}: a host has at least 1 rank")
-        if self.loaders < 0:
-            raise UsageError(f"--loader-workers {self.loaders}: give 0 or more")
 
     def on_host(self, workers: int) -> int:
         """Ranks that compute on one host at once."""

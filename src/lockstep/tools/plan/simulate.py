@@ -24,12 +24,12 @@ from typing import Literal
 import numpy as np
 
 from lockstep.collectives.network import Network
+from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 from lockstep.tools.plan.carriers import OneHost
-from lockstep.tools.plan.mesh_share import MeshShare, share
-from lockstep.tools.plan.talk import TalkingRanks, talk
-from lockstep.tools.plan.work import RankWork
+from lockstep.tools.plan.communication import TalkingRanks, talk
+from lockstep.tools.plan.work import MeshShare, RankWork, share
 
 Limit = Literal[
     "computation", "optimizer", "network", "stragglers", "loader", "storage", "bubble", "other"
@@ -117,8 +117,7 @@ def simulate(
     """One step of so many ranks, each with that work. Raises UsageError for a mesh of another
     size, and for what is not known of the model.
     """
-    if workers < 1:
-        raise UsageError(f"workers={workers}: give at least 1")
+    knob.whole("workers", workers)
     world = _World(workers, network, method or Parallelism(), assumed or Assumed())
     late = max(1, round(workers / work.in_turns))  # who can be late by themselves
     mean, expected = world.step(work, 0.0), world.step(work, expected_maximum(late))
@@ -194,9 +193,7 @@ class _World:
             return None
         mesh.check_size(self.workers)
         if isinstance(self.network, OneHost):
-            raise UsageError(
-                f"mesh={str(mesh)!r} has not been measured on this host: name a network"
-            )
+            raise UsageError("not-measured-here", name="mesh", value=str(mesh))
         return share(rank, mesh, self.network) if not mesh.only_data else None
 
 

@@ -18,7 +18,7 @@ from lockstep.gradients.layout import Entry, plan
 from lockstep.gradients.reductions import Reduction, reduction
 from lockstep.launcher.launch import launch
 from lockstep.tools.plan.carriers import Cost, OneHost
-from lockstep.tools.plan.connection import PlanNetwork
+from lockstep.tools.plan.networks import PlanNetwork
 from lockstep.tools.timing.hockney import Fit, measured
 from lockstep.tools.timing.in_turns import take_turns
 from lockstep.tools.timing.machine import kind_of_device

@@ -1,14 +1,18 @@
-"""What a rank has to do in a step, as a simulation takes it: measured of a task, or from a table
-of models.
+"""What a rank has to do in a step, as a simulation takes it: measured of a task, or from a table of
+models; and the part of it that a rank of a mesh has, of the layers (pipeline), of every layer
+(tensor), of every parameter (shard).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from lockstep.collectives.network import Network
+from lockstep.config import knob
+from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
+from lockstep.tools.plan.carriers import cost, part
 from lockstep.tools.timing.profile import Leaves
 
 WIDTH = 4  # bytes of an element: float32
@@ -73,18 +77,10 @@ class RankWork:
             "samples",
             "activation",
         ):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}={getattr(self, name)}: give a finite number, 0 or more")
-        if self.micro_batches < 1:
-            raise UsageError(
-                f"micro_batches={self.micro_batches}: a rank has at least one in a step"
-            )
+            knob.number(name, getattr(self, name), least=0)
+        knob.whole("micro_batches", self.micro_batches)
         for bucket in self.buckets:
-            if not 0 <= bucket.ready <= 1:
-                raise UsageError(
-                    f"ready={bucket.ready}: a bucket is complete after a share of the backward, 0"
-                    " to 1"
-                )
+            knob.number("ready", bucket.ready, least=0, most=1)
 
     @property
     def elements(self) -> int:
@@ -99,3 +95,90 @@ class RankWork:
     def computation(self) -> float:
         """Seconds of forwards and backwards in a step."""
         return self.micro_batches * (self.forward + self.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShare:
+    """Of one rank. The gradients left are summed over `data` ranks, and where `shard` is above
+    1, scattered over those before.
+    """
+
+    work: RankWork
+    data: Network
+    """Between the ranks that hold the same part."""
+    shard: Network
+    idle: float = 0.0
+    """Seconds a step that a stage of a pipeline has nothing to do."""
+    exposed: float = 0.0
+    """Seconds a step that activations are under way, while nobody can compute."""
+    sent: float = 0.0
+    """Bytes of activations that a rank sends in a step."""
+
+
+def check_mesh(mesh: Mesh, what: str, layers: int, counts: Iterable[int] = ()) -> None:
+    """Raise a UsageError for axes that the equal layers of a model, or the numbers of ranks, do
+    not allow.
+    """
+    if mesh.pipeline * mesh.tensor > 1 and not layers:
+        raise UsageError("mesh-not-planned", mesh=str(mesh), what=what)
+    if mesh.pipeline > max(1, layers):
+        raise UsageError("mesh-too-many-stages", mesh=str(mesh), what=what, layers=layers)
+    others = mesh.size // mesh.data
+    if wrong := sorted(count for count in counts if count % others):
+        raise UsageError(
+            "mesh-workers", mesh=str(mesh), workers=wrong, others=others, twice=2 * others
+        )
+
+
+def over(mesh: Mesh, workers: int) -> Mesh:
+    """The mesh of so many ranks, with as many replicas as there is room for; one rank is no
+    mesh.
+    """
+    others = mesh.size // mesh.data
+    return replace(mesh, data=workers // others) if workers > 1 else Mesh()
+
+
+def share(work: RankWork, mesh: Mesh, network: Network) -> MeshShare:
+    """Of a rank of the mesh; its micro-batches are those of its replica, which `work` says. Raises
+    UsageError where the model's layers are not known.
+
+    A pipeline runs as 1F1B or GPipe do: p - 1 of m + p - 1 turns are idle, and its gradients leave
+    when all is over. A tensor axis sums activations twice in a layer's forward and twice in its
+    backward (Shoeybi and others, Megatron-LM, 2019), and nothing is hidden behind these.
+    """
+    inner = mesh.pipeline * mesh.tensor
+    # a rank updates what it keeps
+    work = replace(work, optimizer=work.optimizer / (inner * mesh.shard))
+    data, shard = part(network, mesh.data, mesh.shard * inner), part(network, mesh.shard, inner)
+    if inner == 1:
+        return MeshShare(work, data, shard)
+    check_mesh(mesh, "this model", work.layers)
+    layers = work.layers / mesh.pipeline
+    summed = cost(part(network, mesh.tensor, 1), "all_reduce", "ring", mesh.tensor)
+    turns = work.micro_batches * 4 * layers
+    hop = part(network, mesh.pipeline, mesh.tensor)
+    far = mesh.pipeline * mesh.tensor > network.ranks_per_node
+    link = hop.between if far else hop.within
+    hops = 2 * (mesh.pipeline - 1)
+    buckets = tuple(
+        replace(
+            each,
+            elements=-(-each.elements // inner),
+            tensors=(),
+            ready=1.0 if mesh.pipeline > 1 else each.ready,
+        )
+        for each in work.buckets
+    )
+    mine = replace(
+        work, forward=work.forward / inner, backward=work.backward / inner, buckets=buckets
+    )
+    return MeshShare(
+        mine,
+        data,
+        shard,
+        idle=(mesh.pipeline - 1) * (mine.forward + mine.backward),
+        exposed=turns * summed.seconds(work.activation)
+        + hops * (link.latency + work.activation / link.bandwidth),
+        sent=turns * summed.sends * work.activation
+        + (2 * work.micro_batches * work.activation if mesh.pipeline > 1 else 0.0),
+    )

@@ -59,23 +59,22 @@ def before_and_after(
 
 def _check(kind: Kind, rows: Sequence[Sequence[float]], algorithm: str | None, root: int) -> None:
     world = len(rows)
-    a = f"{'an' if kind.startswith('a') else 'a'} {_dashed(kind)}"
     if not 0 <= root < world:
-        raise UsageError(f"root={root} is not one of the {world} ranks: they are 0 to {world - 1}")
+        raise UsageError("root-not-a-rank", root=root, ranks=world, last=world - 1)
     if kind in (*REDUCING, "broadcast") and len({len(row) for row in rows}) > 1:
-        lengths = ", ".join(str(len(row)) for row in rows)
-        raise UsageError(f"rows of {lengths} numbers: in {a} all ranks have equally many")
+        raise UsageError(
+            "rows-not-equal", lengths=[len(row) for row in rows], collective=_dashed(kind)
+        )
     known = [each for each in algorithms_of(kind) if each != "hierarchical"]
     if algorithm is not None and algorithm not in known:
         raise UsageError(
-            f"{_dashed(algorithm)!r} is no algorithm of {a}: choose one of"
-            f" {', '.join(map(_dashed, known))}"
+            "unknown-choice",
+            name="algorithm",
+            value=_dashed(algorithm),
+            choices=[*map(_dashed, known)],
         )
     if kind == "all_to_all" and any(len(row) != world for row in rows):
-        raise UsageError(
-            f"in an all-to-all every rank has one number for each of the {world} ranks: {world}"
-            f" rows of {world}"
-        )
+        raise UsageError("one-number-per-rank", ranks=world)
 
 
 def _run(

@@ -52,10 +52,7 @@ def places(mesh: Mesh, nodes: int, layers: Sequence[Sequence[str]] | None = None
     stage. Raises UsageError.
     """
     if nodes < 1 or mesh.size % nodes:
-        raise UsageError(
-            f"--nodes {nodes}: {mesh.size} ranks (mesh {mesh}) cannot stand on {nodes} nodes,"
-            " equally many on each: choose a divisor"
-        )
+        raise UsageError("nodes-not-even", nodes=nodes, ranks=mesh.size, mesh=str(mesh))
     each = mesh.size // nodes
     return [
         MeshRank(
@@ -133,9 +130,7 @@ def drawing(mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None =
     stage. Raises UsageError for too many ranks.
     """
     if mesh.size > DRAWN:
-        raise UsageError(
-            f"{mesh.size} ranks do not fit in a drawing: up to {DRAWN} do; the text form shows more"
-        )
+        raise UsageError("drawing-too-large", what=f"{mesh.size} ranks", most=DRAWN)
     return _Picture(mesh, nodes, places(mesh, nodes, layers)).sheet
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from lockstep.config import knob
 from lockstep.config.pipeline_schedules import PipelineSchedule, StageWork
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
@@ -94,11 +95,7 @@ def chart(
     """The chart of a step. Raises UsageError for numbers that the schedule cannot run, or a
     backward that takes no time.
     """
-    if not 0 < backward < 1000:
-        raise UsageError(
-            f"backward={backward}: how many forwards a backward takes; give a number above 0, such"
-            " as 2"
-        )
+    knob.number("backward", backward, above=0, below=1000, unit="forwards")
     length = Fraction(backward).limit_denominator(100)
     orders = schedule.order(ranks, micro_batches)
     return Chart(schedule, micro_batches, length, placed(orders, schedule.count(ranks), length))
@@ -223,9 +220,9 @@ def drawing(found: Chart) -> Drawing:
     unit = min(_UNIT, _WIDEST / float(found.length))
     if unit < _NARROWEST or found.ranks > _RANKS:
         raise UsageError(
-            f"{found.ranks} ranks and {found.micro_batches} micro-batches do not fit in a drawing:"
-            f" up to {_RANKS} ranks and {_WIDEST // _NARROWEST} forwards' time do, and this takes"
-            f" {float(found.length):g}; the text form shows more"
+            "drawing-too-large",
+            what=f"{found.ranks} ranks and {float(found.length):g} forwards' time",
+            most=f"{_RANKS} ranks and {_WIDEST // _NARROWEST} forwards' time",
         )
     long = float(found.length) * unit
     sheet = Drawing(max(_LEFT + long + 20, 640), _TOP + found.ranks * (_ROW + _GAP) + 40)

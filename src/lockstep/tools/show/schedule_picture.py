@@ -159,8 +159,9 @@ def drawing(schedule: Schedule) -> Drawing:
     """Raises UsageError for more ranks than fit on a page."""
     if schedule.world > SHOWN or schedule.cells > SHOWN:
         raise UsageError(
-            f"{schedule.world} ranks with {schedule.cells} cells each do not fit in a drawing: up"
-            f" to {SHOWN} do; the text form shows more"
+            "drawing-too-large",
+            what=f"{schedule.world} ranks with {schedule.cells} cells each",
+            most=SHOWN,
         )
     return _Picture(schedule).sheet
 

@@ -52,6 +52,21 @@ def write_json(file: Path | None, what: object, option: str = "--json") -> None:
         raise _refusal(file, option, error) from error
 
 
+@contextmanager
+def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
+    """What a JSON file holds, for a block that looks into it. Raises UsageError where it cannot be
+    read, and where the block finds something else than `writer` writes.
+    """
+    try:
+        yield json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            "cannot-read", option=option, file=str(file), reason=error.strerror or str(error)
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError("wrong-file", option=option, file=str(file), writer=writer) from None
+
+
 def pyplot() -> Any:
     """matplotlib's, drawing into files only. Raises UsageError where it is not installed."""
     try:

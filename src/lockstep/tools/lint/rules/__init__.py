@@ -6,27 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lockstep.tools.lint.rules import (
-    accumulation,
-    clip,
-    data,
-    gradients,
-    process_start,
-    rank_conditional,
-    set_epoch,
-    through_module,
-)
+from lockstep.tools.lint.rules import accumulation, data, gradients, process_start
+from lockstep.tools.lint.rules.rank_conditional import rank_conditional_collective
 from lockstep.tools.lint.script import Problem, Script
 
 RULES: dict[str, Callable[[Script], Iterator[Problem]]] = {
     "no-sync-modulo": accumulation.no_sync_modulo,
     "no-sync-tail": accumulation.no_sync_tail,
     "accumulation-tail": accumulation.accumulation_tail,
-    "forward-through-module": through_module.forward_through_module,
-    "forgotten-set-epoch": set_epoch.forgotten_set_epoch,
-    "rank-conditional-collective": rank_conditional.rank_conditional_collective,
+    "forward-through-module": gradients.forward_through_module,
+    "forgotten-set-epoch": data.forgotten_set_epoch,
+    "rank-conditional-collective": rank_conditional_collective,
     "gradient-conditional-collective": gradients.gradient_conditional_collective,
-    "clip-inside-no-sync": clip.clip_inside_no_sync,
+    "clip-inside-no-sync": gradients.clip_inside_no_sync,
     "sum-loss": gradients.sum_loss,
     "unseeded-data": data.unseeded_data,
     "blocking-copy": data.blocking_copy,

@@ -52,28 +52,26 @@ class _Window:
         return None if self.start is None else self.modulo.residue - self.start
 
     @property
-    def uneven(self) -> str:
-        return f"if the number of batches is no multiple of {self.modulo.size}"
-
-    @property
-    def end(self) -> str:
-        """The test that is right."""
-        counter, shift = self.modulo.counter, 1 - (self.start or 0)
+    def right(self) -> dict[str, str]:
+        """The window's size and the test that is right, for a sentence."""
+        size, counter, shift = self.modulo.size, self.modulo.counter, 1 - (self.start or 0)
         shifted = f"({counter} + {shift})" if shift > 0 else counter
-        return f"when {shifted} % {self.modulo.size} == 0 or it is the loader's last batch"
+        return {
+            "size": size,
+            "end": f"when {shifted} % {size} == 0 or it is the loader's last batch",
+        }
 
 
 def no_sync_modulo(script: Script) -> Iterator[Problem]:
     for window in _held_back(script):
-        if message := _wrong_place(script, window):
-            yield Problem(window.node, message, f"exchange, and step, {window.end}")
+        if wrong := _wrong_place(script, window):
+            yield Problem(window.node, window.right | {"wrong": wrong})
 
 
 def no_sync_tail(script: Script) -> Iterator[Problem]:
     for window in _held_back(script):
         if not _wrong_place(script, window) and _loses_its_tail(script, window):
-            message = f"{window.uneven}, the short last window is never exchanged"
-            yield Problem(window.node, message, f"exchange, and step, {window.end}")
+            yield Problem(window.node, window.right)
 
 
 def accumulation_tail(script: Script) -> Iterator[Problem]:
@@ -82,8 +80,7 @@ def accumulation_tail(script: Script) -> Iterator[Problem]:
             continue
         held = {last_name(node) for node in script.within(window.loop, cst.Attribute)}
         if script.calls(window.loop, "backward") and not held & {*BLOCKS, _FLAG}:
-            message = f"{window.uneven}, an epoch's last micro-batches are lost or leak"
-            yield Problem(window.node, message, f"step {window.end}")
+            yield Problem(window.node, window.right)
 
 
 def _held_back(script: Script) -> Iterator[_Window]:

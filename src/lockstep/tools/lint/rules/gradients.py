@@ -1,4 +1,6 @@
-"""Gradients that only some ranks reduce, and losses whose scale depends on the number of ranks."""
+"""Gradients that only some ranks reduce, that are clipped before they are complete, that go past the
+wrapper; and losses whose scale depends on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,21 @@ from collections.abc import Iterator
 import libcst as cst
 
 from lockstep.tools.lint.conditions import Test, all_of, conditions
-from lockstep.tools.lint.distributed import collective
-from lockstep.tools.lint.script import Problem, Script, dotted, last_name
+from lockstep.tools.lint.distributed import collective, is_torch_wrapper, without_gradients
+from lockstep.tools.lint.rules.accumulation import BLOCKS
+from lockstep.tools.lint.script import Problem, Script, argument, dotted, last_name
+
+_CLIPS = re.compile(r"clip_grad_norm_?|clip_grad_value_?|clip_gradients|clip_grads_with_norm_")
+_BY_HAND = re.compile(r"reduce|average|sync_grad", re.IGNORECASE)
+_REDUCES = re.compile(r"reduce|average|sync(?!hronize$)(?<!no_sync)", re.IGNORECASE)
+_OF_GRADIENTS = re.compile(r"(reduce|average|sync|mean)\w*grad|requires_grad|toggle", re.IGNORECASE)
 
 
 def gradient_conditional_collective(script: Script) -> Iterator[Problem]:
     for call in script.all(cst.Call):
         what = collective(script, call)
         if what and any(_has_gradient(script, test) for test in _tests(script, call)):
-            wrong = (
-                f"{what}() is skipped where this rank has no gradient, while another may have one"
-            )
-            advice = "set a missing gradient to torch.zeros_like(p), and reduce every parameter"
-            yield Problem(call, f"{wrong}: they hang or pair different parameters", advice)
+            yield Problem(call, {"what": what})
 
 
 def _tests(script: Script, call: cst.Call) -> Iterator[Test]:
@@ -52,8 +56,109 @@ def sum_loss(script: Script) -> Iterator[Problem]:
                 continue
         sums = isinstance(value, cst.Call) and last_name(value) == "sum" and not value.args
         if value is not None and sums and script.calls(script.scope(call), "step"):
-            wrong = (
-                "ranks average gradients, so the scale of this sum depends on the batch of one rank"
-            )
-            advice = "use .mean(), or divide by the number of samples in the global batch"
-            yield Problem(value, wrong, advice)
+            yield Problem(value, {})
+
+
+def clip_inside_no_sync(script: Script) -> Iterator[Problem]:
+    for call in script.all(cst.Call):
+        name = last_name(call)
+        if not _CLIPS.fullmatch(name):
+            continue
+        blocks = [above for above, _ in script.ancestors(call) if isinstance(above, cst.With)]
+        if any(_holds_for(script, block, call) for block in blocks):
+            yield Problem(call, {"name": name, "where": "inside no_sync()"})
+        elif _reduced_later(script, call):
+            yield Problem(call, {"name": name, "where": "before the gradients are reduced"})
+
+
+def _holds_for(script: Script, block: cst.With, call: cst.Call) -> bool:
+    """Does the block hold gradients back whenever it clips?"""
+    held = [item.item for item in block.items if _holds_back(script, item.item)]
+    before = [each for each in script.calls(block) if script.before(each, call)]
+    reduced = any(_BY_HAND.search(last_name(each)) for each in before)
+    always = all(last_name(each) == "no_sync" for each in held)
+    tested = any(script.inside(test.expression, block) for test in conditions(script, call))
+    return bool(held) and not reduced and (always or not tested)
+
+
+def _holds_back(script: Script, expression: cst.BaseExpression) -> bool:
+    """`model.no_sync()`, also as one branch of a conditional, or a name that is bound to such a
+    thing.
+    """
+    named = expression.func if isinstance(expression, cst.Call) else expression
+    bound = script.lookup(named.value, named) if isinstance(named, cst.Name) else []
+    for value in (expression, *(each.value for each in bound if each.value is not None)):
+        for node in script.within(value, cst.Attribute):
+            call = script.parents[node]
+            off = isinstance(call, cst.Call) and script.text(argument(call, "enabled")) == "False"
+            if node.attr.value in BLOCKS and not off:
+                return True
+    return False
+
+
+def _reduced_later(script: Script, clip: cst.Call) -> bool:
+    """Does a reduction by hand follow in the same turn of the loop, after a backward?"""
+    choices = {test.expression: test.value for test in conditions(script, clip)}
+    for loop in script.loops(clip)[:1]:
+        if not any(script.before(each, clip) for each in script.calls(loop, "backward")):
+            return False
+        for call in script.calls(loop):
+            tests = conditions(script, call)
+            apart = any(choices.get(each.expression, each.value) != each.value for each in tests)
+            if script.before(clip, call) and not apart and _reduces(script, call):
+                return True
+    return False
+
+
+def _reduces(script: Script, call: cst.Call) -> bool:
+    """`all_reduce(p.grad)`, or a function of this file that does it."""
+    if collective(script, call).endswith(".all_reduce"):
+        return dotted(argument(call, "tensor", 0)).endswith((".grad", ".grad.data"))
+    function = script.called(call)
+    inner = script.calls(function, "all_reduce") if function is not None else []
+    return any(_reduces(script, each) for each in inner)
+
+
+def forward_through_module(script: Script) -> Iterator[Problem]:
+    for call in script.all(cst.Call):
+        module = call.func
+        if isinstance(module, cst.Attribute) and last_name(module) == "forward":
+            module = module.value
+        if not isinstance(module, cst.Attribute) or last_name(module) != "module":
+            continue
+        wrapper = module.value
+        name = dotted(wrapper)
+        if is_torch_wrapper(script, wrapper, call) and _trains(script, call, name):
+            yield Problem(call.func, {"name": name}, wrapper)
+
+
+def _trains(script: Script, node: cst.Call, name: str) -> bool:
+    """Does a backward follow from it? Not without gradients, in eval mode, or detached; nor if
+    the script reduces itself.
+    """
+    around = script.calls(script.scope(node))
+    if without_gradients(script, node) or last_name(script.parents[node]) == "detach":
+        return False
+    if not any(last_name(call) == "backward" for call in around):
+        return False
+    for call in around:
+        # a forward of the wrapper prepares the reduction, or the gradients are another model's
+        forward = is_torch_wrapper(script, call.func, call) and not without_gradients(script, call)
+        if forward or _by_hand(script, call, name):
+            return False
+    modes = re.compile(rf"{re.escape(name)}(\.module)?\.(train|eval)")
+    before = [dotted(call.func) for call in around if script.before(call, node)]
+    modes_before = [each for each in before if modes.fullmatch(each)]
+    return not modes_before or modes_before[-1].endswith("train")
+
+
+def _by_hand(script: Script, call: cst.Call, name: str) -> bool:
+    """Gradients that the script reduces, or switches off, itself: by the call's name, what it is
+    given, or a `.grad` nearby.
+    """
+    if not _REDUCES.search(last_name(call)):
+        return _OF_GRADIENTS.search(last_name(call)) is not None
+    given = [script.text(arg.value) for arg in call.args]
+    attributes = script.within(script.scope(call), cst.Attribute)
+    nearby = any(node.attr.value == "grad" for node in attributes)
+    return nearby or name in given or any("param" in each for each in given)

@@ -23,23 +23,15 @@ _URL = re.compile(r"['\"]tcp://[^{}]*:([1-9]\d*)['\"]")
 def seed_plus_rank(script: Script) -> Iterator[Problem]:
     if any(_SENDS_WEIGHTS.fullmatch(last_name(call)) for call in script.all(cst.Call)):
         return
-    advice = (
-        "use one seed until the model is built, and an own torch.Generator for what must differ"
-    )
     for call in script.all(cst.Call):
         seed = argument(call, "seed", 0) if _SEEDS.fullmatch(script.name(call.func)) else None
         match seed:
             case cst.BinaryOperation(left, cst.Add(), right):
                 if is_rank(script, left) or is_rank(script, right):
-                    wrong = (
-                        f"with {script.text(seed)} a model starts from other weights on each rank"
-                    )
-                    yield Problem(call, wrong, advice)
+                    yield Problem(call, {"seed": script.text(seed)})
 
 
 def fixed_port(script: Script) -> Iterator[Problem]:
-    harm = "a second run on this host fails or joins the first"
-    advice = "let the launcher choose the port (lockstep run, torchrun)"
     for node, value in _set_variables(script, "MASTER_PORT"):
         port = script.text(value)
         guards = [script.text(test.expression) for test in conditions(script, node)]
@@ -50,16 +42,15 @@ def fixed_port(script: Script) -> Iterator[Problem]:
         ):
             continue
         fix = cst.Expr(cst.parse_expression(f'os.environ.setdefault("MASTER_PORT", {port})'))
-        yield Problem(node, f"MASTER_PORT is always {port}: {harm}", advice, fix)
+        yield Problem(node, {"what": "MASTER_PORT", "port": port}, fix)
     for call in script.all(cst.Call):
         if url := _URL.fullmatch(script.text(argument(call, "init_method", 1))):
-            yield Problem(call, f"the port of init_method is always {url[1]}: {harm}", advice)
+            yield Problem(call, {"what": "the port of init_method", "port": url[1]})
 
 
 def nccl_timeout(script: Script) -> Iterator[Problem]:
     for node, value in _set_variables(script, "NCCL_TIMEOUT"):
-        wrong = f"neither NCCL nor torch reads NCCL_TIMEOUT, so {script.text(value)} has no effect"
-        yield Problem(node, wrong, "use init_process_group(timeout=timedelta(...))")
+        yield Problem(node, {"value": script.text(value)})
 
 
 def _set_variables(script: Script, name: str) -> Iterator[tuple[cst.CSTNode, Value]]:
@@ -81,9 +72,8 @@ def device_from_rank(script: Script) -> Iterator[Problem]:
             continue
         bound = [script.text(each.value) for each in script.lookup(dotted(device), device)]
         if not re.search(r"local|%", " ".join(bound), re.IGNORECASE):
-            wrong = f"{rank} counts the ranks of all nodes: on a second node no GPU has that number"
             fix = cst.Name("local_rank") if script.lookup("local_rank", device) else None
-            yield Problem(device, wrong, "use the local rank (LOCAL_RANK)", fix)
+            yield Problem(device, {"rank": rank}, fix)
 
 
 def _devices(script: Script) -> Iterator[Value]:

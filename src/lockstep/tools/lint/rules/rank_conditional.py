@@ -43,10 +43,7 @@ def rank_conditional_collective(script: Script) -> Iterator[Problem]:
             continue
         number = part.side.number
         ranks = f"rank {number}" if part.side.inside else f"the ranks other than {number}"
-        wrong = f"only {ranks} would reach {part.what}, in which every rank has to take part"
-        harm = "the program hangs or pairs it with another"
-        advice = "call it on all ranks, and keep only printing and saving under the condition"
-        yield Problem(part.call, f"{wrong}: {harm}", advice)
+        yield Problem(part.call, {"ranks": ranks, "what": part.what})
 
 
 def _parts(script: Script) -> Iterator[_Part]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import UsageError
-from lockstep.tools.plan.models.model_layers import Family
+from lockstep.tools.plan.model_table import Family
 
 # Bytes of memory that a data sheet's gigabytes are.
 _GB = 2**30
@@ -136,5 +136,5 @@ DEVICES = {
 def device_named(name: str) -> Device:
     """Raises UsageError for one that is not in the table."""
     if name.lower() not in DEVICES:
-        raise UsageError(f"--device {name} is unknown: choose one of {', '.join(DEVICES)}")
+        raise UsageError("unknown-choice", name="device", value=name, choices=list(DEVICES))
     return DEVICES[name.lower()]

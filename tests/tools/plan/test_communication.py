@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.plan.overlap import GatheredLayers, QueuedBucket, replicated, sharded
+from lockstep.tools.plan.communication import GatheredLayers, QueuedBucket, replicated, sharded
 
 
 @pytest.mark.parametrize(

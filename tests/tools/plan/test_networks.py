@@ -1,4 +1,4 @@
-"""Networks as a plan is told them: by name, with nodes of several ranks, fitted to a file."""
+"""Networks by name, by latency and rate, from a file of measurements, and what is no network."""
 
 from __future__ import annotations
 
@@ -9,10 +9,28 @@ from typing import Any
 
 import pytest
 
-from lockstep.collectives.network import Network
+from lockstep.collectives.network import Link, Network
 from lockstep.errors import UsageError
-from lockstep.tools.plan.connection import connection
-from lockstep.tools.plan.fabrics import link_named
+from lockstep.tools.plan.networks import CHOICES, TCP, bits_per_second, connection, link_named
+from tests.refused import refused
+
+
+def test_names_and_numbers() -> None:
+    assert link_named("100mbit").bandwidth == TCP * 12.5e6
+    assert link_named("25GbE").bandwidth == TCP * 3.125e9
+    assert link_named("free") == Link(0.0, math.inf)
+    assert link_named("500,50Mbit") == Link(500e-6, TCP * 6.25e6)
+    assert link_named("0,2.5Gbit") == Link(0.0, TCP * 312.5e6)
+    assert bits_per_second("100mbit") == 100e6
+    assert bits_per_second("fast") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "modem", "50Mbit", "50,", "-1,1Gbit", "nan,1Gbit", "x,1Gbit", "5,0Mbit", "5,10"]
+)
+def test_what_is_no_network_is_refused(text: str) -> None:
+    with refused("unknown-choice", name="network", value=text, choices=CHOICES):
+        link_named(text)
 
 
 def test_a_name_is_what_leaves_a_node() -> None:
@@ -83,31 +101,36 @@ def test_without_the_backend_our_own_schedules_will_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "code"),
     [
-        (3, "is not what `lockstep bench collectives --json` writes"),
-        ({"rows": [{"collective": "all_reduce"}]}, "is not what"),
-        ({"rows": []}, "has no all-reduce of more than one rank"),
-        ({"rows": rows(workers=1)}, "has no all-reduce of more than one rank"),
-        ({"rows": rows(algorithm="auto")}, "has no all-reduce"),
+        (3, "wrong-file"),
+        ({"rows": [{"collective": "all_reduce"}]}, "wrong-file"),
+        ({"rows": []}, "no-all-reduce-measured"),
+        ({"rows": rows(workers=1)}, "no-all-reduce-measured"),
+        ({"rows": rows(algorithm="auto")}, "no-all-reduce-measured"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, what: object, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        connection(written(tmp_path, what))
+def test_other_files_are_refused(tmp_path: Path, what: object, code: str) -> None:
+    file = written(tmp_path, what)
+    with refused(code, file=file):
+        connection(file)
+
+
+def test_words_of_a_file_of_another_command(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a file that lockstep bench collectives --json"):
+        connection(written(tmp_path, 3))
 
 
 @pytest.mark.parametrize(
-    ("text", "per_node", "message"),
+    ("text", "code", "values"),
     [
-        ("modem", 1, "--network modem is unknown: choose one of here, NVLink"),
-        ("nowhere.json", 1, "--network nowhere.json cannot be read: No such file"),
-        ("1Gbit", 0, "--nodes-of 0: a node has at least 1 rank"),
+        ("modem", "unknown-choice", {"name": "network", "value": "modem", "choices": CHOICES}),
+        ("nowhere.json", "cannot-read", {"option": "--network", "file": "nowhere.json"}),
     ],
 )
-def test_what_is_no_network(text: str, per_node: int, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        connection(text, per_node)
+def test_what_is_no_network(text: str, code: str, values: dict[str, str]) -> None:
+    with refused(code, **values):
+        connection(text)
 
 
 def test_words() -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.errors import UsageError
-from lockstep.tools.plan.fabrics import nvlink, pcie
-from lockstep.tools.plan.models.device_table import DEVICES
-from lockstep.tools.plan.models.fits import layouts, name_of
-from lockstep.tools.plan.models.from_table import work_of_model
-from lockstep.tools.plan.models.known import MODELS
-from lockstep.tools.plan.models.model_plan import plan_model
+from lockstep.tools.plan.device_table import DEVICES
+from lockstep.tools.plan.model_memory import layouts, name_of
+from lockstep.tools.plan.model_plan import plan_model, work_of_model
+from lockstep.tools.plan.model_table import MODELS
+from lockstep.tools.plan.networks import nvlink, pcie
+from tests.refused import refused
 
 P100, A100 = DEVICES["p100"], DEVICES["a100-80g"]
 SLOW, QUICK = pcie(4, gbit=25), nvlink(8, gigabytes=300, gbit=1600)
@@ -114,40 +114,17 @@ def test_recomputing_is_the_last_resort_and_costs_a_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "batch", "said"),
+    ("model", "mesh", "workers", "code", "values"),
     [
-        ([], 1, "--workers nothing"),
-        ([0, 2], 1, "--workers 0,2"),
-        ([2], 0, "--batch 0: give the samples"),
-    ],
-)
-def test_questions_without_an_answer(workers: list[int], batch: int, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        plan_model(MODELS["resnet50"], P100, workers, SLOW, batch=batch)
-
-
-@pytest.mark.parametrize(
-    ("model", "mesh", "workers", "said"),
-    [
-        (
-            "vgg16",
-            Mesh(pipeline=2),
-            [4],
-            "--mesh pipeline=2 with --model vgg16: it has no equal blocks",
-        ),
-        ("gpt2-xl", Mesh(pipeline=64), [64], "it has 48 blocks"),
-        (
-            "gpt2-xl",
-            Mesh(tensor=2),
-            [4, 3],
-            "with --workers 3: shard, pipeline and tensor take 2 devices",
-        ),
+        ("vgg16", Mesh(pipeline=2), [4], "mesh-not-planned", {"what": "vgg16"}),
+        ("gpt2-xl", Mesh(pipeline=64), [64], "mesh-too-many-stages", {"layers": 48}),
+        ("gpt2-xl", Mesh(tensor=2), [4, 3], "mesh-workers", {"workers": [3], "others": 2}),
     ],
 )
 def test_meshes_that_do_not_go_with_the_model(
-    model: str, mesh: Mesh, workers: list[int], said: str
+    model: str, mesh: Mesh, workers: list[int], code: str, values: dict[str, Any]
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with refused(code, mesh=str(mesh), **values):
         plan_model(MODELS[model], A100, workers, QUICK, method=Parallelism(mesh=mesh))
 
 

@@ -15,9 +15,9 @@ from typing import Any
 from lockstep.collectives.network import Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.errors import UsageError
-from lockstep.tools.plan.models.device_table import Device
-from lockstep.tools.plan.models.fits import (
+from lockstep.gradients.layout import BUCKET
+from lockstep.tools.plan.device_table import Device
+from lockstep.tools.plan.model_memory import (
     RESERVED,
     Least,
     RankMemory,
@@ -28,10 +28,61 @@ from lockstep.tools.plan.models.fits import (
     name_of,
     too_large,
 )
-from lockstep.tools.plan.models.from_table import work_of_model
-from lockstep.tools.plan.models.model_layers import Model
+from lockstep.tools.plan.model_table import Model
+from lockstep.tools.plan.networks import DEVICE_SPREAD
 from lockstep.tools.plan.simulate import Assumed, Predicted, simulate
+from lockstep.tools.plan.work import WIDTH, RankWork, check_mesh, over
+from lockstep.tools.timing.profile import Leaves
 from lockstep.tools.timing.tables import percent, table
+
+BACKWARD = 2.0  # forwards: one product for the gradient of the inputs, one for that of the weights
+
+
+def work_of_model(
+    model: Model,
+    device: Device,
+    *,
+    batch: int,
+    micro_batches: int = 1,
+    sharded: bool = False,
+    recompute: bool = False,
+) -> RankWork:
+    """`batch`: samples of a micro-batch. `sharded`: layers travel one by one, not in buckets.
+    `recompute`: the backward runs the forward again.
+    """
+    forward = batch * model.flops / device.achieved[model.family]
+    return RankWork(
+        forward=forward,
+        backward=(BACKWARD + recompute) * forward,
+        micro_batches=micro_batches,
+        spread=DEVICE_SPREAD,
+        buckets=tuple(_leaves(model, least=1 if sharded else BUCKET // WIDTH)),
+        width=_sharded_width(device) if sharded else WIDTH,
+        samples=batch * micro_batches,
+        layers=model.blocks,
+        activation=batch * model.tokens * model.width * (2 if device.mixed else 4),
+    )
+
+
+def _sharded_width(device: Device) -> float:
+    """Bytes of an element, on the mean of its three ways: under mixed precision parameters are
+    gathered twice in 16 bits, gradients scattered in 32.
+    """
+    return (2 + 2 + 4) / 3 if device.mixed else WIDTH
+
+
+def _leaves(model: Model, least: int) -> Iterator[Leaves]:
+    """Layers in the order of the backward, as many together as have `least` elements; ready when
+    the last of them is computed.
+    """
+    done, elements = 0.0, 0
+    for place, layer in enumerate(reversed(model.layers), 1):
+        done += layer.flops
+        elements += layer.parameters
+        if elements >= least or (elements and place == len(model.layers)):
+            yield Leaves(ready=min(1.0, done / model.flops), elements=elements)
+            elements = 0
+
 
 # NCCL has a ring, and since 2.4 a double binary tree of nearly a ring's bandwidth and of
 # logarithmic latency (Jeaugey, 2019), for which halving and doubling stands here: 2 log2 W
@@ -211,12 +262,7 @@ class _Setup:
         elif method.mesh is None:
             methods = [method]
         else:  # with a data axis as long as the devices allow
-            methods = [
-                replace(
-                    method,
-                    mesh=replace(method.mesh, data=workers * method.mesh.data // method.mesh.size),
-                )
-            ]
+            methods = [replace(method, mesh=over(method.mesh, workers))]
         found = [each for one in methods if (each := self.planned(workers, one))]
         return tuple(sorted(found, key=lambda each: each.predicted.step))
 
@@ -270,40 +316,12 @@ def plan_model(
     only. Raises UsageError.
     """
     counts = sorted(set(workers))
-    if not counts or counts[0] < 1:
-        raise UsageError(
-            f"--workers {','.join(map(str, counts)) or 'nothing'}: give one or more numbers of"
-            " devices, each at least 1"
-        )
     size = model.batch if batch is None else batch
-    if size < 1:
-        raise UsageError(f"--batch {size}: give the samples of a device in a step, at least 1")
     if method is not None and method.mesh is not None:
-        _check_mesh(model, method.mesh, counts)
+        check_mesh(method.mesh, model.name, model.blocks, counts)
     setup = _Setup(model=model, device=device, network=network, batch=size, assumed=assumed)
     rows = tuple((count, setup.ranked(count, method)) for count in counts)
     return ModelPlan(model=model, device=device, batch=size, rows=rows)
-
-
-def _check_mesh(model: Model, mesh: Mesh, counts: Sequence[int]) -> None:
-    """Raises UsageError for axes that the model or the numbers of devices do not allow."""
-    others = mesh.size // mesh.data
-    for count in counts:
-        if count % others:
-            raise UsageError(
-                f"--mesh {mesh} with --workers {count}: shard, pipeline and tensor take {others}"
-                " devices; give a multiple of them"
-            )
-    if mesh.pipeline * mesh.tensor > 1 and not model.blocks:
-        raise UsageError(
-            f"--mesh {mesh} with --model {model.name}: it has no equal blocks to cut or to split;"
-            " use data and shard"
-        )
-    if mesh.pipeline > max(1, model.blocks):
-        raise UsageError(
-            f"--mesh {mesh} with --model {model.name}: it has {model.blocks} blocks, and so many"
-            " stages at most"
-        )
 
 
 def _json(workers: int, found: Sequence[Planned]) -> dict[str, Any]:

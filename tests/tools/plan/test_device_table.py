@@ -6,11 +6,9 @@ import statistics
 
 import pytest
 
-from lockstep.errors import UsageError
-from lockstep.tools.plan.models.convolutional import resnet
-from lockstep.tools.plan.models.device_table import DEVICES, device_named
-from lockstep.tools.plan.models.known import MODELS
-from lockstep.tools.plan.models.model_layers import Family
+from lockstep.tools.plan.device_table import DEVICES, device_named
+from lockstep.tools.plan.model_table import MODELS, Family, resnet
+from tests.refused import refused
 
 FLOPS = {name: model.flops for name, model in MODELS.items()} | {
     "resnet152": sum(layer.flops for layer in resnet((3, 8, 36, 3)))
@@ -42,8 +40,6 @@ def test_only_fast_convolutions_beat_the_peak() -> None:
 
 
 def test_an_unknown_device_lists_the_known() -> None:
-    with pytest.raises(
-        UsageError,
-        match="--device b200 is unknown: choose one of p100, v100, rtx4090, a100-80g, h100, h200",
-    ):
+    known = ["p100", "v100", "rtx4090", "a100-80g", "h100", "h200"]
+    with refused("unknown-choice", name="device", value="b200", choices=known):
         device_named("b200")

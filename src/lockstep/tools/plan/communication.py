@@ -1,0 +1,399 @@
+"""What the ranks of a step send each other, and how long they wait for it: each way of training, as
+its own code goes about it.
+
+    native, ring, ...       the bucket, by that algorithm
+    bf16, fp16, int8        slices to their owners, sums to everybody; int8 with a float32 for every
+                            64 elements
+    powersgd:r              P [n, r] of every matrix, with all vectors, then Q [m, r]; a matrix that
+                            would not get smaller travels whole
+    topk:s                  8 bytes for each of the s n largest elements, from every rank to every
+                            other one
+    central                 one tensor after the other through rank 0
+
+What leaves in the middle of the backward is hidden behind the rest of it. What a bucket sends as an
+answer to its first message waits for the backward's end, as the code does, and so does all that is
+summed in shared memory or through rank 0. The computation and the link go side by side, both one
+thing after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from lockstep.collectives.network import Network
+from lockstep.collectives.schedule import Kind
+from lockstep.config.mesh import Mesh
+from lockstep.config.parallelism import Compression, Parallelism
+from lockstep.errors import UsageError
+from lockstep.gradients.layout import ALIGNMENT
+from lockstep.tools.plan.carriers import Cost, OneHost, cost, quickest
+from lockstep.tools.plan.work import WIDTH, MeshShare, RankWork
+from lockstep.tools.timing.profile import Leaves
+
+INT8_BLOCK = ALIGNMENT  # elements that share a scale
+_AT_THE_END = ("central", "shared_memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective of a bucket. `bytes` are of the tensor that all ranks sum, or of what all of
+    them have together in the end.
+    """
+
+    kind: Kind
+    algorithm: Literal[
+        "native",
+        "central",
+        "ring",
+        "tree",
+        "halving_doubling",
+        "hierarchical",
+        "direct",
+        "shared_memory",
+    ]
+    bytes: float
+    late: bool = False
+    """It leaves when the backward is over."""
+
+
+def messages(method: Parallelism, bucket: Leaves, width: float, workers: int) -> list[Message]:
+    """Of one bucket, in the order in which they leave."""
+    if method.compression is not None:
+        return _compressed(method.compression, bucket, workers)
+    name = "native" if method.reduce in ("auto", "native") else method.reduce
+    late = name in _AT_THE_END
+    if name == "central":
+        each = bucket.tensors or ((bucket.elements,),)
+        return [Message("all_reduce", "central", width * math.prod(shape), late) for shape in each]
+    return [Message("all_reduce", name, width * bucket.elements, late)]  # type: ignore[arg-type]  # Parallelism has refused other names
+
+
+def _compressed(compression: Compression, bucket: Leaves, workers: int) -> list[Message]:
+    if compression.kind == "topk":
+        assert compression.amount is not None
+        # a value and its place
+        chosen = math.ceil(compression.amount * bucket.elements) * (WIDTH + 4)
+        return [Message("all_gather", "native", workers * chosen)]
+    if compression.kind == "powersgd":
+        assert compression.amount is not None
+        if not bucket.tensors:
+            raise UsageError("powersgd-needs-shapes", compress=str(compression))
+        first, second = _factors(bucket.tensors, int(compression.amount))
+        found = [
+            Message("all_reduce", "native", WIDTH * first),
+            Message("all_reduce", "native", WIDTH * second, late=True),
+        ]
+        return [each for each in found if each.bytes]
+    each = 1 + 4 / INT8_BLOCK if compression.kind == "int8" else 2
+    sent = each * bucket.elements
+    return [Message("all_to_all", "direct", sent), Message("all_gather", "native", sent, late=True)]
+
+
+def _factors(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, int]:
+    """Elements of PowerSGD's first message (P, and what travels whole) and of its second (Q)."""
+    first = second = 0
+    for shape in shapes:
+        sides = [size for size in shape if size != 1]
+        elements = math.prod(shape)
+        rows = sides[0] if len(sides) > 1 else elements
+        columns = elements // rows if rows else 0
+        if len(sides) > 1 and rank * (rows + columns) < elements:
+            first, second = first + rank * rows, second + rank * columns
+        else:
+            first += elements
+    return first, second
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedBucket:
+    """How long a bucket of gradients takes the link."""
+
+    ready: float
+    """The share of the last backward after which it can leave."""
+    early: float
+    late: float
+    """Of what waits for the end of the backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredLayers:
+    """Layers whose parameters are gathered together, before they are used, and whose gradients
+    are scattered.
+    """
+
+    ready: float
+    """The share of a backward after which their gradients are complete."""
+    gather: float
+    scatter: float
+
+
+class Clock:
+    """A rank that computes and a link that carries, both one thing after the other. Seconds after
+    the step's begin.
+    """
+
+    def __init__(self) -> None:
+        self.computed = 0.0
+        """When the last computation was over."""
+        self.link = 0.0
+        """When the last message was."""
+        self.busy = 0.0
+        """How long the link was in use."""
+
+    @property
+    def arrived(self) -> float:
+        """When all is over."""
+        return max(self.computed, self.link)
+
+    def carry(self, seconds: float, asked: float) -> float:
+        """When a message has arrived that can leave at `asked`."""
+        if not seconds:
+            return asked
+        self.link = max(self.link, asked) + seconds
+        self.busy += seconds
+        return self.link
+
+    def walk(
+        self, gathers: Sequence[float], computations: Sequence[float], scatters: Sequence[float]
+    ) -> None:
+        """Layer after layer; the next one's parameters are asked for when this one begins."""
+        here = self.carry(gathers[0], self.computed)
+        for place, seconds in enumerate(computations):
+            begin = max(self.computed, here)
+            here = self.carry(gathers[place + 1], begin) if place + 1 < len(gathers) else begin
+            self.computed = begin + seconds
+            self.carry(scatters[place], self.computed)
+
+
+def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> Clock:
+    """Every rank holds the model. `before` are the seconds until the last backward begins: only
+    in that one do gradients leave.
+    """
+    clock = Clock()
+    clock.computed = before + backward
+    for bucket in buckets:
+        clock.carry(bucket.early, before + bucket.ready * backward)
+    for bucket in buckets:
+        clock.carry(bucket.late, clock.computed)
+    return clock
+
+
+def sharded(
+    forward: float, backward: float, micro_batches: int, groups: Sequence[GatheredLayers]
+) -> Clock:
+    """Every rank holds a part of each parameter (FSDP, ZeRO-3): layers are gathered one ahead of
+    the one that computes, forward and backward.
+
+    `groups` in the order of the backward. The layers that end the forward begin the backward, and
+    stay gathered between the two.
+    """
+    clock = Clock()
+    ready = [0.0, *(each.ready for each in groups)]
+    shares = [after - before for before, after in pairwise(ready)]
+    rest = 1 - groups[-1].ready  # what is computed behind the last gradient
+    gathers, scatters = [each.gather for each in groups], [each.scatter for each in groups]
+    for _ in range(micro_batches):
+        clock.walk(gathers[::-1], [forward * share for share in shares[::-1]], [0.0] * len(groups))
+        clock.computed += forward * rest
+        clock.walk([0.0, *gathers[1:]], [backward * share for share in shares], scatters)
+        clock.computed += backward * rest
+    return clock
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """Of a step; where ranks meet every H steps, an H-th of a meeting."""
+
+    exposed: float
+    """Seconds behind which nothing is computed."""
+    busy: float
+    """Seconds that the link is in use."""
+    sent: float
+    """Bytes, by the rank that sends most."""
+
+
+SILENCE = Talk(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TalkingRanks:
+    """Who talks, over what."""
+
+    workers: int
+    network: Network | OneHost
+    native: tuple[str, ...]
+    """The schedules that stand for the backend's own all-reduce."""
+    stretch: float = 1.0
+    """By which everything on the link takes longer than the network says."""
+    software: float = 0.0
+    """Seconds that a collective takes at the least, however quick the network is."""
+
+    def cost(self, message: Message) -> Cost:
+        if isinstance(self.network, OneHost):
+            return self.network.sums[self.workers]
+        if message.algorithm == "native":
+            names = self.native if message.kind == "all_reduce" else ("ring",)
+            return quickest(self.network, message.kind, names, self.workers, message.bytes)
+        return cost(self.network, message.kind, message.algorithm, self.workers)
+
+    def small(self, bytes: float) -> float:
+        """Seconds of what the library itself has to tell."""
+        if isinstance(self.network, OneHost):
+            return self.stretch * self.network.small[self.workers]
+        return self._seconds(
+            quickest(
+                self.network, "all_reduce", ("ring", "recursive_doubling"), self.workers, bytes
+            ),
+            bytes,
+        )
+
+    def seconds(self, message: Message) -> float:
+        return self._seconds(self.cost(message), message.bytes)
+
+    def _seconds(self, of: Cost, bytes: float) -> float:
+        """What was measured on one host has the software's part in it."""
+        if not bytes or not of.rounds:
+            return 0.0
+        least = 0.0 if isinstance(self.network, OneHost) else self.software
+        return self.stretch * (max(least, of.latency) + bytes * of.per_byte)
+
+    def sent(self, message: Message) -> float:
+        return self.cost(message).sends * message.bytes
+
+
+def talk(method: Parallelism, rank: RankWork, ranks: TalkingRanks, part: MeshShare | None) -> Talk:
+    """`rank` is what the slowest one does, in seconds that include its lateness; `part` is there
+    where a mesh splits the model.
+    """
+    if ranks.workers == 1:
+        return SILENCE
+    if part is not None:
+        assert method.mesh is not None
+        return _on_mesh(method, method.mesh, ranks, part)
+    if method.server is not None:
+        return _with_server(method, rank, ranks)
+    if method.local is not None:
+        return _meeting(method, rank, ranks)
+    return _every_step(method, rank, ranks)
+
+
+def _every_step(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+    """The facts of a step, all gradients, then what BatchNorm moved; a sharded update then has
+    everybody told the parameters.
+    """
+    at_the_end = isinstance(ranks.network, OneHost) and not ranks.network.beside
+    facts = ranks.small(rank.facts) if rank.facts else 0.0
+    buckets = [QueuedBucket(0.0, *((0.0, facts) if at_the_end else (facts, 0.0)))]
+    sent = 0.0
+    for bucket in rank.buckets:
+        sends = messages(method, bucket, rank.width, ranks.workers)
+        late = sum(ranks.seconds(each) for each in sends if each.late or at_the_end)
+        buckets.append(
+            QueuedBucket(bucket.ready, sum(ranks.seconds(each) for each in sends) - late, late)
+        )
+        sent += sum(ranks.sent(each) for each in sends)
+    ended = replicated(rank.computation - rank.backward, rank.backward, buckets)
+    after = []
+    more = ranks.small(rank.buffers) if rank.buffers else 0.0
+    if method.update == "sharded":
+        after = [
+            Message("all_gather", "native", rank.width * bucket.elements) for bucket in rank.buckets
+        ]
+    more += sum(ranks.seconds(each) for each in after)
+    return Talk(
+        ended.arrived - ended.computed + more,
+        ended.busy + more,
+        sent + sum(ranks.sent(each) for each in after),
+    )
+
+
+def _meeting(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+    """How far every replica has moved, every H steps: nothing leaves in a backward. With
+    overlap, while the next steps are computed.
+    """
+    assert method.local is not None
+    every = method.sync_every or 1
+    sends = [
+        each
+        for bucket in rank.buckets
+        for each in messages(method, bucket, rank.width, ranks.workers)
+    ]
+    whole = sum(ranks.seconds(each) for each in sends)
+    sent = sum(ranks.sent(each) for each in sends)
+    behind = method.local.overlap * (rank.computation + rank.optimizer)
+    return Talk(max(0.0, whole - behind) / every, whole / every, sent / every)
+
+
+def _with_server(method: Parallelism, rank: RankWork, ranks: TalkingRanks) -> Talk:
+    """The first ranks own a part each: gradients go to the owners, parameters come back; an
+    owner's own stay where they are.
+    """
+    assert method.server is not None
+    if isinstance(ranks.network, OneHost):
+        raise UsageError("not-measured-here", name="update", value=method.update)
+    workers = ranks.workers
+    owners = min(method.server.shards or workers, workers)
+    owned = rank.bytes / owners
+    of_owner = (rank.bytes - owned) + (workers - 1) * owned
+    sent = max(of_owner, rank.bytes if owners < workers else 0.0)
+    alone = ranks.network.ranks_per_node >= workers
+    link = ranks.network.within if alone else ranks.network.between
+    shared = 1 if alone else ranks.network.ranks_per_node
+    whole = ranks.stretch * (2 * link.latency + sent * shared / link.bandwidth)
+    # a rank computes on while its gradients travel
+    behind = 0.0 if method.bound == 0 else rank.computation + rank.optimizer
+    return Talk(max(0.0, whole - behind), whole, sent)
+
+
+def _on_mesh(method: Parallelism, mesh: Mesh, ranks: TalkingRanks, part: MeshShare) -> Talk:
+    """Gradients are summed over the ranks that hold the same part; where parameters are sharded,
+    after they were scattered.
+    """
+    assert isinstance(part.data, Network)
+    replicas = replace(ranks, workers=mesh.data, network=part.data)
+    if mesh.shard == 1:
+        found = _every_step(method, part.work, replicas) if mesh.data > 1 else SILENCE
+    else:
+        found = _sharded(
+            mesh, part, ranks, replicas, replace(ranks, workers=mesh.shard, network=part.shard)
+        )
+    return Talk(
+        found.exposed + ranks.stretch * part.exposed,
+        found.busy + ranks.stretch * part.exposed,
+        found.sent + part.sent,
+    )
+
+
+def _sharded(
+    mesh: Mesh,
+    part: MeshShare,
+    everyone: TalkingRanks,
+    replicas: TalkingRanks,
+    shards: TalkingRanks,
+) -> Talk:
+    """Bucket by bucket: the parameters are gathered before each use, the gradients scattered,
+    and what is left of them summed over replicas.
+    """
+    rank, groups, sent = part.work, [], 0.0
+    turns = rank.micro_batches
+    for place, bucket in enumerate(rank.buckets):
+        size = rank.width * bucket.elements
+        gather = Message("all_gather", "native", size)
+        scatter = Message("reduce_scatter", "ring", size)
+        summed = Message("all_reduce", "native", size / mesh.shard)
+        seconds = shards.seconds(scatter) + (replicas.seconds(summed) if mesh.data > 1 else 0.0)
+        groups.append(GatheredLayers(bucket.ready, shards.seconds(gather), seconds))
+        gathers = 1 if place == 0 else 2  # what ends the forward begins the backward, and is there
+        sent += turns * (
+            gathers * shards.sent(gather)
+            + shards.sent(scatter)
+            + (replicas.sent(summed) if mesh.data > 1 else 0.0)
+        )
+    ended = sharded(rank.forward, rank.backward, turns, groups)
+    # the facts of a step travel behind its last backward
+    more = everyone.small(rank.buffers) if rank.buffers else 0.0
+    return Talk(ended.arrived - rank.computation + more, ended.busy + more, sent)

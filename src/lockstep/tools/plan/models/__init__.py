@@ -1,1 +1,0 @@
-"""Models and devices that are not here, from one table of constants, and where they fit."""

@@ -1,0 +1,203 @@
+"""What connects devices: networks by name, by latency and rate, from measurements in a file, and
+those of servers with NVLink or PCIe. Peaks, and the share of them that a collective achieves.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.collectives.network import Link, Network
+from lockstep.errors import UsageError
+from lockstep.tools.plan.carriers import OneHost, cost
+from lockstep.tools.timing.files import reading
+from lockstep.tools.timing.hockney import fit
+
+# Share of a network card's line rate. NCCL's maintainers count 12 GB/s for a card of 100 Gbit/s and
+# 24 for 200 (NVIDIA/nccl-tests issue 119).
+RDMA = 0.96
+# 1448 bytes of payload in a frame of 1538 on the wire, preamble and gap included (Ethernet, MTU
+# 1500, TCP with timestamps).
+TCP = 0.94
+# Share of NVLink's one-way peak in a ring of eight: NCCL's own tuning caps an A100 at 235 of 300
+# GB/s (src/graph/tuning.cc, busBw of compute capability 8.0).
+NVLINK = 0.78
+# Share of PCIe 3.0 x16's 15.75 GB/s: 12 GB/s, what a network card of 100 Gbit/s, which NCCL counts
+# as 12 GB/s, gets through such a slot.
+PCIE = 0.76
+
+# Seconds a step of a ring: NCCL's tuning tables (src/graph/tuning.cc, hwLat, Ring, Simple),
+# versions 2.8 and later.
+NVLINK_LATENCY = 3.4e-6
+PCIE_LATENCY = 5.7e-6
+RDMA_LATENCY = 14e-6
+
+# Spread of the seconds that equal devices take for equal work, as standard deviation over mean.
+# Sinha et al., 2022 (arXiv 2208.11035), abstract: 8 % of variation on the average over five
+# clusters, between the whiskers of a box plot; those of a normal distribution are 5.4 deviations
+# apart.
+DEVICE_SPREAD = 0.08 / 5.4
+
+
+def pcie(ranks: int, *, gbit: float) -> Network:
+    """Servers of `ranks` devices on PCIe 3.0, with RDMA at `gbit` Gbit/s for each server."""
+    return Network(
+        Link(PCIE_LATENCY, PCIE * 15.75e9), Link(RDMA_LATENCY, RDMA * gbit * 1e9 / 8), ranks
+    )
+
+
+def nvlink(ranks: int, *, gigabytes: float, gbit: float) -> Network:
+    """Servers of `ranks` devices with NVLink of `gigabytes` GB/s one way for each device, and
+    RDMA at `gbit` Gbit/s for each server.
+    """
+    return Network(
+        Link(NVLINK_LATENCY, NVLINK * gigabytes * 1e9),
+        Link(RDMA_LATENCY, RDMA * gbit * 1e9 / 8),
+        ranks,
+    )
+
+
+# One-way NVLink of a device, GB/s: data sheets give both directions together (P100 160, V100 300,
+# A100 600, H100 and H200 900).
+NVLINK_GIGABYTES = {"p100": 80.0, "v100": 150.0, "a100-80g": 300.0, "h100": 450.0, "h200": 450.0}
+
+# Latencies are those of a TCP message between two processes on such a network, to the order of
+# magnitude. Of the rate, what is payload.
+NETWORKS = {
+    "100Mbit": Link(200e-6, TCP * 100e6 / 8),
+    "1Gbit": Link(100e-6, TCP * 1e9 / 8),
+    "10Gbit": Link(50e-6, TCP * 10e9 / 8),
+    "25GbE": Link(25e-6, TCP * 25e9 / 8),
+    "100GbE": Link(20e-6, TCP * 100e9 / 8),
+    "free": Link(0.0, math.inf),
+}
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "gbe": 1e9}
+_NUMBER = r"(\d+(?:\.\d+)?)"
+LINKS = f"{', '.join(NETWORKS)}, or LATENCY_US,RATE such as 500,50Mbit"
+HERE = "here"
+NVLINK_AND_IB = "NVLink+IB"
+CHOICES = (
+    f"{HERE}, {NVLINK_AND_IB}, {LINKS}, or a file that `lockstep bench collectives --json` wrote"
+)
+# Gbit/s of a card; one a GPU, as in NVIDIA's DGX H100 (data sheet: eight ConnectX-7 for compute)
+_NDR = 400.0
+_PCIE = Link(PCIE_LATENCY, PCIE * 15.75e9)
+
+
+def link_named(text: str, choices: str = LINKS) -> Link:
+    """`100Mbit`, `25GbE`, `free`, or microseconds and a line's rate: `500,50Mbit`. Raises
+    UsageError.
+    """
+    named = {name.lower(): link for name, link in NETWORKS.items()}
+    if text.lower() in named:
+        return named[text.lower()]
+    found = re.fullmatch(rf"{_NUMBER},(.*)", text.strip())
+    bits = bits_per_second(found[2]) if found else None
+    if found is None or bits is None:
+        raise UsageError("unknown-choice", name="network", value=text, choices=choices)
+    return Link(float(found[1]) / 1e6, TCP * bits / 8)
+
+
+def bits_per_second(rate: str) -> float | None:
+    """`100mbit`, `2.5Gbit`, `25GbE`; None for what is no rate."""
+    found = re.fullmatch(rf"{_NUMBER}(kbit|mbit|gbit|gbe)", rate.strip().lower())
+    return (float(found[1]) * _UNITS[found[2]] or None) if found else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanNetwork:
+    """A network, and how sure it is."""
+
+    network: Network | OneHost
+    native: tuple[str, ...] = ("ring",)
+    """What stands for the backend's own all-reduce."""
+    error: float = 0.0
+    """Of a fit: by how much of itself a measured time lay beside it."""
+    words: str
+
+    @property
+    def links(self) -> Network:
+        """Of ranks that are elsewhere: what has a name, or stands in a file."""
+        assert isinstance(self.network, Network)
+        return self.network
+
+
+def connection(text: str, per_node: int = 1) -> PlanNetwork:
+    """Of nodes with so many ranks. A name of an Ethernet is what leaves a node; its ranks are
+    then joined by PCIe 3.0. Raises UsageError.
+    """
+    if text.lower() == NVLINK_AND_IB.lower():
+        network = nvlink(per_node, gigabytes=NVLINK_GIGABYTES["h100"], gbit=per_node * _NDR)
+        return PlanNetwork(
+            network=network,
+            native=("ring", "halving_doubling"),
+            words=_words(network, NVLINK_AND_IB),
+        )
+    file = Path(text)
+    if file.is_file() or file.suffix == ".json":
+        return from_file(file, per_node)
+    link = link_named(text, CHOICES)
+    within = link if per_node == 1 or math.isinf(link.bandwidth) else _PCIE
+    network = Network(within, link, per_node)
+    return PlanNetwork(network=network, words=_words(network, text))
+
+
+def from_file(file: Path, per_node: int = 1) -> PlanNetwork:
+    """A line through the all-reduces of a file: those of the backend, which is taken to go round
+    a ring, else of all our own. Raises UsageError.
+    """
+    rows = _rows(file)
+    native = [row for row in rows if row["algorithm"] == "native"]
+    points = []
+    for row in native or rows:
+        unit = Network.flat(1.0, 1.0)
+        of = cost(
+            unit,
+            "all_reduce",
+            "ring" if row["algorithm"] == "native" else row["algorithm"],
+            int(row["workers"]),
+        )
+        points.append((of.latency, of.per_byte * row["size"], float(row["p50"])))
+    line = fit(points)
+    link = Link(line.first, 1 / line.second if line.second else math.inf)
+    network = Network(_PCIE if per_node > 1 else link, link, per_node)
+    return PlanNetwork(
+        network=network,
+        error=line.error,
+        words=_words(network, f"{file}, fitted to {100 * line.error:.0f} %"),
+    )
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """All-reduces among more than one rank, by algorithms that have a schedule."""
+    with reading(file, "--network", "lockstep bench collectives --json") as written:
+        found = [
+            row
+            for row in written["rows"]
+            if row["collective"] == "all_reduce"
+            and row["workers"] > 1
+            and row["p50"] > 0
+            and row["algorithm"] not in ("auto", "shared_memory", "hierarchical")
+            and row["size"] > 0
+        ]
+    if not found:
+        raise UsageError("no-all-reduce-measured", file=str(file))
+    return found
+
+
+def _words(network: Network, name: str) -> str:
+    between = f"{name}: {_rate(network.between)}, {1e6 * network.between.latency:.3g} us a message"
+    if network.ranks_per_node == 1:
+        return between
+    inside = f"inside {_rate(network.within)}, {1e6 * network.within.latency:.3g} us"
+    return f"{between} between nodes of {network.ranks_per_node}, {inside}"
+
+
+def _rate(link: Link) -> str:
+    if math.isinf(link.bandwidth):
+        return "no limit"
+    bits = 8 * link.bandwidth
+    return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
