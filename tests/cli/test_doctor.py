@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.doctor.examined import Examined
+from lockstep.tools.doctor.examine import Examined
 from lockstep.tools.finding import judged
 
 

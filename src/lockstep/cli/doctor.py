@@ -50,7 +50,7 @@ def doctor(
 
     check_writable(json_file, "--json")
     target = Target(
-        module="lockstep.tools.doctor.nodes",
+        module="lockstep.tools.doctor.examine",
         args=[] if json_file is None else [str(json_file.absolute())],
     )
     if cluster.ray is not None:
@@ -67,7 +67,7 @@ def doctor(
         )
     here = None if cluster.nodes is not None else rank_here(workers)
     if here is not None:
-        from lockstep.tools.doctor.nodes import main
+        from lockstep.tools.doctor.examine import main
 
         work_as(here, lambda: sys.exit(not main(json_file)))
         return
@@ -79,9 +79,9 @@ def doctor(
             _leave(
                 supervise(target, environment=network, share=share, console="first", reports=False)
             )
-    from lockstep.tools.doctor import one_host
+    from lockstep.tools.doctor.examine import examine_host
 
-    found = one_host.examine(_WORKERS if workers is None else workers)
+    found = examine_host(_WORKERS if workers is None else workers)
     print(found.text())
     write_json(json_file, found.as_json())
     if not found.fit:

@@ -11,15 +11,16 @@ import torch
 
 from lockstep import World, collectives
 from lockstep.testing import run_ranks
-from lockstep.tools.doctor import links, sums
-from lockstep.tools.doctor.links import Link
+from lockstep.tools.doctor import links
+from lockstep.tools.doctor.examine import judge_sums, wrong_sums
+from lockstep.tools.doctor.links import MeasuredLink
 from lockstep.tools.finding import Finding
 
 
-def _links(**slow: float) -> list[Link]:
+def _links(**slow: float) -> list[MeasuredLink]:
     """Three hosts whose links carry 1 GB/s, but for those given as a_b."""
     pairs = [(a, b) for a in "abc" for b in "abc" if a != b]
-    return [Link(a, b, 50e-6, slow.get(f"{a}_{b}", 1e9)) for a, b in pairs]
+    return [MeasuredLink(a, b, 50e-6, slow.get(f"{a}_{b}", 1e9)) for a, b in pairs]
 
 
 def test_even_links_are_well() -> None:
@@ -38,7 +39,7 @@ def test_the_slow_link_is_named_and_only_it() -> None:
 
 
 def test_links_that_are_all_slow_are_named_between_hosts() -> None:
-    both = [Link("a", "b", 1e-3, 5e6), Link("b", "a", 1e-3, 5e6)]
+    both = [MeasuredLink("a", "b", 1e-3, 5e6), MeasuredLink("b", "a", 1e-3, 5e6)]
     found = links.judge(both, hosts=True)
     assert (
         "slow links, a to b: 5.0 MB/s, 1.00 ms; b to a: 5.0 MB/s, 1.00 ms, where 60.0 MB/s or more"
@@ -49,22 +50,22 @@ def test_links_that_are_all_slow_are_named_between_hosts() -> None:
 
 def test_the_table() -> None:
     assert links.table(_links(b_c=5e6)).splitlines() == [
-        "MB/s from            a          b          c",
-        "a                    -      1,000      1,000",
-        "b                1,000          -          5",
-        "c                1,000      1,000          -",
+        "MB/s from      a      b      c",
+        "a               -  1,000  1,000",
+        "b           1,000      -      5",
+        "c           1,000  1,000      -",
         "",
-        "us from          a        b        c",
-        "a                -       50       50",
-        "b               50        -       50",
-        "c               50       50        -",
+        "us from   a   b   c",
+        "a         -  50  50",
+        "b        50   -  50",
+        "c        50  50   -",
     ]
     assert not links.table([])
 
 
-def _measure(world: World) -> tuple[list[Link], list[str]]:
+def _measure(world: World) -> tuple[list[MeasuredLink], list[str]]:
     algorithms = ["native", "shared_memory"]
-    return links.measure(world.group, ["x", "y", "z"], world.device, hosts=False), sums.wrong(
+    return links.measure(world.group, ["x", "y", "z"], world.device, hosts=False), wrong_sums(
         world.group, world.device, algorithms
     )
 
@@ -83,7 +84,7 @@ def test_every_pair_is_measured_in_both_directions_and_sums_are_right() -> None:
 LATE = 1.2  # seconds: 64 MiB, the most that is sent, are then slower than a link may be
 
 
-def _with_a_late_rank(world: World, late: Sequence[int]) -> tuple[list[Link], Finding]:
+def _with_a_late_rank(world: World, late: Sequence[int]) -> tuple[list[MeasuredLink], Finding]:
     """Rank 1 takes its time for these of the long messages that rank 0 sends it. Each
     measurement has two: a probe, and one that counts.
     """
@@ -121,18 +122,18 @@ def _with_a_broken_rank(world: World) -> list[str]:
         return found + (world.rank == 1) * (torch.arange(len(found)) == 5)
 
     collectives.all_gather = broken  # type: ignore[assignment]  # in this rank's process only
-    return sums.wrong(world.group, world.device, ["native"])
+    return wrong_sums(world.group, world.device, ["native"])
 
 
 def test_one_wrong_element_on_one_rank_is_seen_by_all() -> None:
     assert run_ranks(_with_a_broken_rank, 2) == [["all_gather by native"]] * 2
-    found = sums.judge(["all_gather by native"], ["native"], 2, "rank")
+    found = judge_sums(["all_gather by native"], ["native"], 2, "rank")
     assert (found.level, found.fix[:42]) == ("fix", "all_gather by native gave wrong numbers: d")
 
 
 @pytest.mark.parametrize("what", ["rank", "host"])
 def test_right_sums_say_what_was_added_up(what: str) -> None:
-    found = sums.judge([], ["native", "shared_memory"], 2, what)
+    found = judge_sums([], ["native", "shared_memory"], 2, what)
     assert (
         found.value
         == f"all_reduce, broadcast, all_gather, reduce_scatter over 2 {what}s by native and"

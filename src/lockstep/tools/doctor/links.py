@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lockstep.collectives.group import Group
 from lockstep.tools.finding import Finding, judged
+from lockstep.tools.timing import tables
 
 _PINGS = 20
 _WORTH = 0.15  # seconds that a direction is measured, about
@@ -26,7 +27,7 @@ Gigabit Ethernet carries.
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """From one to another."""
 
     source: str
@@ -40,7 +41,9 @@ class Link:
         return asdict(self)
 
 
-def measure(group: Group, names: Sequence[str], device: torch.device, *, hosts: bool) -> list[Link]:
+def measure(
+    group: Group, names: Sequence[str], device: torch.device, *, hosts: bool
+) -> list[MeasuredLink]:
     """Every pair of the group's ranks, one after the other, while the others wait. All members call
     it, and all have the result.
 
@@ -66,7 +69,7 @@ def measure(group: Group, names: Sequence[str], device: torch.device, *, hosts: 
 
 def _measured(
     group: Group, pairs: Sequence[tuple[int, int]], names: Sequence[str], device: torch.device
-) -> dict[tuple[int, int], Link]:
+) -> dict[tuple[int, int], MeasuredLink]:
     """These pairs of ranks, which are the same on all members."""
     table = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
     for row, (source, target) in zip(table, pairs, strict=True):
@@ -79,7 +82,8 @@ def _measured(
         group.all_reduce(table).wait()
     rows = zip(pairs, table.tolist(), strict=True)
     return {
-        (source, target): Link(names[source], names[target], *row) for (source, target), row in rows
+        (source, target): MeasuredLink(names[source], names[target], *row)
+        for (source, target), row in rows
     }
 
 
@@ -123,7 +127,7 @@ def _take(group: Group, source: int, octets: int, answer: Tensor) -> None:
     group.send(answer, source)
 
 
-def slow(links: Sequence[Link], *, hosts: bool) -> list[Link]:
+def slow(links: Sequence[MeasuredLink], *, hosts: bool) -> list[MeasuredLink]:
     """Those that have less than half of what links usually have here, and between hosts those
     that are slow by any measure.
     """
@@ -133,11 +137,11 @@ def slow(links: Sequence[Link], *, hosts: bool) -> list[Link]:
     ]
 
 
-def _usual(links: Sequence[Link]) -> float:
+def _usual(links: Sequence[MeasuredLink]) -> float:
     return statistics.median([link.bandwidth for link in links] or [0.0])
 
 
-def judge(links: Sequence[Link], *, hosts: bool) -> Finding:
+def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
     """Names each link that is slow."""
     if not links:
         return judged("links", "none: one rank has nobody to talk to")
@@ -162,25 +166,17 @@ def judge(links: Sequence[Link], *, hosts: bool) -> Finding:
     return judged("links", value, fix=found) if hosts else judged("links", value, warn=found)
 
 
-def table(links: Sequence[Link]) -> str:
+def table(links: Sequence[MeasuredLink]) -> str:
     """Two squares, one below the other: MB/s from row to column, and microseconds."""
     speeds = {(link.source, link.target): f"{link.bandwidth / 1e6:,.0f}" for link in links}
     times = {(link.source, link.target): f"{1e6 * link.latency:,.0f}" for link in links}
-    return (
-        "\n".join([*_square("MB/s from", speeds), "", *_square("us from", times)]) if links else ""
-    )
+    return f"{_square('MB/s from', speeds)}\n\n{_square('us from', times)}" if links else ""
 
 
-def _square(title: str, cells: Mapping[tuple[str, str], str]) -> list[str]:
+def _square(title: str, cells: Mapping[tuple[str, str], str]) -> str:
     names = list(dict.fromkeys(source for source, _ in cells))
-    width = max(len(title), *map(len, names), *map(len, cells.values())) + 2
-    rows = [
-        (title, names),
-        *((row, [cells.get((row, name), "-") for name in names]) for row in names),
-    ]
-    return [
-        f"{begin:<{width}}{''.join(f'{cell:>{width}}' for cell in rest)}" for begin, rest in rows
-    ]
+    rows = ([row, *(cells.get((row, name), "-") for name in names)] for row in names)
+    return tables.table([title, *names], rows)
 
 
 def _rate(bandwidth: float) -> str:

@@ -22,7 +22,7 @@ from lockstep.tools.plan.carriers import OneHost
 from lockstep.tools.plan.model_memory import RankMemory
 from lockstep.tools.plan.networks import PlanNetwork
 from lockstep.tools.plan.of_task import PlanScaling, heard, samples_of, slots_of, work_of
-from lockstep.tools.plan.simulate import Assumed, Predicted, simulate
+from lockstep.tools.plan.simulate import HEAD, Assumed, PlanRow, Predicted, simulate, spent
 from lockstep.tools.plan.work import check_mesh, over
 from lockstep.tools.timing.files import picture
 from lockstep.tools.timing.machine import memory_of_a_rank
@@ -81,39 +81,22 @@ def share_of_work(failures: Failures, workers: int, interval: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CurveRow:
+class CurveRow(PlanRow):
     """So many ranks."""
 
-    workers: int
-    predicted: Predicted
-    samples: float
-    """Of all ranks in a step."""
-    efficiency: float
-    """Speedup over the ranks that it is compared with, over the ratio of their numbers."""
     goodput: Goodput | None
 
-    @property
-    def samples_per_s(self) -> float:
-        """While nothing fails."""
-        return self.samples / self.predicted.step
-
     def as_json(self) -> dict[str, Any]:
-        step = self.predicted
-        found: dict[str, Any] = {
+        step, goodput = self.predicted, self.goodput
+        return {
             "workers": self.workers,
-            "step_ms": 1e3 * step.step,
-            "efficiency": self.efficiency,
-            "limiting": step.limiting,
-            "samples_per_s": self.samples_per_s,
-            "low_ms": 1e3 * step.low,
-            "high_ms": 1e3 * step.high,
+            **self.figures(),
             "bytes_sent": step.sent,
             "communication_ms": 1e3 * step.communication,
             "parts_ms": {name: 1e3 * seconds for name, seconds in step.parts.items()},
+            **({"goodput": goodput.share} if goodput else {}),
+            **({"checkpoint_interval_s": goodput.interval} if goodput else {}),
         }
-        if self.goodput is not None:
-            found |= {"goodput": self.goodput.share, "checkpoint_interval_s": self.goodput.interval}
-        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,28 +220,19 @@ def _may_be_hierarchical(
 
 
 def describe(found: Curve) -> str:
-    """A line a number of ranks. Of the steps, eight of ten are foretold to lie in the interval."""
-    head = ["workers", "step", "8 of 10 lie in", "efficiency", "samples/s", "sent a step"]
+    """A line a number of ranks."""
+    head = [*HEAD, "sent a step"]
     head += ["goodput", "save every"] if any(row.goodput for row in found.rows) else []
     return "\n".join(
         (table([*head, "limiting"], map(_cells, found.rows), left=[len(head)]), *_notes(found))
     )
 
 
-def _cells(row: CurveRow) -> list[str]:
-    step = row.predicted
-    between = f"{_time(step.low)} .. {_time(step.high)}"
-    cells = [
-        str(row.workers),
-        _time(step.step),
-        between,
-        percent(row.efficiency),
-        f"{row.samples_per_s:.4g}",
-        megabytes(step.sent),
-    ]
-    if row.goodput is not None:
-        cells += [percent(row.goodput.share), _time(row.goodput.interval)]
-    return [*cells, f"{step.limiting} {100 * step.parts[step.limiting] / step.step:.0f} %"]
+def _cells(row: CurveRow) -> list[object]:
+    step, goodput = row.predicted, row.goodput
+    failures = [] if goodput is None else [percent(goodput.share), spent(goodput.interval)]
+    share = 100 * step.parts[step.limiting] / step.step
+    return [*row.cells(), megabytes(step.sent), *failures, f"{step.limiting} {share:.0f} %"]
 
 
 def _notes(found: Curve) -> Iterator[str]:
@@ -306,12 +280,6 @@ def plot(found: Curve, file: Path) -> None:
         axis.grid(alpha=0.3)
         axis.legend()
         figure.tight_layout()
-
-
-def _time(seconds: float) -> str:
-    if seconds < 10:
-        return f"{1e3 * seconds:.1f} ms"
-    return f"{seconds:.4g} s" if seconds < 600 else f"{seconds / 60:.4g} min"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

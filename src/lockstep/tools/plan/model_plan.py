@@ -8,7 +8,7 @@ a device alone would compute its samples, without any recomputation, over the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from lockstep.tools.plan.model_memory import (
 )
 from lockstep.tools.plan.model_table import Model
 from lockstep.tools.plan.networks import DEVICE_SPREAD
-from lockstep.tools.plan.simulate import Assumed, Predicted, simulate
+from lockstep.tools.plan.simulate import HEAD, Assumed, PlanRow, simulate
 from lockstep.tools.plan.work import WIDTH, RankWork, check_mesh, over
 from lockstep.tools.timing.profile import Leaves
-from lockstep.tools.timing.tables import percent, table
+from lockstep.tools.timing.tables import table
 
 BACKWARD = 2.0  # forwards: one product for the gradient of the inputs, one for that of the weights
 
@@ -94,17 +94,13 @@ _OTHERS = 2  # layouts that are shown behind the quickest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class Planned(PlanRow):
     """One layout at one number of devices. It fits."""
 
-    workers: int
     method: Parallelism
     recompute: bool
     """Whether activations are recomputed in the backward: only where they do not fit otherwise."""
     memory: RankMemory
-    predicted: Predicted
-    efficiency: float
-    samples_per_s: float
 
     @property
     def name(self) -> str:
@@ -131,7 +127,17 @@ class ModelPlan:
 
     def as_json(self) -> list[dict[str, Any]]:
         """In order of workers. Where nothing fits, all but `workers` is None."""
-        return [_json(workers, found) for workers, found in self.rows]
+        keys = ("step_ms", "efficiency", "limiting", "samples_per_s", "low_ms", "high_ms", "layout")
+        return [
+            {
+                "workers": workers,
+                **(
+                    found[0].figures() | {"layout": found[0].name} if found else dict.fromkeys(keys)
+                ),
+                "layouts": [each.as_json() for each in found],
+            }
+            for workers, found in self.rows
+        ]
 
     def describe(self) -> str:
         """What fits, then a row for each number of devices."""
@@ -182,57 +188,19 @@ class ModelPlan:
         yield f"({note}Adam in fp32: 16 bytes a parameter; {_gigabytes(RESERVED)} set aside)"
 
     def _steps(self) -> str:
+        nothing = "no layout fits: see above for the least number of devices"
         rows: list[list[object]] = []
         for workers, found in self.rows:
             if not found:
-                rows.append(
-                    [
-                        workers,
-                        "-",
-                        None,
-                        None,
-                        None,
-                        "no layout fits: see above for the least number of devices",
-                    ]
-                )
+                rows.append([workers, "-", *4 * [None], nothing])
             for place, each in enumerate(found[: 1 + _OTHERS]):
-                rows.append(
-                    _cells(each)
-                    if place == 0
-                    else [
-                        None,
-                        _ms(each.predicted.step),
-                        None,
-                        None,
-                        percent(each.efficiency),
-                        None,
-                        each.name,
+                cells = [*each.cells(), each.predicted.limiting]
+                if place:
+                    cells = [
+                        cell if column in (1, 3) else None for column, cell in enumerate(cells)
                     ]
-                )
-        head = [
-            "workers",
-            "step",
-            "8 of 10 lie in",
-            "samples/s",
-            "efficiency",
-            "limiting",
-            "layout",
-        ]
-        return table(head, rows, left=(5, 6))
-
-
-def _cells(each: Planned) -> list[object]:
-    step = each.predicted
-    between = f"{_ms(step.low)} .. {_ms(step.high)}"
-    return [
-        each.workers,
-        _ms(step.step),
-        between,
-        f"{each.samples_per_s:.4g}",
-        percent(each.efficiency),
-        step.limiting,
-        each.name,
-    ]
+                rows.append([*cells, each.name])
+        return table([*HEAD, "limiting", "layout"], rows, left=(5, 6))
 
 
 def _least(found: Least, device: Device) -> list[object]:
@@ -298,7 +266,7 @@ class _Setup:
             memory=held,
             predicted=found,
             efficiency=alone.computation / found.step,
-            samples_per_s=workers * self.batch / found.step,
+            samples=workers * self.batch,
         )
 
 
@@ -322,26 +290,6 @@ def plan_model(
     setup = _Setup(model=model, device=device, network=network, batch=size, assumed=assumed)
     rows = tuple((count, setup.ranked(count, method)) for count in counts)
     return ModelPlan(model=model, device=device, batch=size, rows=rows)
-
-
-def _json(workers: int, found: Sequence[Planned]) -> dict[str, Any]:
-    told: dict[str, Any] = dict.fromkeys(
-        ("step_ms", "efficiency", "limiting", "samples_per_s", "layout", "low_ms", "high_ms")
-    )
-    if found:
-        best, step = found[0], found[0].predicted
-        told |= {
-            "step_ms": 1e3 * step.step,
-            "efficiency": best.efficiency,
-            "limiting": step.limiting,
-            "samples_per_s": best.samples_per_s,
-        }
-        told |= {"layout": best.name, "low_ms": 1e3 * step.low, "high_ms": 1e3 * step.high}
-    return {"workers": workers, **told, "layouts": [each.as_json() for each in found]}
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms" if seconds < 10 else f"{seconds:.4g} s"
 
 
 def _gigabytes(count: float) -> str:

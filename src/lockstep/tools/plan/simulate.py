@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.plan.carriers import OneHost
 from lockstep.tools.plan.communication import TalkingRanks, talk
 from lockstep.tools.plan.work import MeshShare, RankWork, share
+from lockstep.tools.timing.tables import milliseconds, percent
 
 Limit = Literal[
     "computation", "optimizer", "network", "stragglers", "loader", "storage", "bubble", "other"
@@ -105,6 +106,53 @@ class Predicted:
         """What takes the largest part of the step."""
         parts = self.parts
         return max(parts, key=parts.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRow:
+    """A step of so many ranks, as a plan tells it."""
+
+    workers: int
+    predicted: Predicted
+    samples: float
+    """Of all ranks in a step."""
+    efficiency: float
+    """Speedup over the ranks that it is compared with, over the ratio of their numbers."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """While nothing fails."""
+        return self.samples / self.predicted.step
+
+    def figures(self) -> dict[str, Any]:
+        """For JSON."""
+        step = self.predicted
+        return {
+            "step_ms": 1e3 * step.step,
+            "efficiency": self.efficiency,
+            "limiting": step.limiting,
+            "samples_per_s": self.samples_per_s,
+            "low_ms": 1e3 * step.low,
+            "high_ms": 1e3 * step.high,
+        }
+
+    def cells(self) -> list[object]:
+        """The columns that every plan's table begins with: HEAD."""
+        step = self.predicted
+        between = f"{spent(step.low)} .. {spent(step.high)}"
+        rate = f"{self.samples_per_s:.4g}"
+        return [self.workers, spent(step.step), between, percent(self.efficiency), rate]
+
+
+HEAD = ("workers", "step", "8 of 10 lie in", "efficiency", "samples/s")
+"""Of the steps, eight of ten are predicted to lie in the interval."""
+
+
+def spent(seconds: float) -> str:
+    """`12.3 ms`, `12.34 s`, `12.34 min`."""
+    if seconds < 10:
+        return milliseconds(seconds)
+    return f"{seconds:.4g} s" if seconds < 600 else f"{seconds / 60:.4g} min"
 
 
 def simulate(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.doctor.nodes import judge_clocks, merged
+from lockstep.tools.doctor.examine import judge_clocks, merged
 from lockstep.tools.finding import Finding
 from tests.networks import Host, hosts
 

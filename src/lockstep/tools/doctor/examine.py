@@ -1,0 +1,332 @@
+"""Looking at this host alone, or at several nodes as the ranks of a training meet on them: whoever has
+started this once for each rank (Ray, a launcher on each node, srun, torchrun).
+
+every node   says what it has
+all ranks    add up; then each pair is measured, in both directions, while the others wait, and the
+             clocks of nodes are compared
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep import collectives
+from lockstep.collectives.group import Group
+from lockstep.collectives.texts import said_by
+from lockstep.errors import LaunchTimeout, WorkerFailed
+from lockstep.launcher.interfaces import towards
+from lockstep.launcher.launch import launch
+from lockstep.tools.doctor import host, links, software
+from lockstep.tools.doctor.links import MeasuredLink
+from lockstep.tools.finding import Finding, judged
+from lockstep.world.world import World, init
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """Of one host, or of several."""
+
+    findings: Sequence[Finding]
+    links: Sequence[MeasuredLink]
+
+    @property
+    def fit(self) -> bool:
+        return all(finding.level != "fix" for finding in self.findings)
+
+    def text(self) -> str:
+        """A line a check, the table of links, and the verdict last."""
+        lines = [
+            f"{finding.level:<6}{finding.name:<12}{finding.value}" for finding in self.findings
+        ]
+        table = ["", links.table(self.links)] if self.links else []
+        return "\n".join([*lines, *table, "", self.verdict()])
+
+    def verdict(self) -> str:
+        """ "fit to train", or what to fix; warnings stand before either."""
+        lines = [
+            f"warning: {finding.name}: {finding.fix}"
+            for finding in self.findings
+            if finding.level == "warn"
+        ]
+        fixes = [finding for finding in self.findings if finding.level == "fix"]
+        if not fixes:
+            return "\n".join([*lines, "fit to train"])
+        lines.append(f"not fit to train: {len(fixes)} thing{'s' * (len(fixes) != 1)} to fix")
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    f"{number}. {finding.name}: {finding.fix}"
+                    for number, finding in enumerate(fixes, 1)
+                ),
+            ]
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        findings = [finding.as_json() for finding in self.findings]
+        return {
+            "fit": self.fit,
+            "findings": findings,
+            "links": [link.as_json() for link in self.links],
+        }
+
+
+_ELEMENTS = 10_007  # divides by nothing
+
+
+def wrong_sums(group: Group, device: torch.device, algorithms: Sequence[str]) -> list[str]:
+    """What came out wrong on any rank, such as "all_reduce by native". All members call it, and
+    all have the result.
+    """
+    names = [
+        (kind, algorithm)
+        for algorithm in algorithms
+        for kind in ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+    ]
+    bad = torch.tensor(
+        [float(_differs(group, device, kind, algorithm)) for kind, algorithm in names],
+        device=device,
+    )
+    group.all_reduce(bad, "max").wait()
+    return [
+        f"{kind} by {algorithm}"
+        for (kind, algorithm), flag in zip(names, bad.tolist(), strict=True)
+        if flag
+    ]
+
+
+def _differs(group: Group, device: torch.device, kind: str, algorithm: Any) -> bool:
+    size = group.size
+    # Sums of small integers are exact.
+    pattern = torch.arange(_ELEMENTS, dtype=torch.float32, device=device).remainder_(61)
+    everyone = [pattern * (rank + 1) + rank for rank in range(size)]
+    mine, total = everyone[group.rank].clone(), torch.stack(everyone).sum(0)
+    found: Tensor
+    if kind == "all_reduce":
+        found, expected = collectives.all_reduce(mine, algorithm=algorithm, group=group), total
+    elif kind == "broadcast":
+        found = collectives.broadcast(mine, size - 1, algorithm=algorithm, group=group)
+        expected = everyone[-1]
+    elif kind == "all_gather":
+        found = collectives.all_gather(mine, algorithm=algorithm, group=group)
+        expected = torch.cat(everyone)
+    else:
+        found = collectives.reduce_scatter(mine, algorithm=algorithm, group=group)
+        expected = total.tensor_split(size)[group.rank]
+    return not torch.equal(found, expected)
+
+
+def judge_sums(bad: Sequence[str], algorithms: Sequence[str], members: int, what: str) -> Finding:
+    """`what`: rank or host."""
+    value = (
+        f"all_reduce, broadcast, all_gather, reduce_scatter over {members}"
+        f" {what}{'s' * (members != 1)} by {' and '.join(algorithms)}"
+    )
+    why = (
+        f"{', '.join(bad)} gave wrong numbers: do not train here; test the memory and the network"
+        " card, and try another torch"
+        if bad
+        else ""
+    )
+    return judged("sums", value, fix=why)
+
+
+_PATIENCE = timedelta(seconds=120)  # for starting ranks and measuring, on a busy machine
+
+
+def examine_host(workers: int) -> Examined:
+    """Look at this host, and start that many ranks on it."""
+    name = socket.gethostname()
+    found = [
+        *software.findings(),
+        *host.findings(workers),
+        host.own_name(name, host.addresses_of),
+        host.used(host.interfaces(), "127.0.0.1", os.environ.get("GLOO_SOCKET_IFNAME")),
+        host.loopback_port(),
+    ]
+    try:
+        bad, algorithms, pairs = launch(_on_rank, workers, timeout=_PATIENCE)[0]
+    except (WorkerFailed, LaunchTimeout) as error:
+        found.append(judged("sums", f"{workers} ranks did not get through", fix=str(error)))
+        return Examined(found, [])
+    return Examined(
+        [*found, judge_sums(bad, algorithms, workers, "rank"), links.judge(pairs, hosts=False)],
+        pairs,
+    )
+
+
+def _on_rank() -> tuple[list[str], list[str], list[MeasuredLink]]:
+    workers = int(os.environ["WORLD_SIZE"])
+    with init(
+        backend=(
+            "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= workers else "gloo"
+        )
+    ) as world:
+        algorithms = ["native", *(["shared_memory"] if world.group.memory is not None else [])]
+        bad = wrong_sums(world.group, world.device, algorithms)
+        names = [f"rank {rank}" for rank in range(world.size)]
+        return bad, algorithms, links.measure(world.group, names, world.device, hosts=False)
+
+
+_APART = 1.0  # seconds between two nodes' clocks from which logs and certificates become confusing
+_SAME = ("Python", "torch", "system", "backends")
+"""Findings that are one line where all nodes say the same, and are to be mended where they do
+not.
+"""
+
+
+def main(json_file: Path | None) -> bool:
+    """On every rank. The first prints the report, and writes it as JSON; whether the nodes are
+    fit to train, on all of them.
+    """
+    with init() as world:
+        found = examine_nodes(world)
+        if world.rank == 0:
+            print(found.text(), flush=True)
+            if json_file is not None:
+                from lockstep.tools.timing.files import write_json
+
+                write_json(json_file, found.as_json())
+    return found.fit
+
+
+def examine_nodes(world: World) -> Examined:
+    """A collective; what it returns is the same on all ranks."""
+    own = [*software.findings(), *host.findings(world.local_size)]
+    address = "127.0.0.1"
+    with suppress(OSError, KeyError):
+        address = towards(os.environ["MASTER_ADDR"])
+    own.append(host.used(host.interfaces(), address, os.environ.get("GLOO_SOCKET_IFNAME")))
+    mine = {
+        "node": world.node,
+        "name": socket.gethostname(),
+        "found": [finding.as_json() for finding in own],
+    }
+    said: list[Any] = [
+        said_by(rank, mine, world.control, "for what this node has") for rank in range(world.size)
+    ]
+    # the first rank of each node
+    firsts = {each["node"]: rank for rank, each in reversed(list(enumerate(said)))}
+    ranks = sorted(firsts.values())
+    names = _named([said[rank]["name"] for rank in ranks])
+    found = merged(
+        dict(
+            zip(
+                names,
+                ([Finding(**each) for each in said[rank]["found"]] for rank in ranks),
+                strict=True,
+            )
+        )
+    )
+    found.append(
+        judge_sums(
+            wrong_sums(world.group, world.device, ["native"]), ["native"], world.size, "rank"
+        )
+    )
+    measured: dict[str, Any] = {}
+    if world.rank in ranks:
+        one_each = world.subgroup(ranks)
+        pairs = links.measure(one_each, names, world.device, hosts=True)
+        measured = {"links": [link.as_json() for link in pairs], "clocks": clocks(one_each)}
+    measured = said_by(ranks[0], measured, world.control, "for the links")
+    pairs = [MeasuredLink(**each) for each in measured["links"]]
+    found += [
+        links.judge(pairs, hosts=True),
+        judge_clocks(dict(zip(names, measured["clocks"], strict=True))),
+    ]
+    return Examined(found, pairs)
+
+
+def _named(names: Sequence[str]) -> list[str]:
+    """Host names, with a number where a host stands for several nodes."""
+    return [
+        name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)
+    ]
+
+
+def merged(by_node: dict[str, list[Finding]]) -> list[Finding]:
+    """One line a check where the nodes must say the same, else a line for each node."""
+    lines: list[Finding] = []
+    for column in zip(*by_node.values(), strict=True):
+        values = {finding.value for finding in column}
+        name = column[0].name
+        if len(values) == 1 and all(finding.level == "ok" for finding in column):
+            lines.append(column[0])
+        elif name in _SAME:
+            told = ", ".join(
+                f"{finding.value} on {node}" for node, finding in zip(by_node, column, strict=True)
+            )
+            lines.append(
+                judged(
+                    name,
+                    told,
+                    fix=(
+                        f"{name} differs between nodes ({told}): install the same version on every"
+                        " node"
+                    ),
+                )
+            )
+        else:
+            lines += [
+                Finding(
+                    name=name,
+                    value=f"{node}: {finding.value}",
+                    level=finding.level,
+                    fix=finding.fix and f"{node}: {finding.fix}",
+                )
+                for node, finding in zip(by_node, column, strict=True)
+            ]
+    return lines
+
+
+def clocks(group: Group) -> list[float]:
+    """By how many seconds each rank's clock is ahead of rank 0's: the best of ten questions. All
+    members call it.
+    """
+    offsets = torch.zeros(group.size, dtype=torch.float64)
+    for rank in range(1, group.size):
+        answer, best = torch.zeros(1, dtype=torch.float64), float("inf")
+        for _ in range(10):
+            if group.rank == 0:
+                asked = time.time()
+                group.send(answer, rank)
+                group.receive(answer, rank)
+                trip = time.time() - asked
+                if trip < best:
+                    best, offsets[rank] = trip, answer.item() - asked - trip / 2
+            elif group.rank == rank:
+                group.receive(answer, 0)
+                group.send(torch.tensor([time.time()], dtype=torch.float64), 0)
+    group.all_reduce(offsets).wait()
+    return [float(each) for each in offsets]
+
+
+def judge_clocks(offsets: dict[str, float]) -> Finding:
+    """Seconds ahead of the first node, by name."""
+    value = ", ".join(f"{name} {1e3 * each:+.1f} ms" for name, each in list(offsets.items())[1:])
+    apart = [f"{name} by {each:+.1f} s" for name, each in offsets.items() if abs(each) > _APART]
+    warn = (
+        f"clocks differ from {next(iter(offsets))}'s, {' and '.join(apart)}: have chrony or ntpd"
+        " set them, or logs of different nodes cannot be compared"
+        if apart
+        else ""
+    )
+    return judged("clocks", value, warn=warn)
+
+
+if __name__ == "__main__":
+    import sys
+
+    if not main(Path(sys.argv[1]) if sys.argv[1:] else None):
+        sys.exit(1)
