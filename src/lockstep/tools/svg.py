@@ -247,6 +247,12 @@ class Plot(Drawing):
         self.words(x, y, text, anchor=anchor, size=_FONT, fill="var(--ink)")
 
 
+def blend(light: str, dark: str, share: float) -> str:
+    """A colour between two, both as #rrggbb."""
+    ends = zip(bytes.fromhex(light[1:]), bytes.fromhex(dark[1:]), strict=True)
+    return "#" + bytes(round(low + share * (high - low)) for low, high in ends).hex()
+
+
 def _widened(ends: Point) -> Point:
     """A range has a length."""
     low, high = ends

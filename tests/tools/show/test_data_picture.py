@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.tools.show.data_picture import show, verdicts
+from tests.refused import refused
 
 BLOCKS = """\
 10 samples, 4 ranks, blocks
@@ -93,5 +93,5 @@ def test_verdicts_on_three_samples(parts: list[list[int]], expected: list[str]) 
 
 @pytest.mark.parametrize("changed", [{"samples": 0}, {"workers": 0}, {"epochs": 0}])
 def test_numbers_below_one_are_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(changed))}=0 is too small"):
+    with refused("not-a-whole-number", name=next(iter(changed)), value=0):
         show(**({"samples": 10, "workers": 4} | changed))

@@ -125,13 +125,15 @@ def text(mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None = No
     return "\n".join([*said, *([""] if axes else []), *axes])
 
 
-def drawing(mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None = None) -> Drawing:
+def drawing(
+    mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None = None
+) -> MeshDrawing:
     """A box a rank, in a box a node; one colour a share of the samples; arrows from stage to
     stage. Raises UsageError for too many ranks.
     """
     if mesh.size > DRAWN:
         raise UsageError("drawing-too-large", what=f"{mesh.size} ranks", most=DRAWN)
-    return _Picture(mesh, nodes, places(mesh, nodes, layers)).sheet
+    return MeshDrawing(mesh, nodes, places(mesh, nodes, layers))
 
 
 def _inside(said: Sequence[str]) -> list[str]:
@@ -139,40 +141,40 @@ def _inside(said: Sequence[str]) -> list[str]:
     return [part for line in said for part in re.split(": |, (?=shard)", line) if part]
 
 
-class _Picture:
-    """Where things are on the sheet."""
+class MeshDrawing(Drawing):
+    """A box a rank, in a box a node."""
 
     def __init__(self, mesh: Mesh, nodes: int, every: Sequence[MeshRank]) -> None:
         said = [_inside(each.said(mesh.replicas)) for each in every]
         self._each = mesh.size // nodes
-        self._row = min(_ROW, self._each)
+        self._columns = min(_ROW, self._each)
         self._high = 30 + 15 * max(map(len, said))
-        self._tall = 30 + -(-self._each // self._row) * (self._high + _GAP)
+        self._tall = 30 + -(-self._each // self._columns) * (self._high + _GAP)
         below = self._top(nodes) + 24
         lines = _lines(mesh, nodes)
         use_at = _LEFT + 90 + 6.2 * max((len(who) for _, who, _ in lines), default=0)
         uses = use_at + 6.2 * max((len(use) for *_, use in lines), default=0)
-        wide = max(self._row * (_WIDTH + _GAP) + _GAP, uses - _LEFT, 9.2 * len(title(mesh, nodes)))
-        self.sheet = Drawing(2 * _LEFT + wide, below + 18 * len(lines) + 12)
-        self.sheet.words(_LEFT, _TOP + 10, title(mesh, nodes), size=16, weight="bold")
+        wide = max(
+            self._columns * (_WIDTH + _GAP) + _GAP, uses - _LEFT, 9.2 * len(title(mesh, nodes))
+        )
+        super().__init__(2 * _LEFT + wide, below + 18 * len(lines) + 12)
+        self.words(_LEFT, _TOP + 10, title(mesh, nodes), size=16, weight="bold")
         for node in range(nodes):
-            self.sheet.box(
-                _LEFT, self._top(node), self.sheet.width - 2 * _LEFT, self._tall, "#fafafa"
-            )
-            self.sheet.words(_LEFT + 10, self._top(node) + 20, f"node {node}", weight="bold")
+            self.box(_LEFT, self._top(node), self.width - 2 * _LEFT, self._tall, "#fafafa")
+            self.words(_LEFT + 10, self._top(node) + 20, f"node {node}", weight="bold")
         for place, inside in zip(every, said, strict=True):
-            self._rank(place, inside)
+            self._place(place, inside)
         for rank in range(mesh.size):
             stages = mesh.line(rank, "pipeline")
             for after in stages[stages.index(rank) + 1 :][:1]:
-                self.sheet.arrow(self._onward(rank, after), "next")
+                self.arrow(self._onward(rank, after), "next")
         for number, line in enumerate(lines):
             for x, words in zip((_LEFT, _LEFT + 70, use_at), line, strict=True):
-                self.sheet.words(x, below + 18 * number, words.strip(), size=12)
+                self.words(x, below + 18 * number, words.strip(), size=12)
 
     def _corner(self, rank: int) -> tuple[int, int]:
         node, place = divmod(rank, self._each)
-        row, column = divmod(place, self._row)
+        row, column = divmod(place, self._columns)
         return _LEFT + _GAP + column * (_WIDTH + _GAP), self._top(node) + 30 + row * (
             self._high + _GAP
         )
@@ -180,12 +182,12 @@ class _Picture:
     def _top(self, node: int) -> int:
         return _TOP + 30 + node * (self._tall + 16)
 
-    def _rank(self, place: MeshRank, inside: Sequence[str]) -> None:
+    def _place(self, place: MeshRank, inside: Sequence[str]) -> None:
         x, y = self._corner(place.number)
-        self.sheet.box(x, y, _WIDTH, self._high, _SHARES[place.share % len(_SHARES)])
-        self.sheet.words(x + 8, y + 17, f"rank {place.number}", weight="bold")
+        self.box(x, y, _WIDTH, self._high, _SHARES[place.share % len(_SHARES)])
+        self.words(x + 8, y + 17, f"rank {place.number}", weight="bold")
         for number, line in enumerate(inside):
-            self.sheet.words(x + 8, y + 34 + 15 * number, line, size=12)
+            self.words(x + 8, y + 34 + 15 * number, line, size=12)
 
     def _onward(self, rank: int, after: int) -> Curve:
         """To the rank with the next stage: to the box beside it, else below the boxes between

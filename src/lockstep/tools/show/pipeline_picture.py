@@ -19,7 +19,7 @@ from lockstep.config import knob
 from lockstep.config.pipeline_schedules import PipelineSchedule, StageWork
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.svg import Drawing
+from lockstep.tools.svg import Drawing, blend
 
 IDLE = "·"
 _MEANINGS = {
@@ -247,14 +247,8 @@ def drawing(found: Chart) -> Drawing:
 
 def _colour(found: Chart, kind: str, which: int) -> str:
     """The later a rank's stage, the darker."""
-    light, dark = bytes.fromhex(_LIGHT[kind][1:]), bytes.fromhex(_DARK[kind][1:])
     share = which / max(1, found.schedule.per_rank - 1)
-    return (
-        "#"
-        + bytes(
-            round(low + share * (high - low)) for low, high in zip(light, dark, strict=True)
-        ).hex()
-    )
+    return blend(_LIGHT[kind], _DARK[kind], share)
 
 
 def _draw_legend(found: Chart, sheet: Drawing) -> None:

@@ -21,12 +21,12 @@ from lockstep.collectives.prove import Proof, prove
 from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.svg import Drawing
+from lockstep.tools.svg import Drawing, blend
 
 SHOWN = 16
 """The most ranks whose contents are written out."""
 # Light blue to blue; green when complete.
-_FEW, _MANY, _DONE, _EMPTY = (222, 235, 247), (107, 160, 210), "#a1d99b", "#f4f4f4"
+_FEW, _MANY, _DONE, _EMPTY = "#deebf7", "#6ba0d2", "#a1d99b", "#f4f4f4"
 # In px: above the first row, left of the first column, a box's height, between two rows.
 _TOP, _LEFT, _BOX, _GAP = 118, 86, 30, 74
 
@@ -155,7 +155,7 @@ def _cell(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> str:
     return f"{letter(cell)} {inside:<{room}}{mark}"
 
 
-def drawing(schedule: Schedule) -> Drawing:
+def drawing(schedule: Schedule) -> ScheduleDrawing:
     """Raises UsageError for more ranks than fit on a page."""
     if schedule.world > SHOWN or schedule.cells > SHOWN:
         raise UsageError(
@@ -163,60 +163,64 @@ def drawing(schedule: Schedule) -> Drawing:
             what=f"{schedule.world} ranks with {schedule.cells} cells each",
             most=SHOWN,
         )
-    return _Picture(schedule).sheet
+    return ScheduleDrawing(schedule)
 
 
-class _Picture:
-    """Where things are on the sheet."""
+class ScheduleDrawing(Drawing):
+    """A column is a rank, a row a step."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._adds = schedule.kind in REDUCING
         self._cell = max(38.0, 24.0 + 8.0 * (schedule.world if self._adds else 2))  # px
-        self._width = self._cell * schedule.cells
+        self._wide = self._cell * schedule.cells
         every = list(steps(schedule))
-        self.sheet = Drawing(self._left(schedule.world) + 20, self._top(len(every) - 1) + _BOX + 40)
+        super().__init__(self._left(schedule.world) + 20, self._top(len(every) - 1) + _BOX + 40)
         first, *others = title(schedule, prove(schedule))
-        self.sheet.words(20, 28, first, size=17, weight="bold")
+        self.words(20, 28, first, size=17, weight="bold")
         for number, line in enumerate(others):
-            self.sheet.words(20, 48 + 18 * number, line)
+            self.words(20, 48 + 18 * number, line)
         for rank in range(schedule.world):
-            middle = self._left(rank) + self._width / 2
-            self.sheet.words(middle, _TOP - 12, f"rank {rank}", anchor="middle", weight="bold")
+            middle = self._left(rank) + self._wide / 2
+            self.words(middle, _TOP - 12, f"rank {rank}", anchor="middle", weight="bold")
         for step in every:
             self._row(step)
-            if step.number:
-                self._messages(step)
         legend = "a box: a cell that is there; empty: not there"
         if self._adds:
             legend = (
                 "a box: cell and the ranks counted in it, green when complete; an arrow from"
                 " between boxes takes several along"
             )
-        self.sheet.words(20, self.sheet.height - 10, legend, size=12)
+        self.words(20, self.height - 10, legend, size=12)
 
     def _left(self, rank: int) -> float:
-        return _LEFT + rank * (self._width + 34)
+        return _LEFT + rank * (self._wide + 34)
 
     def _top(self, step: int) -> float:
         return _TOP + step * (_BOX + _GAP)
 
     def _row(self, step: Snapshot) -> None:
+        """What everybody holds, and the messages that have led to it."""
         top = self._top(step.number)
         name = f"step {step.number}" if step.number else "start"
-        self.sheet.words(20, top + 20, name, weight="bold")
+        self.words(20, top + 20, name, weight="bold")
         for rank, held in enumerate(step.held):
             for cell in range(self._schedule.cells):
                 x, ranks = self._left(rank) + cell * self._cell, held.get(cell)
-                self.sheet.box(x, top, self._cell, _BOX, self._colour(cell, ranks))
+                self.box(x, top, self._cell, _BOX, self._colour(cell, ranks))
                 if ranks is not None:
-                    inside = (
-                        "".join(map(str, sorted(ranks)))
-                        if self._schedule.world <= 10
-                        else len(ranks)
-                    )
+                    few = self._schedule.world <= 10
+                    inside = "".join(map(str, sorted(ranks))) if few else len(ranks)
                     said = f"{letter(cell)} {inside}"
-                    self.sheet.words(x + self._cell / 2, top + 20, said, anchor="middle", size=12)
+                    self.words(x + self._cell / 2, top + 20, said, anchor="middle", size=12)
+        above = top - _GAP
+        for transfer in step.transfers:
+            middle = (transfer.cells[0] + transfer.cells[-1] + 1) / 2 * self._cell
+            x, to_x = self._left(transfer.src) + middle, self._left(transfer.dst) + middle
+            curve = (x, above + 3), (x, above + 34), (to_x, top - 36), (to_x, top - 3)
+            self.arrow(curve, "message")
+        if step.number:
+            self.words(20, above + _GAP / 2 + 4, step.how, size=12)
 
     def _colour(self, cell: int, ranks: frozenset[int] | None) -> str:
         if ranks is None:
@@ -224,16 +228,4 @@ class _Picture:
         if self._adds and complete(self._schedule, cell, ranks):
             return _DONE
         share = (len(ranks) - 1) / max(1, self._schedule.world - 1) if self._adds else 0.4
-        return "#" + "".join(
-            f"{round(low + share * (high - low)):02x}"
-            for low, high in zip(_FEW, _MANY, strict=True)
-        )
-
-    def _messages(self, step: Snapshot) -> None:
-        above, below = self._top(step.number - 1) + _BOX, self._top(step.number)
-        for transfer in step.transfers:
-            middle = (transfer.cells[0] + transfer.cells[-1] + 1) / 2 * self._cell
-            x, to_x = self._left(transfer.src) + middle, self._left(transfer.dst) + middle
-            curve = (x, above + 3), (x, above + 34), (to_x, below - 36), (to_x, below - 3)
-            self.sheet.arrow(curve, "message")
-        self.sheet.words(20, above + _GAP / 2 + 4, step.how, size=12)
+        return blend(_FEW, _MANY, share)
