@@ -11,7 +11,14 @@ import pytest
 
 from lockstep.collectives.network import Link, Network
 from lockstep.errors import UsageError
-from lockstep.tools.plan.networks import CHOICES, TCP, bits_per_second, connection, link_named
+from lockstep.tools.plan.networks import (
+    CHOICES,
+    LINKS,
+    TCP,
+    bits_per_second,
+    connection,
+    link_named,
+)
 from tests.refused import refused
 
 
@@ -29,7 +36,7 @@ def test_names_and_numbers() -> None:
     "text", ["", "modem", "50Mbit", "50,", "-1,1Gbit", "nan,1Gbit", "x,1Gbit", "5,0Mbit", "5,10"]
 )
 def test_what_is_no_network_is_refused(text: str) -> None:
-    with refused("unknown-choice", name="network", value=text, choices=CHOICES):
+    with refused("unknown-choice", name="network", value=text, choices=LINKS):
         link_named(text)
 
 
@@ -125,7 +132,7 @@ def test_words_of_a_file_of_another_command(tmp_path: Path) -> None:
     ("text", "code", "values"),
     [
         ("modem", "unknown-choice", {"name": "network", "value": "modem", "choices": CHOICES}),
-        ("nowhere.json", "cannot-read", {"option": "--network", "file": "nowhere.json"}),
+        ("nowhere.json", "cannot-read", {"name": "--network", "file": "nowhere.json"}),
     ],
 )
 def test_what_is_no_network(text: str, code: str, values: dict[str, str]) -> None:

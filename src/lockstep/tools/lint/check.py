@@ -55,7 +55,7 @@ def check_file(path: Path) -> Checked:
         return check_source(path.read_bytes(), str(path))
     except OSError as error:
         raise UsageError(
-            "cannot-read", option="file", file=str(path), reason=error.strerror or str(error)
+            "cannot-read", name="file", file=str(path), reason=error.strerror or str(error)
         ) from error
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.errors import UsageError
+from lockstep.config.knob import chosen
 from lockstep.tools.plan.model_table import Family
 
 # Bytes of memory that a data sheet's gigabytes are.
@@ -135,6 +135,5 @@ DEVICES = {
 
 def device_named(name: str) -> Device:
     """Raises UsageError for one that is not in the table."""
-    if name.lower() not in DEVICES:
-        raise UsageError("unknown-choice", name="device", value=name, choices=list(DEVICES))
+    chosen("device", name.lower(), DEVICES)
     return DEVICES[name.lower()]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.errors import UsageError
+from lockstep.config.knob import chosen
 
 Family = Literal["convolutional", "plain convolutional", "transformer"]
 """What decides which share of its peak a device achieves. Plain: stacks of 3x3 convolutions, for
@@ -347,6 +347,5 @@ MODELS = {
 
 def model_named(name: str) -> Model:
     """Raises UsageError for one that is not in the table."""
-    if name.lower() not in MODELS:
-        raise UsageError("unknown-choice", name="model", value=name, choices=list(MODELS))
+    chosen("model", name.lower(), MODELS)
     return MODELS[name.lower()]

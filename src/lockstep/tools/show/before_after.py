@@ -12,6 +12,7 @@ import torch
 from lockstep.collectives import in_process
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.schedule import REDUCING, Kind
+from lockstep.config.knob import chosen
 from lockstep.errors import UsageError
 
 _ROOTED = ("reduce", "broadcast", "scatter", "gather")
@@ -66,13 +67,8 @@ def _check(kind: Kind, rows: Sequence[Sequence[float]], algorithm: str | None, r
             "rows-not-equal", lengths=[len(row) for row in rows], collective=_dashed(kind)
         )
     known = [each for each in algorithms_of(kind) if each != "hierarchical"]
-    if algorithm is not None and algorithm not in known:
-        raise UsageError(
-            "unknown-choice",
-            name="algorithm",
-            value=_dashed(algorithm),
-            choices=[*map(_dashed, known)],
-        )
+    if algorithm is not None:
+        chosen("algorithm", _dashed(algorithm), map(_dashed, known))
     if kind == "all_to_all" and any(len(row) != world for row in rows):
         raise UsageError("one-number-per-rank", ranks=world)
 

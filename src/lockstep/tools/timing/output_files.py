@@ -61,7 +61,7 @@ def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
         yield json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            "cannot-read", option=option, file=str(file), reason=error.strerror or str(error)
+            "cannot-read", name=option, file=str(file), reason=error.strerror or str(error)
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError("wrong-file", option=option, file=str(file), writer=writer) from None
