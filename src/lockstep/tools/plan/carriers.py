@@ -18,8 +18,6 @@ from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind, Round, Schedule, together
 
-_ALIKE = ("central", "direct")
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lockstep.config.knob import whole
@@ -102,40 +104,30 @@ def estimate(norms: Sequence[Norms], *, micro_batch: int, global_batch: int) -> 
     """
     assert len(norms) >= 2
     assert 0 < micro_batch < global_batch
-    pairs = [_solved(each, micro_batch, global_batch) for each in norms]
-    squared, variance = (sum(each) / len(pairs) for each in zip(*pairs, strict=True))
+    small, big = np.array([(each.small, each.big) for each in norms]).T
+    # of each step: both unbiased
+    squared = (global_batch * big - micro_batch * small) / (global_batch - micro_batch)
+    variance = (small - big) / (1 / micro_batch - 1 / global_batch)
     return NoiseScale(
-        squared=squared,
-        variance=variance,
-        error=_jackknife(pairs),
+        squared=float(squared.mean()),
+        variance=float(variance.mean()),
+        error=_jackknife(squared, variance),
         steps=len(norms),
         micro_batch=micro_batch,
         global_batch=global_batch,
     )
 
 
-def _solved(norms: Norms, small: int, big: int) -> tuple[float, float]:
-    """|G|^2 and tr S of one step: both unbiased."""
-    return (big * norms.big - small * norms.small) / (big - small), (norms.small - norms.big) / (
-        1 / small - 1 / big
-    )
-
-
-def _jackknife(pairs: Sequence[tuple[float, float]]) -> float:
-    count = len(pairs)
-    squared, variance = (sum(each) for each in zip(*pairs, strict=True))
-    if squared <= 0 or variance <= 0:
+def _jackknife(squared: NDArray[Any], variance: NDArray[Any]) -> float:
+    """The standard error of the ratio of the means, over it, by leaving out one step after the
+    other.
+    """
+    rest = squared.sum() - squared
+    if squared.sum() <= 0 or variance.sum() <= 0 or (rest <= 0).any():
         return math.inf
-    left = [(variance - own, squared - norm) for norm, own in pairs]
-    if any(norm <= 0 for _, norm in left):
-        return math.inf
-    ratios = [own / norm for own, norm in left]
-    mean = sum(ratios) / count
-    return float(
-        math.sqrt((count - 1) / count * sum((each - mean) ** 2 for each in ratios))
-        * squared
-        / variance
-    )
+    ratios = (variance.sum() - variance) / rest
+    spread = math.sqrt((len(ratios) - 1) * ratios.var())
+    return float(spread * squared.sum() / variance.sum())
 
 
 def norms_of(model: nn.Module, losses: Sequence[Callable[[], Tensor]]) -> Norms:
