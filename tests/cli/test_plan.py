@@ -96,7 +96,7 @@ def test_what_was_measured_stands_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*SMALL, "--network", "modem"], "--network modem is unknown: choose one of 100Mbit"),
+        ([*SMALL, "--network", "modem"], "network='modem' is unknown: choose one of 100Mbit"),
         ([*SMALL, "--step-ms", "0"], "step_ms=0"),
         ([*SMALL, "--step-ms", "inf"], "step_ms=inf"),
         (["txet", *SMALL[1:]], "task 'txet' is unknown"),
@@ -128,13 +128,13 @@ def test_a_table_of_methods_is_for_one_number_of_ranks() -> None:
         (
             {"workers": 2},
             (
-                "is of text with 2 workers at 100mbit, and the plan of text with 4 workers at 100"
-                " Mbit/s: plan what was measured"
+                "holds text with 2 workers at 100mbit, but the plan is of text with 4 workers at"
+                " 100 Mbit/s"
             ),
         ),
-        ({"rate": "1gbit"}, "at 1gbit, and the plan"),
-        ({"task": "digits"}, "is of digits with 4"),
-        ({"rows": 3}, "is not what benchmarks/slow_link.py writes"),
+        ({"rate": "1gbit"}, "at 1gbit, but the plan"),
+        ({"task": "digits"}, "holds digits with 4"),
+        ({"rows": 3}, "is not a file that benchmarks/slow_link.py --json writes"),
     ],
 )
 def test_another_measurement_is_refused(

@@ -184,7 +184,7 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
     [
         (
             ["all-reduce", "--values", "1,2;3"],
-            "rows of 2, 1 numbers: in an all-reduce all ranks have equally many",
+            "rows of 2, 1 numbers: in all-reduce all ranks have equally many",
         ),
         (["all-reduce", "--op", "mean"], "op='mean' of int64 would have to round"),
         (
@@ -193,7 +193,7 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
         ),
         (
             ["all-reduce", "--algorithm", "rong"],
-            "'rong' is no algorithm of an all-reduce: choose one of central, ring, tree",
+            "algorithm='rong' is unknown: choose one of central, ring, tree",
         ),
         (
             ["all-to-all", "--values", "1,2"],
@@ -203,7 +203,7 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
             ["all-to-all", "--values", "1,2,3;4,5,6"],
             "in an all-to-all every rank has one number for each of the 2 ranks",
         ),
-        (["broadcast", "--root", "3"], "root=3 is not one of the 3 ranks: they are 0 to 2"),
+        (["broadcast", "--root", "3"], "root=3 is not one of the 3 ranks. They are 0 to 2"),
         (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a file that ends in .svg or .png"),
     ],
 )
