@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, catalog
 from lockstep.tools.lint import RULES, LintFinding, check_file, check_source
 from tests.refused import refused
 
@@ -37,6 +37,10 @@ def test_there_are_files_of_ours() -> None:
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_our_own_code_is_clean(path: Path) -> None:
     assert check_file(path).findings == []
+
+
+def test_every_rule_can_be_explained() -> None:
+    assert {*RULES, "unknown-rule"} <= set(catalog())
 
 
 def test_every_rule_is_in_the_guide_twice() -> None:

@@ -77,21 +77,13 @@ def _run(
     kind: Kind, tensors: list[torch.Tensor], op: str, name: str, root: int
 ) -> Sequence[object]:
     own: Any = [tensor.clone() for tensor in tensors]
-    if kind in ("all_reduce", "reduce_scatter"):
-        return list(getattr(in_process, kind)(own, op, name))
-    if kind == "all_gather":
-        return in_process.all_gather(own, name)
-    if kind == "reduce":
-        return in_process.reduce(own, root, op, name)
-    if kind == "gather":
-        gathered = in_process.gather(own, root, name)
-        return [gathered if rank == root else _NOTHING for rank in range(len(own))]
     if kind == "all_to_all":
-        return [
-            torch.cat(pieces)
-            for pieces in in_process.all_to_all([tensor.split(1) for tensor in own], name)
-        ]
-    return list(getattr(in_process, kind)(own, root, name))
+        own = [tensor.split(1) for tensor in own]
+    given = ({"op": op} if kind in REDUCING else {}) | ({"root": root} if kind in _ROOTED else {})
+    found: Sequence[Any] = getattr(in_process, kind)(own, algorithm=name, **given)
+    if kind == "gather":
+        return [found if rank == root else _NOTHING for rank in range(len(own))]
+    return [torch.cat(pieces) for pieces in found] if kind == "all_to_all" else found
 
 
 def _dashed(name: str) -> str:
