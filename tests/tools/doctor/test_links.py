@@ -51,9 +51,9 @@ def test_links_that_are_all_slow_are_named_between_hosts() -> None:
 def test_the_table() -> None:
     assert links.table(_links(b_c=5e6)).splitlines() == [
         "MB/s from      a      b      c",
-        "a               -  1,000  1,000",
-        "b           1,000      -      5",
-        "c           1,000  1,000      -",
+        "a              -  1,000  1,000",
+        "b          1,000      -      5",
+        "c          1,000  1,000      -",
         "",
         "us from   a   b   c",
         "a         -  50  50",
