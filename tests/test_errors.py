@@ -28,7 +28,6 @@ BARE = {
     "gradients",
     "launcher",
     "runtime",
-    "tools",
     "world",
 }
 """Rooms whose errors have no codes yet."""

@@ -15,7 +15,6 @@ import pytest
 from lockstep.collectives.network import Link, Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.errors import UsageError
 from lockstep.tools.plan.curve import (
     Curve,
     Failures,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
 from lockstep.tools.plan.of_task import PlanScaling, samples_of, sides, work_of
 from tests.refused import refused

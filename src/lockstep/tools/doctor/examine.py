@@ -195,7 +195,7 @@ def main(json_file: Path | None) -> bool:
         if world.rank == 0:
             print(found.text(), flush=True)
             if json_file is not None:
-                from lockstep.tools.timing.files import write_json
+                from lockstep.tools.timing.output_files import write_json
 
                 write_json(json_file, found.as_json())
     return found.fit

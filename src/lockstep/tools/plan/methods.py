@@ -40,7 +40,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.plan.networks import TCP, bits_per_second
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import BACKWARD, RankWork
-from lockstep.tools.timing.files import reading
+from lockstep.tools.timing.output_files import reading
 from lockstep.tools.timing.profile import laid_out
 from lockstep.tools.timing.tables import megabytes, milliseconds, table
 

@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.collectives.network import Link, Network
 from lockstep.errors import UsageError
 from lockstep.tools.plan.carriers import OneHost, cost
-from lockstep.tools.timing.files import reading
 from lockstep.tools.timing.hockney import fit
+from lockstep.tools.timing.output_files import reading
 
 # Share of a network card's line rate. NCCL's maintainers count 12 GB/s for a card of 100 Gbit/s and
 # 24 for 200 (NVIDIA/nccl-tests issue 119).
