@@ -99,7 +99,7 @@ class Drawing:
         file that cannot be written.
         """
         if file.suffix not in (".svg", ".png"):
-            raise UsageError(f"--out {file}: give a file that ends in .svg or .png")
+            raise UsageError("not-a-picture", name="--out", file=str(file))
         try:
             if file.suffix == ".svg":
                 file.write_text(self.svg(), encoding="utf-8")
@@ -107,7 +107,7 @@ class Drawing:
                 self._png(file)
         except OSError as error:
             raise UsageError(
-                f"--out {file} cannot be written: {error.strerror or error}"
+                "cannot-write", name="--out", file=str(file), reason=error.strerror or str(error)
             ) from error
 
     def _png(self, file: Path) -> None:
@@ -117,7 +117,7 @@ class Drawing:
             from matplotlib.path import Path as Vertices
         except ImportError:
             raise UsageError(
-                f"a .png needs matplotlib: {install('plot')}, or write an .svg"
+                "missing-extra", what="a .png", package="matplotlib", install=install("plot")
             ) from None
         figure = Figure(figsize=(self.width / 100, self.height / 100), dpi=150)
         axes: Any = figure.add_axes((0, 0, 1, 1))
