@@ -20,7 +20,7 @@ import lockstep
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.runtime import randomness
 from lockstep.testing import run_ranks
-from lockstep.updates.applied import Applied
+from lockstep.updates.update import Applied
 from tests import zoo
 from tests.refused import refused
 

@@ -31,7 +31,7 @@ from lockstep.tools.report.verdict.judged import judged
 from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
 from lockstep.training.memory_use import Activations, memory_use
 from lockstep.training.timeline.lanes import read
-from lockstep.updates.applied import Applied
+from lockstep.updates.update import Applied
 from lockstep.world.world import World
 from tests.training import toy
 

@@ -32,9 +32,8 @@ from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.wrapper_arguments import Checks, check_checks
 from lockstep.updates.local_steps import LocalSteps
-from lockstep.updates.replicated import Replicated
+from lockstep.updates.own_step import Replicated, Sharded
 from lockstep.updates.server.server_update import ServerUpdate
-from lockstep.updates.sharded import Sharded
 from lockstep.updates.update import Update, Updated
 from lockstep.world.world import World
 

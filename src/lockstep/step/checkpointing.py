@@ -50,7 +50,7 @@ Extra = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 """What a checkpoint keeps beside the training: JSON, or what makes it."""
 
 
-class Position(Protocol):
+class Resumable(Protocol):
     """A Loader, or anything else whose place in the data is its `state_dict`, equal on all
     ranks.
     """
@@ -90,7 +90,7 @@ class Checkpoints:
         self,
         directory: Path | str,
         stepper: Stepper,
-        loader: Position | None = None,
+        loader: Resumable | None = None,
         *,
         every: int | None = None,
         keep: int = 2,

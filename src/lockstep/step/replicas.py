@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lockstep.collectives import in_process
 from lockstep.collectives.algorithms import algorithms_of
@@ -292,16 +293,15 @@ class Replicas:
 
 def gather(outputs: Sequence[Any], device: torch.device) -> Any:
     """Join the outputs of chunks along dim 0, in order, on a device."""
-    first = outputs[0]
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat([output.to(device) for output in outputs])
-    if isinstance(first, dict):
-        return {key: gather([output[key] for output in outputs], device) for key in first}
-    if isinstance(first, (tuple, list)):
-        joined = [gather(list(column), device) for column in zip(*outputs, strict=True)]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    what = "a 0-d tensor" if isinstance(first, Tensor) else f"a {type(first).__name__}"
-    raise UsageError("outputs-cannot-be-joined", returned=what)
+
+    def joined(*parts: Any) -> Tensor:
+        if isinstance(parts[0], Tensor) and parts[0].dim():
+            return torch.cat([part.to(device) for part in parts])
+        zero_d = isinstance(parts[0], Tensor)
+        returned = "a 0-d tensor" if zero_d else f"a {type(parts[0]).__name__}"
+        raise UsageError("outputs-cannot-be-joined", returned=returned)
+
+    return tree_map(joined, *outputs)
 
 
 def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torch.device]:
@@ -316,20 +316,12 @@ def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torc
     return [torch.device(devices[rank % len(devices)]) for rank in range(replicas or len(devices))]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.dim() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return (
-        [tensor for each in value for tensor in _tensors(each)]
-        if isinstance(value, (tuple, list))
-        else []
-    )
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _length(batch: Any) -> int:
-    lengths = [len(tensor) for tensor in _tensors(batch)]
+    lengths = [len(each) for each in tree_leaves(batch) if _is_cut(each)]
     if not lengths:
         raise UsageError("batch-without-tensors")
     if len(set(lengths)) > 1:
@@ -337,15 +329,12 @@ def _length(batch: Any) -> int:
     return lengths[0]
 
 
-def _chunk(value: Any, rank: int, size: int, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return (value.tensor_split(size)[rank] if value.dim() else value).to(device)
-    if isinstance(value, dict):
-        return {key: _chunk(each, rank, size, device) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        parts = [_chunk(each, rank, size, device) for each in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+def _chunk(batch: Any, rank: int, size: int, device: torch.device) -> Any:
+    return tree_map_only(
+        Tensor,
+        lambda each: (each.tensor_split(size)[rank] if _is_cut(each) else each).to(device),
+        batch,
+    )
 
 
 @torch.no_grad()

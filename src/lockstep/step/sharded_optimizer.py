@@ -4,7 +4,7 @@ ZeroRedundancyOptimizer, for loops of one's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.slices import BLOCK
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, Entry, plan
-from lockstep.updates.optimizer_state import pack, unpack
-from lockstep.updates.shards import Dealt, Shards, State, elementwise
+from lockstep.updates.optimizer_state import CutOptimizer
+from lockstep.updates.shards import Dealt, Shards, elementwise
 from lockstep.world.world import World
 
 
@@ -75,22 +75,19 @@ class ShardedOptimizer(Optimizer, Joinable):
                 instead="leave it out, or use a Stepper with update='sharded'",
             )
         self._group = World.current().group if process_group is None else Group.of(process_group)
-        self._inner: Optimizer | None = None
+        self._cut: CutOptimizer[Shards | Dealt] | None = None
         # has an opinion on every group; then it gets this rank's part
         whole = optimizer_class(params, **defaults)
         if needs_closure(whole):
             raise UsageError("optimizer-needs-closure", optimizer=optimizer_class.__name__)
         super().__init__(whole.param_groups, whole.defaults)
         Joinable.__init__(self)
-        self._inner = whole
-        self._consolidated: dict[str, Any] | None = None
-        self._cut({id(parameter): state for parameter, state in whole.state.items()})
-
-    @property
-    def optim(self) -> Optimizer:
+        whole.param_groups = [dict(group) for group in self.param_groups]
+        self.optim = whole
         """This rank's optimizer, over slices or over its own parameters."""
-        assert self._inner is not None
-        return self._inner
+        self._ever = {id(parameter) for parameter in whole.state}  # trained, or with a state
+        self._consolidated: dict[str, Any] | None = None
+        self._cut = CutOptimizer(whole, self._shards, self._trained)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -101,7 +98,12 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _all_params(self) -> list[torch.Tensor]:
         return list(dict.fromkeys(each for group in self.param_groups for each in group["params"]))
 
-    def _cut(self, states: Mapping[int, State]) -> None:
+    def _trained(self) -> list[int]:
+        """Where it changes, parameters were frozen or thawed."""
+        return [id(each) for each in self._all_params if each.requires_grad]
+
+    def _shards(self) -> Shards | Dealt:
+        """The parameters, cut among the ranks."""
         parameters = self._all_params
         for each in parameters:
             if each.layout is not torch.strided:
@@ -111,53 +113,32 @@ class ShardedOptimizer(Optimizer, Joinable):
                     layout=str(each.layout),
                 )
         # what was frozen since keeps its state
-        trained = [each for each in parameters if each.requires_grad or id(each) in states]
-        self._shards: Shards | Dealt
-        if (
-            elementwise(type(self.optim))
-            and sum(each.numel() for each in trained) >= self._group.size * BLOCK
-        ):
-            entries = [
-                Entry(f"parameter {number}", each.numel(), each.dtype, each.device)
-                for number, each in enumerate(trained)
-            ]
-            layout = plan(entries, range(len(entries)), bucket=BUCKET, first_bucket=BUCKET)
-            self._shards = Shards(trained, layout, self._group)  # type: ignore[arg-type]  # an optimizer takes tensors for parameters
-        else:
-            self._shards = Dealt(parameters, self._group)
-        numbers = {id(each): number for number, each in enumerate(self._shards.parameters)}
-        self.optim.state.clear()
-        self.optim.param_groups = [
-            {
-                **group,
-                "params": [
-                    piece
-                    for each in group["params"]
-                    if id(each) in numbers
-                    for piece in self._shards.mine_of(each)
-                ],
-            }
-            for group in self.param_groups
+        self._ever |= set(self._trained())
+        trained = [each for each in parameters if id(each) in self._ever]
+        size = sum(each.numel() for each in trained)
+        if not elementwise(type(self.optim)) or size < self._group.size * BLOCK:
+            return Dealt(parameters, self._group)
+        entries = [
+            Entry(f"parameter {number}", each.numel(), each.dtype, each.device)
+            for number, each in enumerate(trained)
         ]
-        for key, state in states.items():
-            if key in numbers:
-                self._shards.cut_state(self.optim, numbers[key], state)
+        layout = plan(entries, range(len(entries)), bucket=BUCKET, first_bucket=BUCKET)
+        return Shards(trained, layout, self._group)  # type: ignore[arg-type]  # an optimizer takes tensors for parameters
 
-    def _states(self) -> dict[int, State]:
-        return {
-            id(self._shards.parameters[number]): state
-            for number, state in self._shards.whole_states(self.optim)
-        }
+    @property
+    def _pieces(self) -> CutOptimizer[Shards | Dealt]:
+        """`optim` as it is cut, with the options that a scheduler wrote to the outer groups."""
+        assert self._cut is not None
+        _copy_options(self.param_groups, self.optim.param_groups)
+        return self._cut
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters. Every rank calls it."""
-        if getattr(self, "_inner", None) is None:
-            super().add_param_group(param_group)
-            return
-        states = self._states()
         super().add_param_group(param_group)
-        self._consolidated = None
-        self._cut(states)
+        if getattr(self, "_cut", None) is not None:
+            self._consolidated = None
+            self.optim.param_groups.append(dict(self.param_groups[-1]))
+            self._pieces.follow()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -166,27 +147,20 @@ class ShardedOptimizer(Optimizer, Joinable):
 
         `options` go to the step of `optimizer_class`.
         """
-        known = {id(each) for each in self._shards.parameters}
-        if any(each.requires_grad and id(each) not in known for each in self._all_params):
-            # thawed since
-            self._cut(self._states())
-        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
-            # a scheduler writes to the outer ones
-            inner.update({name: value for name, value in outer.items() if name != "params"})
+        pieces = self._pieces
+        pieces.follow()
         self._consolidated = None
-        if isinstance(self._shards, Dealt):
+        if isinstance(pieces.shards, Dealt):
             loss = self.optim.step(**({} if closure is None else {"closure": closure}), **options)
         else:
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._shards.take_gradients()
+            pieces.shards.take_gradients()
             self.optim.step(**options)
-        self._shards.gather()
-        for inner, outer in zip(self.optim.param_groups, self.param_groups, strict=True):
-            # what the optimizer has noted there
-            outer.update({name: value for name, value in inner.items() if name != "params"})
+        pieces.shards.gather()
+        _copy_options(self.optim.param_groups, self.param_groups)  # what the optimizer has noted
         return loss
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -207,10 +181,8 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the whole state together, for `state_dict()` on rank `to`. Every rank calls it."""
-        states = self._states()
-        self._consolidated = (
-            pack(self.param_groups, self._wholes, states) if self._group.rank == to else None
-        )
+        whole = self._pieces.state_dict()
+        self._consolidated = whole if self._group.rank == to else None
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's state in torch's form: it loads into `optimizer_class` itself, and
@@ -229,15 +201,15 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a whole optimizer's state. Every rank calls it, with the same."""
-        options, states = unpack(state_dict, self._wholes)
-        for group, option in zip(self.param_groups, options, strict=True):
-            group.update(option)
         self._consolidated = None
-        self._cut(states)
+        self._pieces.load_state_dict(state_dict)
+        _copy_options(self.optim.param_groups, self.param_groups)
 
-    @property
-    def _wholes(self) -> list[list[torch.Tensor]]:
-        return [list(group["params"]) for group in self.param_groups]
+
+def _copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """All but the parameters."""
+    for ours, theirs in zip(source, target, strict=True):
+        theirs.update({name: value for name, value in ours.items() if name != "params"})
 
 
 class _StepsOn(JoinHook):

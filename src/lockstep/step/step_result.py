@@ -16,7 +16,7 @@ from lockstep.errors import LockstepWarning
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import StepClock, StepTimes
-from lockstep.updates.applied import Applied, AppliedWindow
+from lockstep.updates.update import Applied, AppliedWindow
 from lockstep.world.world import World
 
 

@@ -46,8 +46,7 @@ from lockstep.step.model_shard import ModelShard, Whole
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
 from lockstep.step.stepper_window import LossScale, MicroBatch, OpenWindow, check_ended, with_last
 from lockstep.step.wrapper_arguments import Checks
-from lockstep.updates.applied import Applied
-from lockstep.updates.update import Update
+from lockstep.updates.update import Applied, Update
 from lockstep.world.world import World
 
 Batch = TypeVar("Batch")

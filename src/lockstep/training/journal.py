@@ -18,7 +18,7 @@ from lockstep.step.step_result import StepResult
 from lockstep.training.metrics import MetricsFile
 from lockstep.training.progress import Progress, of, progress
 from lockstep.training.run_directory import RunDirectory
-from lockstep.updates.applied import AppliedWindow
+from lockstep.updates.update import AppliedWindow
 from lockstep.world.world import World
 
 

@@ -26,14 +26,14 @@ from lockstep.checkpoints.pieces import Piece
 from lockstep.collectives.group import Work
 from lockstep.config.parallelism import Outer
 from lockstep.errors import UsageError
-from lockstep.gradients.bucket import Bucket, view_of
+from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.reductions import Alone
 from lockstep.runtime import status
-from lockstep.updates.applied import EndedWindow
 from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
-from lockstep.updates.replicated import Replicated
-from lockstep.updates.update import Updated
+from lockstep.updates.own_step import Replicated
+from lockstep.updates.shards import places
+from lockstep.updates.update import EndedWindow, Updated
 
 _MIXED = 0.5  # of a replica that went on while its fragment met, the share that stays
 
@@ -137,8 +137,8 @@ class LocalSteps(Replicated):
     def _copied(self, bucket: Bucket) -> Tensor:
         """The parameters of a bucket, laid as it is."""
         flat = torch.zeros_like(bucket.sum)
-        for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
-            view_of(flat, span, parameter).copy_(parameter)
+        for _, parameter, place in places(flat, bucket):
+            place.copy_(parameter)
         return flat
 
     def follow(self) -> None:
@@ -245,10 +245,8 @@ class LocalSteps(Replicated):
         bucket.sum.zero_()
         if weight == 0:
             return
-        for span, view, parameter in zip(
-            bucket.spans, bucket.views, bucket.parameters, strict=True
-        ):
-            torch.sub(view_of(start, span, parameter), parameter, out=view)
+        for (_, parameter, place), view in zip(places(start, bucket), bucket.views, strict=True):
+            torch.sub(place, parameter, out=view)
         bucket.sum.mul_(weight)
 
     @torch.no_grad()
@@ -264,8 +262,7 @@ class LocalSteps(Replicated):
                 bucket = self._moving[index]
                 if flight.weight > 0:
                     self._step.move(index, bucket.sum.div_(flight.weight))
-                for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
-                    place = view_of(self._step.starts[index], span, parameter)
+                for _, parameter, place in places(self._step.starts[index], bucket):
                     if keep:
                         parameter.lerp_(place, 1 - keep)
                     else:
@@ -278,20 +275,12 @@ class LocalSteps(Replicated):
         """The model that all ranks agree on: as it was at the last meeting, where some have gone
         on since.
         """
-        return {
-            **weights,
-            **(
-                {}
-                if self.together
-                else {**self._named(self._step.starts), **self._buffers.starts()}
-            ),
-        }
+        if self.together:
+            return dict(weights)
+        return {**weights, **self._named(self._step.starts), **self._buffers.starts()}
 
     def kept(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        common = {
-            f"outer/momentum/{name}": value
-            for name, value in self._named(self._step.momenta).items()
-        }
+        common = dict(self.replicated())
         common["outer/taken"] = torch.tensor([self.taken, self._parted_at])
         own: dict[str, Tensor] = {}
         for flight in self._flights:  # the sums are the same on all ranks
@@ -301,10 +290,10 @@ class LocalSteps(Replicated):
             common[f"outer/flight/{flight.fragment}"] = torch.tensor(
                 [flight.lands, flight.weight], dtype=torch.float64
             )
-            sums = [self._moving[index] for index in self._fragments[flight.fragment]]
-            for bucket in sums:
-                for span, view in zip(bucket.spans, bucket.views, strict=True):
-                    common[f"outer/flying/{span.name}"] = view
+            for index in self._fragments[flight.fragment]:
+                bucket = self._moving[index]
+                for name, _, place in places(bucket.sum, bucket):
+                    common[f"outer/flying/{name}"] = place
         if not self.together:
             own |= {f"replica/{name}": each.detach() for name, each in self._parameters}
             own |= {f"buffer/{name}": each for name, each in self._buffers.now().items()}
@@ -332,17 +321,14 @@ class LocalSteps(Replicated):
         self._buffers.restart()
         self._fill(self._step.momenta, _under(common, "outer/momentum/"))
         self._flights = []
-        for key, (lands, weight) in (
-            (key, value.tolist())
-            for key, value in common.items()
-            if key.startswith("outer/flight/")
-        ):
-            self._flights.append(_Flight(int(key.rpartition("/")[2]), int(lands), weight, []))
+        for fragment, flight in _under(common, "outer/flight/").items():
+            lands, weight = flight.tolist()
+            self._flights.append(_Flight(int(fragment), int(lands), weight, []))
         flying = _under(common, "outer/flying/")
         for bucket in self._moving:
-            for span, view in zip(bucket.spans, bucket.views, strict=True):
-                if span.name in flying:
-                    view.copy_(flying[span.name])
+            for name, _, place in places(bucket.sum, bucket):
+                if name in flying:
+                    place.copy_(flying[name])
         own = by_rank[self._everyone.rank] if self._everyone.rank < len(by_rank) else {}
         replica = _under(own, "replica/")
         for name, parameter in self._parameters:
@@ -367,9 +353,9 @@ class LocalSteps(Replicated):
     def _named(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         """The parameters' places in flat tensors that are laid as the buckets."""
         return {
-            span.name: view_of(flat, span, parameter)
+            name: place
             for flat, bucket in zip(flats, self._buckets, strict=bool(flats))
-            for span, parameter in zip(bucket.spans, bucket.parameters, strict=True)
+            for name, _, place in places(flat, bucket)
         }
 
     def _fill(self, flats: Sequence[Tensor], values: Mapping[str, Tensor]) -> None:

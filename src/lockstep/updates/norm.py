@@ -44,11 +44,6 @@ def norm_of(sums: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.to(device, torch.float64) for each in sums]).sum().sqrt()
 
 
-def gradient_norm(flats: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm over all elements of these flat tensors; float64, 0-d."""
-    return norm_of([block_sums(flat) for flat in flats])
-
-
 class Summed(Protocol):
     """Gradients summed over the ranks, as an update holds them on this rank."""
 

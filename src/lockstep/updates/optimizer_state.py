@@ -6,8 +6,8 @@ Outside, the state is whole and in the form of torch's `Optimizer.state_dict()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from lockstep.checkpoints.pieces import Piece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
-from lockstep.updates.shards import Shards, State, check_elementwise
+from lockstep.updates.shards import Dealt, Shards, State, check_elementwise
+
+Cut = TypeVar("Cut", bound=Shards | Dealt)
 
 
 class OptimizerState(Protocol):
@@ -63,15 +65,20 @@ class WholeOptimizer:
         )
 
 
-class CutOptimizer:
-    """Its groups hold this rank's pieces of the parameters, and keep everything else. `cut()`
-    makes the shards, after each new layout.
+class CutOptimizer(Generic[Cut]):
+    """An optimizer whose groups hold this rank's pieces of the parameters, and keep everything
+    else.
+
+    Args:
+        optimizer: over whole parameters; the pieces take their place here.
+        cut: makes the shards, now and for each new layout.
+        layout: what tells that the layout is new, because it is not equal to the last one.
     """
 
-    def __init__(self, reducer: Reducer, optimizer: Optimizer, cut: Callable[[], Shards]) -> None:
-        check_elementwise(type(optimizer))
-        check_belongs(reducer, optimizer)
-        self._reducer, self._optimizer, self._make = reducer, optimizer, cut
+    def __init__(
+        self, optimizer: Optimizer, cut: Callable[[], Cut], layout: Callable[[], object]
+    ) -> None:
+        self._optimizer, self._make, self._layout = optimizer, cut, layout
         self._wholes = [list(group["params"]) for group in optimizer.param_groups]
         self._cut({id(parameter): state for parameter, state in optimizer.state.items()})
 
@@ -79,27 +86,28 @@ class CutOptimizer:
         """Cut again where the layout is new. Groups that were added to the optimizer hold whole
         parameters. State moves parameter by parameter.
         """
-        if self._reducer.layouts == self._layouts:
+        groups = self._optimizer.param_groups
+        if self._layout() == self._laid and len(groups) == len(self._wholes):
             return
-        self._wholes += [
-            list(group["params"]) for group in self._optimizer.param_groups[len(self._wholes) :]
-        ]
+        self._wholes += [list(group["params"]) for group in groups[len(self._wholes) :]]
         old, frozen = self.shards, self._frozen()
+        moving: Iterable[tuple[int, State]] = old.whole_states(self._optimizer)
+        if isinstance(old, Dealt):  # its pieces are the parameters, which lose their state now
+            moving = list(moving)
         self._cut(frozen)
-        for number, state in old.whole_states(self._optimizer):
+        for number, state in moving:
             for view in old.mine_of(old.parameters[number]):
-                self._optimizer.state.pop(view, None)
+                if view is not old.parameters[number]:
+                    self._optimizer.state.pop(view, None)
             self._give(old.parameters[number], state)
 
     def _cut(self, states: Mapping[int, State]) -> None:
         """Put this rank's pieces in the place of the optimizer's parameters. `states`, by the
         identity of whole parameters, are cut as well.
         """
-        self._layouts = self._reducer.layouts
+        self._laid = self._layout()
         self.shards = self._make()
-        self._numbers = {
-            id(parameter): number for number, parameter in enumerate(self._reducer.parameters)
-        }
+        self._numbers = {id(each): number for number, each in enumerate(self.shards.parameters)}
         for group, wholes in zip(self._optimizer.param_groups, self._wholes, strict=True):
             group["params"] = [
                 part
@@ -126,7 +134,7 @@ class CutOptimizer:
             id(whole): self._optimizer.state[whole]
             for wholes in self._wholes
             for whole in wholes
-            if whole in self._optimizer.state
+            if id(whole) not in self._numbers and whole in self._optimizer.state
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,10 +155,22 @@ class CutOptimizer:
         return self._wholes
 
     def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+        assert isinstance(self.shards, Shards)
         wholes = [each for members in self._wholes for each in members]
         return whole_pieces(self._optimizer, wholes, name_of), list(
             self.shards.state_pieces(self._optimizer, name_of)
         )
+
+
+def elementwise_pieces(
+    reducer: Reducer, optimizer: Optimizer, cut: Callable[[], Cut]
+) -> CutOptimizer[Cut]:
+    """An optimizer that is cut as the reducer lays its parameters. Raises UsageError for one that
+    cannot be.
+    """
+    check_elementwise(type(optimizer))
+    check_belongs(reducer, optimizer)
+    return CutOptimizer(optimizer, cut, lambda: reducer.layouts)
 
 
 def whole_pieces(

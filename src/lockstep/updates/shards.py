@@ -29,7 +29,7 @@ from lockstep.collectives.group import Group, Work
 from lockstep.collectives.slices import BLOCK, slice_of
 from lockstep.collectives.texts import everybodys
 from lockstep.errors import UsageError
-from lockstep.gradients.bucket import view_of
+from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout
 
 State = dict[str, Any]
@@ -99,9 +99,28 @@ class Shards:
     The parameters keep their values and their identity; their memory is another.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        group: Group,
+        owners: int | None = None,
+    ) -> None:
         self.parameters, self._layout, self._group = parameters, layout, group
+        self.owners = owners or group.size
+        self.all_pieces = pieces_of(layout, self.owners)
+        self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
+        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < self.owners
         self._shared: list[list[Tensor]] | None = None  # by bucket and rank
+        self.flats: Sequence[Tensor]
+        self.views = [nn.Parameter(place) for place in self._lay()]
+        self._mine: dict[int, list[nn.Parameter]] = {}
+        for piece, view in zip(self.pieces, self.views, strict=True):
+            self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
+
+    def _lay(self) -> list[Tensor]:
+        """Put the parameters into flat memory. This rank's pieces."""
+        layout, group = self._layout, self._group
         if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):
             self._shared = group.memory.allocate(*layout.kinds(), "for sharded parameters")
             self.flats = [everybodys[group.rank] for everybodys in self._shared]
@@ -112,18 +131,18 @@ class Shards:
             ]
         for plan, flat in zip(layout.buckets, self.flats, strict=True):
             for span in plan.spans:
-                parameter = parameters[span.parameter]
+                parameter = self.parameters[span.parameter]
                 parameter.data = view_of(flat, span, parameter).copy_(parameter.data)
-        self.all_pieces = pieces_of(layout, group.size)
-        self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
-        self.views = [
-            nn.Parameter(flat_view(parameters[piece.parameter])[piece.start : piece.stop])
+        return [
+            flat_view(self.parameters[piece.parameter])[piece.start : piece.stop]
             for piece in self.pieces
         ]
-        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < group.size
-        self._mine: dict[int, list[nn.Parameter]] = {}
-        for piece, view in zip(self.pieces, self.views, strict=True):
-            self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
+
+    def of(self, rank: int) -> list[range]:
+        """The elements of each bucket that are a rank's."""
+        if rank >= self.owners:
+            return [range(0) for _ in self._layout.buckets]
+        return [slice_of(plan.numel, rank, self.owners) for plan in self._layout.buckets]
 
     def mine_of(self, parameter: Tensor) -> list[nn.Parameter]:
         """This rank's pieces of a parameter."""
@@ -131,11 +150,8 @@ class Shards:
 
     def slices(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """This rank's slices of flat tensors with this layout."""
-        found = []
-        for plan, flat in zip(self._layout.buckets, flats, strict=True):
-            mine = slice_of(plan.numel, self._group.rank, self._group.size)
-            found.append(flat[mine.start : mine.stop])
-        return found
+        mine = self.of(self._group.rank)
+        return [flat[part.start : part.stop] for flat, part in zip(flats, mine, strict=True)]
 
     def take_gradients(self) -> None:
         """Give the pieces their part of the parameters' `.grad`; None where that is None. Before
@@ -163,15 +179,16 @@ class Shards:
             assert self._group.memory is not None
             self._group.memory.gather_slices(self._shared, place="for updated parameters")
             return
-        works = []
-        for index, flat in enumerate(self.flats):
-            for rank in range(self._group.size):
-                part = slice_of(flat.numel(), rank, self._group.size)
-                works.append(
-                    self._group.broadcast(
-                        flat[part.start : part.stop], rank, place=f"for updated parameters {index}"
-                    )
-                )
+        slices = [self.of(rank) for rank in range(self.owners)]
+        works = [
+            self._group.broadcast(
+                flat[parts[index].start : parts[index].stop],
+                rank,
+                place=f"for updated parameters {index}",
+            )
+            for index, flat in enumerate(self.flats)
+            for rank, parts in enumerate(slices)
+        ]
         for work in works:
             work.wait()
 
@@ -180,8 +197,8 @@ class Shards:
         i), in the order of the blocks.
         """
         wholes = [sums[0].new_zeros(-(-plan.numel // BLOCK)) for plan in self._layout.buckets]
-        for plan, whole, mine in zip(self._layout.buckets, wholes, sums, strict=True):
-            first = slice_of(plan.numel, self._group.rank, self._group.size).start // BLOCK
+        for part, whole, mine in zip(self.of(self._group.rank), wholes, sums, strict=True):
+            first = part.start // BLOCK
             whole[first : first + len(mine)] = mine
         joined = torch.cat(wholes)
         self._group.all_reduce_small(joined, place="for the gradient's norm").wait()
@@ -422,6 +439,12 @@ def _fitting(value: Any, name: str, parameter: Tensor) -> Any:
         return value.clone()
     dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
     return value.to(device=parameter.device, dtype=dtype, copy=True)
+
+
+def places(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Name, parameter and its place in a flat tensor that is laid as the bucket."""
+    for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
+        yield span.name, parameter, view_of(flat, span, parameter)
 
 
 def flat_view(tensor: Tensor) -> Tensor:

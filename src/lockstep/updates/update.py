@@ -1,5 +1,5 @@
-"""What an update is: who applies the summed gradients to the parameters, and how; and which
-steps the ranks make in common.
+"""What an update is: who applies the summed gradients to the parameters, and how; which steps the
+ranks make in common; and what it did (`Applied`), of a step or of a window at a server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.collectives.group import Group
 from lockstep.data.draws import Draws
-from lockstep.gradients.facts import Facts
+from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
-from lockstep.runtime import status
-from lockstep.updates.applied import Applied, EndedWindow
 from lockstep.updates.norm import Norm
 from lockstep.updates.optimizer_state import OptimizerState
 from lockstep.world.world import World
@@ -45,6 +43,115 @@ class Updated:
     norm: Norm
     wants_stop: Callable[[], bool]
     """Whether this rank asks to stop."""
+
+
+class Applied:
+    """What an update did. On a GPU the device knows it first: it is read, and waited for, where
+    somebody looks.
+
+    `norm` is the gradient's before clipping (None where nobody asked for it), `applied` whether the
+    optimizer stepped, `reason` why not. `scale` is the loss scale before the update, and after it.
+    """
+
+    def __init__(
+        self,
+        norm: Tensor | None = None,
+        *,
+        skipped: Tensor | None = None,
+        scale: tuple[Tensor, Tensor] | None = None,
+        reason: str | None = None,
+    ) -> None:
+        self._known_reason = reason
+        self._names = [
+            name
+            for name, value in (("norm", norm), ("skipped", skipped), ("scale", scale))
+            if value is not None
+        ]
+        values = [
+            value.reshape(1).double()
+            for value in (norm, skipped, *(scale or ()))
+            if value is not None
+        ]
+        self._reading = Reading(torch.cat(values)) if values else None
+        self._found: dict[str, float] | None = None
+
+    def _read(self) -> dict[str, float]:
+        if self._found is None:
+            names = [*self._names, "scale after"] if "scale" in self._names else self._names
+            self._found = dict(
+                zip(names, self._reading.list() if self._reading else [], strict=True)
+            )
+        return self._found
+
+    @property
+    def norm(self) -> float | None:
+        return self._read().get("norm")
+
+    @property
+    def applied(self) -> bool:
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        if self._known_reason is not None:
+            return self._known_reason
+        found = self._read()
+        if found.get("scale after", math.inf) < found.get("scale", -math.inf):
+            return (
+                f"gradients overflowed at loss scale {found['scale']:g}; it is"
+                f" {found['scale after']:g} now"
+            )
+        if found.get("skipped"):
+            return f"the gradient's norm is {found['norm']}"
+        return None
+
+    def explain(self, reason: str) -> None:
+        """Say more about why the optimizer did not step."""
+        self._known_reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedWindow:
+    """One window that a server has applied, of which any rank may have computed any part: what
+    rank 0 records of it.
+    """
+
+    step: int
+    """Its number, counted from 0 over all epochs."""
+    epoch: int
+    loss: float
+    weight: float
+    samples_by_rank: tuple[int, ...]
+    age: float
+    """Updates that came between the pull and the application of its gradients, on average."""
+    lr: float
+    at: float
+    """When (perf_counter)."""
+    reason: str
+    """Why the optimizer did not step; "" where it did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedWindow:
+    """How a window ended."""
+
+    steps: int
+    """That the training has taken since it began, as far as this rank knows."""
+    number: int
+    """Of this rank's window, counted on from the step at which it began."""
+    loss: float
+    """The sum of the losses."""
+    weight: float
+    stop: bool
+    """Whether some rank was heard to ask to stop."""
+    outcome: Applied | None = None
+    """None where others apply the gradients, in their time."""
+    everyone: Group | None = None
+    """The ranks of the training from now on; None: as before."""
+    gradient_age: float | None = None
+    """At a server: the updates that have come since the parameters of this gradient were pulled."""
+    windows: tuple[AppliedWindow, ...] = ()
+    """At a server, on rank 0: those that were applied since the last step of this rank."""
 
 
 class Update(ABC):
@@ -134,35 +241,3 @@ class Update(ABC):
         self, common: Mapping[str, Tensor], by_rank: Sequence[Mapping[str, Tensor]]
     ) -> None:
         return
-
-
-class OwnStep(Update):
-    """An update whose optimizer steps on every rank, at the end of every window."""
-
-    def __init__(self, updated: Updated) -> None:
-        self._updated = updated
-
-    def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
-        status.enter("optimizer")
-        if facts.weight == 0:
-            outcome = Applied(reason=NOTHING)
-        elif not math.isfinite(facts.loss) and self._updated.scaler is None:
-            outcome = Applied(
-                reason=f"the loss is {facts.loss}: this update would make every weight nan"
-            )
-        else:
-            outcome = self.apply(divisor)
-        return EndedWindow(
-            steps=steps + 1,
-            number=steps + 1,
-            loss=facts.loss,
-            weight=facts.weight,
-            stop=facts.stop > 0,
-            outcome=outcome,
-        )
-
-    @abstractmethod
-    def apply(self, divisor: float) -> Applied:
-        """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU
-        the host waits for nothing that it need not know.
-        """

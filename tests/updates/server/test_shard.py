@@ -120,11 +120,7 @@ def test_shards_tile_the_parameters_and_step_as_the_whole() -> None:
         whole.push(window, 0, 0, 1.0, gradient)
         whole.apply(window, 2.0, skip=False)
         for masters, shard, _ in parts:
-            mine = [
-                flat[part.start : part.stop]
-                for flat, part in zip(gradient, masters.slices_here, strict=True)
-                if len(part)
-            ]
+            mine = [each for each in masters.slices(gradient) if each.numel()]
             shard.push(window, 0, 0, 1.0, mine)
             shard.apply(window, 2.0, skip=False)
     assert torch.equal(torch.cat([elements(shard) for _, shard, _ in parts]), elements(whole))
@@ -135,11 +131,7 @@ def test_shards_tile_the_parameters_and_step_as_the_whole() -> None:
             0,
             0,
             1.0,
-            [
-                flat[part.start : part.stop]
-                for flat, part in zip(gradient, masters.slices_here, strict=True)
-                if len(part)
-            ],
+            [each for each in masters.slices(gradient) if each.numel()],
         )
     assert sum(shard.squares(9) for _, shard, _ in parts) == pytest.approx(squares)
     assert whole.squares(9) == pytest.approx(squares)

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from lockstep.collectives.group import Group
 from lockstep.errors import LockstepError, PeerFailed
-from lockstep.gradients.bucket import Bucket, view_of
+from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.reducer import Reducer
 from lockstep.runtime import status
 from lockstep.updates.server.counter import Draw
 from lockstep.updates.server.messages import APPLY, PULL, PUSH, SQUARES, PeerGone, PeerLines
 from lockstep.updates.server.serving import Desk, Serving
 from lockstep.updates.server.shard import Masters, ServerShard
+from lockstep.updates.shards import places
 from lockstep.world.world import World
 
 
@@ -141,13 +142,12 @@ class AllShards:
             for mine, tensor in zip(self._parts(self._room, self._rank), tensors, strict=True):
                 mine.copy_(tensor)
         self.version, self.steps = min(version for version, _ in versions), versions[0][1]
-        places: list[Tensor] = []
-        parameters: list[Tensor] = []
-        for bucket, flat in zip(buckets, self._room, strict=True):
-            for span, parameter in zip(bucket.spans, bucket.parameters, strict=True):
-                places.append(view_of(flat, span, parameter))
-                parameters.append(parameter)
-        torch._foreach_copy_(parameters, places)
+        laid = [
+            each
+            for bucket, flat in zip(buckets, self._room, strict=True)
+            for each in places(flat, bucket)
+        ]
+        torch._foreach_copy_([each for _, each, _ in laid], [place for _, _, place in laid])
 
     def push(self, draw: Draw, weight: float, buckets: Sequence[Bucket]) -> int:
         """The gradients of a draw, to every shard. The updates that have come since the

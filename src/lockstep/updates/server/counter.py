@@ -107,7 +107,7 @@ class WindowDone:
 
 
 @dataclass(slots=True)
-class _Window:
+class _Draws:
     draws: int
     done: dict[int, tuple[int, Pushed]] = field(default_factory=dict)
     """By number: who has pushed it."""
@@ -135,7 +135,7 @@ class Counter:
         self._began = 0  # the place after the last meeting
         self._again: deque[Draw] = deque()
         self._out: dict[int, Draw] = {}
-        self._windows: dict[int, _Window] = {}  # begun, and not applied
+        self._windows: dict[int, _Draws] = {}  # begun, and not applied
         self._ready: list[int] = []
         self._applying: tuple[int, int] | None = None  # who, and which window
         self._last = (0.0, math.nan)
@@ -254,7 +254,7 @@ class Counter:
         size = max(1, -(-filled // self._ranks))
         draws = -(-filled // size)
         draw = Draw(self._place, self._number, draws, self._slot, min(self._slot + size, filled))
-        self._windows.setdefault(draw.place, _Window(draws))
+        self._windows.setdefault(draw.place, _Draws(draws))
         self._slot, self._number = draw.last, self._number + 1
         if self._slot == filled:
             self._place, self._slot, self._number = self._place + 1, 0, 0

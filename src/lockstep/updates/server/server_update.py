@@ -26,9 +26,8 @@ from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.launcher import asked
 from lockstep.runtime import status
-from lockstep.updates.applied import AppliedWindow, EndedWindow
 from lockstep.updates.meeting_buffers import MeetingBuffers
-from lockstep.updates.optimizer_state import CutOptimizer
+from lockstep.updates.optimizer_state import CutOptimizer, elementwise_pieces
 from lockstep.updates.server.all_shards import AllShards
 from lockstep.updates.server.counter import (
     Answer,
@@ -41,8 +40,8 @@ from lockstep.updates.server.counter import (
     WindowDone,
 )
 from lockstep.updates.server.serving import Desk, answer_of, question_header
-from lockstep.updates.server.shard import ServerShard
-from lockstep.updates.update import NOTHING, Update, Updated
+from lockstep.updates.server.shard import Masters, ServerShard
+from lockstep.updates.update import NOTHING, AppliedWindow, EndedWindow, Update, Updated
 
 WHY = {
     "weight": NOTHING,
@@ -69,7 +68,7 @@ class ServerUpdate(Update):
                 "too-many-shards", update=method.update, shards=owners, ranks=everyone.size
             )
         self._shards = AllShards(everyone, owners)
-        self.optimizer: CutOptimizer = CutOptimizer(
+        self.optimizer: CutOptimizer[Masters] = elementwise_pieces(
             self._reducer, updated.optimizer, lambda: self._shards.cut(self._reducer)
         )
         self._reducer.lay(self._reducer.order)  # and keep it: shards are slices of buckets

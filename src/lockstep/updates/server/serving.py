@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from threading import Condition, Thread
 
 from lockstep.updates.server.counter import (
@@ -195,31 +196,10 @@ class Serving:
 
 def question_header(course: EpochCourse, said: Pushed | str | None, *, stop: bool) -> list[float]:
     """For NEXT."""
-    header: list[float] = [
-        NEXT,
-        stop,
-        course.epoch,
-        course.first,
-        course.begin,
-        course.windows,
-        course.slots,
-        course.last,
-    ]
+    header: list[float] = [NEXT, stop, *astuple(course)]
     if isinstance(said, Pushed):
-        draw = said.draw
-        return [
-            *header,
-            _PUSHED,
-            draw.place,
-            draw.number,
-            draw.draws,
-            draw.first,
-            draw.last,
-            said.weight,
-            said.loss,
-            said.samples,
-            said.version,
-        ]
+        pushed = [said.weight, said.loss, said.samples, said.version]
+        return [*header, _PUSHED, *astuple(said.draw), *pushed]
     return [*header, _NOTHING] if said is None else [*header, _APPLIED, REASONS.index(said)]
 
 
@@ -235,21 +215,13 @@ def _question(header: Sequence[float]) -> tuple[Pushed | str | None, EpochCourse
 
 def answer_header(answer: Answer | None, desk: Desk) -> list[float]:
     if isinstance(answer, Draw):
-        return [_DRAW, answer.place, answer.number, answer.draws, answer.first, answer.last]
+        return [_DRAW, *astuple(answer)]
     if isinstance(answer, Apply):
-        return [_APPLY, answer.place, answer.weight, answer.loss]
+        return [_APPLY, *astuple(answer)]
     if isinstance(answer, Meet):
         living = [float(rank in answer.living) for rank in range(max(answer.living) + 1)]
-        return [
-            _MEET,
-            answer.place,
-            answer.stop,
-            answer.over,
-            answer.weight,
-            answer.loss,
-            len(living),
-            *living,
-        ]
+        told = [answer.place, answer.stop, answer.over, answer.weight, answer.loss]
+        return [_MEET, *told, len(living), *living]
     return [_GONE, math.nan if desk.gone is None else desk.gone]
 
 

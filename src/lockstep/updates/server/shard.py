@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from threading import Lock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.collectives.group import Group
-from lockstep.collectives.slices import slice_of
-from lockstep.gradients.layout import Layout
 from lockstep.updates.norm import block_sums
-from lockstep.updates.shards import Shards, State, flat_view, pieces_of
+from lockstep.updates.shards import Shards, State, flat_view
 
 
 class Masters(Shards):
@@ -28,42 +26,27 @@ class Masters(Shards):
     parameters: views of them.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], layout: Layout, group: Group, owners: int
-    ) -> None:
-        self.parameters, self._layout, self._group, self._shared = parameters, layout, group, None
-        self.owners = owners
-        self.all_pieces = pieces_of(layout, owners)
-        self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
-        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < owners
-        self.slices_here = self.of(group.rank)
-        """By bucket: which of its elements."""
+    def _lay(self) -> list[Tensor]:
+        slices, buckets = self.of(self._group.rank), self._layout.buckets
         self.flats = [
             torch.zeros(len(mine), dtype=plan.dtype)
-            for mine, plan in zip(self.slices_here, layout.buckets, strict=True)
+            for mine, plan in zip(slices, buckets, strict=True)
         ]
-        # of each piece: bucket, and elements of its slice
-        self.places: list[tuple[int, int, int]] = []
         spans = {
-            span.parameter: (plan.index, span.start)
-            for plan in layout.buckets
-            for span in plan.spans
+            span.parameter: (plan.index, span.start) for plan in buckets for span in plan.spans
         }
-        self.views, self._mine = [], {}
+        # of each piece: bucket, and elements of its slice
+        self._in_flats: list[tuple[int, int, int]] = []
+        laid = []
         for piece in self.pieces:
             index, first = spans[piece.parameter]
-            start = first + piece.start - self.slices_here[index].start
-            place = self.flats[index][start : start + piece.stop - piece.start]
-            place.copy_(flat_view(parameters[piece.parameter])[piece.start : piece.stop])
-            self.places.append((index, start, start + len(place)))
-            self.views.append(nn.Parameter(place))
-            self._mine.setdefault(id(parameters[piece.parameter]), []).append(self.views[-1])
-
-    def of(self, rank: int) -> list[range]:
-        """The elements of each bucket that are a rank's."""
-        if rank >= self.owners:
-            return [range(0) for _ in self._layout.buckets]
-        return [slice_of(plan.numel, rank, self.owners) for plan in self._layout.buckets]
+            start = first + piece.start - slices[index].start
+            stop = start + piece.stop - piece.start
+            parameter = self.parameters[piece.parameter]
+            laid.append(self.flats[index][start:stop])
+            laid[-1].copy_(flat_view(parameter)[piece.start : piece.stop])
+            self._in_flats.append((index, start, stop))
+        return laid
 
     def share(self, rank: int) -> float:
         """Of all elements, how many are a rank's."""
@@ -72,7 +55,7 @@ class Masters(Shards):
 
     def give(self, sums: Sequence[Tensor]) -> None:
         """Gradients to the pieces: flat tensors like `flats`."""
-        for view, (index, start, stop) in zip(self.views, self.places, strict=True):
+        for view, (index, start, stop) in zip(self.views, self._in_flats, strict=True):
             view.grad = sums[index][start:stop]
 
     def move(self, group: Group) -> None:
@@ -98,7 +81,7 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Window:
+class _WindowSums:
     """What has come of one."""
 
     sums: dict[int, _Sum] = field(default_factory=dict)
@@ -121,7 +104,7 @@ class ServerShard:
         self._by_age = by_age
         self._stepped = stepped
         self._lock = Lock()
-        self._windows: dict[int, _Window] = {}
+        self._windows: dict[int, _WindowSums] = {}
         self._snapshot: list[Tensor] | None = None
         self.version = 0
         """Windows that were applied."""
@@ -156,7 +139,7 @@ class ServerShard:
         that has died. The version now.
         """
         with self._lock:
-            found = self._windows.setdefault(window, _Window())
+            found = self._windows.setdefault(window, _WindowSums())
             if number not in found.have:
                 found.have.add(number)
                 key = version if self._by_age else 0
@@ -207,7 +190,7 @@ class ServerShard:
                 window.whole = only.flats
         return window.whole or []
 
-    def _by_ages(self, window: _Window) -> None:
+    def _by_ages(self, window: _WindowSums) -> None:
         factors = {version: 1 / (1 + max(0, self.version - version)) for version in window.sums}
         total = sum(each.weight for each in window.sums.values())
         if total > 0:

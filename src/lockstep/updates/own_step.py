@@ -1,0 +1,244 @@
+"""Updates whose optimizer steps on every rank at the end of every window: divide the summed
+gradients, check that they are finite, clip once, step.
+
+    replicated  every rank applies the whole update to its whole copy: the form of data parallelism
+                that everybody knows. The gradients are equal on all ranks, so norm, finite check
+                and step need no further message
+    sharded     the optimizer's work and its state are divided by the number of ranks; the weights
+                are those of the replicated update, bit for bit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.collectives.group import Group
+from lockstep.errors import UsageError
+from lockstep.gradients.facts import Facts
+from lockstep.gradients.reducer import Reducer
+from lockstep.runtime import status
+from lockstep.updates.norm import Summed, block_sums
+from lockstep.updates.optimizer_state import (
+    CutOptimizer,
+    OptimizerState,
+    WholeOptimizer,
+    elementwise_pieces,
+    whole_pieces,
+)
+from lockstep.updates.shards import Shards
+from lockstep.updates.update import NOTHING, Applied, EndedWindow, Update, Updated
+
+
+class OwnStep(Update):
+    """Steps the optimizer of `updated` on `summed` gradients."""
+
+    def __init__(self, updated: Updated, summed: Summed) -> None:
+        self._updated, self._summed = updated, summed
+
+    def end(self, steps: int, facts: Facts, divisor: float) -> EndedWindow:
+        status.enter("optimizer")
+        if facts.weight == 0:
+            outcome = Applied(reason=NOTHING)
+        elif not math.isfinite(facts.loss) and self._updated.scaler is None:
+            outcome = Applied(
+                reason=f"the loss is {facts.loss}: this update would make every weight nan"
+            )
+        else:
+            outcome = self.apply(divisor)
+        return EndedWindow(
+            steps=steps + 1,
+            number=steps + 1,
+            loss=facts.loss,
+            weight=facts.weight,
+            stop=facts.stop > 0,
+            outcome=outcome,
+        )
+
+    def apply(self, divisor: float) -> Applied:
+        """Divide the sums, check that they are finite, clip once, step the optimizer. On a GPU
+        the host waits for nothing that it need not know.
+        """
+        clip, scaler = self._updated.clip, self._updated.scaler
+        if scaler is not None and scaler.is_enabled():
+            return self._apply_scaled(divisor, clip, scaler)
+        if clip is None:
+            return self._apply(divisor, None)
+        norm = self._updated.norm(self._summed, divisor)
+        skipped = ~norm.isfinite()
+        return self._apply(divisor / _shrink(norm, clip), norm, skipped)
+
+    def _apply(
+        self, divisor: float | Tensor, norm: Tensor | None, skipped: Tensor | None = None
+    ) -> Applied:
+        if skipped is None and isinstance(divisor, float) and divisor == 1:
+            self._updated.optimizer.step()
+        elif getattr(self._updated.optimizer, "_step_supports_amp_scaling", False):
+            self._step_dividing(divisor, skipped)
+        elif skipped is None or not bool(skipped):
+            # an optimizer that cannot be told on the device has the host wait for the gradient
+            self._multiply(1 / divisor)
+            self._updated.optimizer.step()
+        return Applied(norm, skipped=skipped)
+
+    def _step_dividing(self, divisor: float | Tensor, skipped: Tensor | None) -> None:
+        """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and
+        leaves them divided): one pass fewer.
+
+        It does nothing where `skipped` is true.
+        """
+        optimizer: Any = self._updated.optimizer
+        # torch.full and not torch.tensor: no copy from the host.
+        scale = (
+            divisor
+            if isinstance(divisor, Tensor)
+            else torch.full((), divisor, device=self._summed.device, dtype=torch.float32)
+        )
+        optimizer.grad_scale = scale.to(torch.float32)
+        optimizer.found_inf = (
+            torch.zeros((), device=self._summed.device, dtype=torch.float32)
+            if skipped is None
+            else skipped.to(torch.float32)
+        )
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _apply_scaled(
+        self, divisor: float, clip: float | None, scaler: torch.amp.GradScaler
+    ) -> Applied:
+        """With a loss scaler the gradients are divided before it looks at them; it finds what is
+        not finite, and lowers its scale.
+        """
+        one = torch.ones((), device=self._summed.device)
+        before, norm = scaler.scale(one), None
+        if clip is None:
+            self._multiply(1 / divisor)
+        else:
+            norm = self._updated.norm(self._summed, divisor) / before.double()
+            # The scaler looks at elements; a norm that overflows where no element does has to reach
+            # them.
+            self._multiply(torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor)
+        scaler.unscale_(self._updated.optimizer)
+        scaler.step(self._updated.optimizer)
+        scaler.update()
+        return Applied(norm, scale=(before, scaler.scale(one)))
+
+    def _multiply(self, factor: float | Tensor) -> None:
+        if isinstance(factor, Tensor) or factor != 1:
+            for each in self._summed.flats():
+                each.mul_(factor)
+
+
+def _shrink(norm: Tensor, clip: float) -> Tensor:
+    """The factor that bounds a gradient of that norm by `clip`, as torch's clip_grad_norm_ does."""
+    return (clip / (norm + 1e-6)).clamp(max=1.0)
+
+
+class InBuckets:
+    """A reducer's sums (norm.Summed), which every rank has."""
+
+    spread: Sequence[Group] = ()
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self.device = reducer, reducer.parameters[0].device
+
+    def flats(self) -> list[Tensor]:
+        return [bucket.sum for bucket in self._reducer.buckets]
+
+    def blocks(self) -> list[Tensor]:
+        return [block_sums(flat) for flat in self.flats()]
+
+    def named(self) -> Iterable[tuple[str, Tensor]]:
+        reducer = self._reducer
+        return [
+            (name, each.grad)
+            for name, each in zip(reducer.names, reducer.parameters, strict=True)
+            if each.grad is not None
+        ]
+
+
+class Replicated(OwnStep):
+    """Every rank holds the whole optimizer."""
+
+    name = "replicated"
+
+    def __init__(self, updated: Updated) -> None:
+        super().__init__(updated, InBuckets(updated.reducer))
+        self.optimizer: OptimizerState = WholeOptimizer(updated.reducer, updated.optimizer)
+
+    def follow(self) -> None:
+        """Nothing here depends on the layout."""
+
+    def replicated(self) -> Sequence[tuple[str, Tensor]]:
+        reducer = self._updated.reducer
+        names = {
+            id(each): name for name, each in zip(reducer.names, reducer.parameters, strict=True)
+        }
+        pieces = whole_pieces(
+            self._updated.optimizer, reducer.parameters, lambda parameter: names[id(parameter)]
+        )
+        return [(piece.name, piece.data) for piece in pieces]
+
+    def apply(self, divisor: float) -> Applied:
+        return self._stepping.apply(divisor)
+
+
+class InSlices(InBuckets):
+    """This rank's slices of a reducer's sums."""
+
+    def __init__(self, reducer: Reducer, cut: CutOptimizer[Shards]) -> None:
+        super().__init__(reducer)
+        self._cut, self.spread = cut, [reducer.group]
+
+    def flats(self) -> list[Tensor]:
+        return self._cut.shards.slices(super().flats())
+
+    def blocks(self) -> list[Tensor]:
+        return [self._cut.shards.everybodys([block_sums(each) for each in self.flats()])]
+
+    def named(self) -> Iterable[tuple[str, Tensor]]:
+        return self._cut.shards.gradients(self._reducer.names)
+
+
+class Sharded(OwnStep):
+    """Every rank updates its shard of the parameters, and all exchange what they have updated:
+    ZeRO-1 and 2 (Rajbhandari et al., SC 2020). The user's own optimizer holds the pieces.
+
+    After a step only this rank's slices of the gradients are sums over all ranks, where the
+    reduction can leave the others out.
+    """
+
+    name = "sharded"
+
+    def __init__(self, updated: Updated) -> None:
+        reducer = updated.reducer
+        self.optimizer: CutOptimizer[Shards] = elementwise_pieces(
+            reducer,
+            updated.optimizer,
+            lambda: Shards(reducer.parameters, reducer.layout, reducer.group),
+        )
+        reducer.reduction.scatter()
+        super().__init__(updated, InSlices(reducer, self.optimizer))
+
+    def follow(self) -> None:
+        self.optimizer.follow()
+
+    def overwritten(self) -> Sequence[Tensor]:
+        return self.optimizer.shards.flats
+
+    def apply(self, divisor: float) -> Applied:
+        shards, scaler = self.optimizer.shards, self._updated.scaler
+        if scaler is not None and scaler.is_enabled() and shards.someone_has_none:
+            raise UsageError(
+                "loss-scaler-does-not-fit", option="update='sharded' of a model this small"
+            )
+        shards.take_gradients()
+        applied = super().apply(divisor)
+        shards.gather()
+        return applied
