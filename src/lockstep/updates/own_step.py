@@ -185,9 +185,6 @@ class Replicated(OwnStep):
         )
         return [(piece.name, piece.data) for piece in pieces]
 
-    def apply(self, divisor: float) -> Applied:
-        return self._stepping.apply(divisor)
-
 
 class InSlices(InBuckets):
     """This rank's slices of a reducer's sums."""
