@@ -57,16 +57,10 @@ def take(stepper: Stepper) -> Taken:
             ],
             "numbers": form.numbers(_numbers(stepper, name_of)),
         },
-        "scheduler": (
-            None
-            if stepper.scheduler is None
-            else encoded(stepper.scheduler.state_dict(), "the scheduler's state")
-        ),
-        "scaler": (
-            None
-            if stepper.scaler is None
-            else encoded(stepper.scaler.state_dict(), "the scaler's state")
-        ),
+        **{
+            what: None if part is None else encoded(part.state_dict(), f"the {what}'s state")
+            for what, part in _followers(stepper)
+        },
     }
     return Taken(model, pieces, state)
 
@@ -119,7 +113,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     )
     for part in stepper.keepers():
         part.take_back(*kept)
-    for what, target in (("scheduler", stepper.scheduler), ("scaler", stepper.scaler)):
+    for what, target in _followers(stepper):
         if (target is None) != (state[what] is None):
             raise UsageError(
                 "checkpoint-of-another-training",
@@ -129,6 +123,11 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         if target is not None:
             target.load_state_dict(decoded(state[what]))
     allow_scheduler(stepper.optimizer)
+
+
+def _followers(stepper: Stepper) -> list[tuple[str, Any]]:
+    """What follows the optimizer's steps, if there is any, and has a state of its own."""
+    return [("scheduler", stepper.scheduler), ("scaler", stepper.scaler)]
 
 
 def _optimizer_state(
