@@ -118,8 +118,6 @@ class Stepper:
         **method: Any,
     ) -> None:
         check_kinds(model, optimizer)
-        if not isinstance(model, DistributedDataParallel):
-            check_trained(model)
         self._options = options = StepperOptions(
             clip=clip,
             scaler=scaler,
@@ -137,13 +135,12 @@ class Stepper:
             allow_scheduler(optimizer)
         options.check(self.method)
         self.world = world or World.current()
+        if not isinstance(model, DistributedDataParallel):
+            check_trained(model)
         if checks != "off":
             alike = self.model_shard.replicas(self.world.group)
-            compare_start(
-                *set_up_of(
-                    model, alike, {**optimizer_fields(optimizer), "clip": clip, "seed": seed}
-                )
-            )
+            fields = {**optimizer_fields(optimizer), "clip": clip, "seed": seed}
+            compare_start(*set_up_of(model, alike, fields))
         self.optimizer = optimizer
         self.replicas = ReplicaCheck() if checks == "full" else None
         # the facts of a step on a mesh come from ranks that hold different parts: nothing in them

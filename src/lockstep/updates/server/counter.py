@@ -131,7 +131,7 @@ class Counter:
         # and who has come back from it: all are at one before the first window, too
         self._back: set[int] = set()
         self._open = False
-        self._place, self._slot, self._number = 0, 0, 0  # of the next draw that nobody has had
+        self._place, self._slot = 0, 0  # of the next draw that nobody has had
         self._began = 0  # the place after the last meeting
         self._again: deque[Draw] = deque()
         self._out: dict[int, Draw] = {}
@@ -253,11 +253,12 @@ class Counter:
         filled = course.filled(self._place)
         size = max(1, -(-filled // self._ranks))
         draws = -(-filled // size)
-        draw = Draw(self._place, self._number, draws, self._slot, min(self._slot + size, filled))
+        first = self._slot
+        draw = Draw(self._place, first // size, draws, first, min(first + size, filled))
         self._windows.setdefault(draw.place, _Draws(draws))
-        self._slot, self._number = draw.last, self._number + 1
+        self._slot = draw.last
         if self._slot == filled:
-            self._place, self._slot, self._number = self._place + 1, 0, 0
+            self._place, self._slot = self._place + 1, 0
         return draw
 
     def _hand(self, rank: int, draw: Draw) -> Draw:
