@@ -23,11 +23,12 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoints import files, folders, manifest, pieces
-from lockstep.checkpoints.due import steps_until_next
 from lockstep.checkpoints.identity import sha256, weights
+from lockstep.checkpoints.saver import steps_until_next
 from lockstep.errors import DamagedCheckpoint, LockstepError, LockstepWarning, UsageError
 from lockstep.testing import run_ranks
 from tests import zoo
+from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 
 
@@ -177,7 +178,7 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
     assert "tied.weight" not in found.tensors
     assert run_ranks(tied, 2, args=(str(tmp_path), True))[1][0] == digest
     # as it was written before
-    older = files.write(tmp_path / "older", found.step, found.tensors, found.state)
+    older = write_model(tmp_path / "older", found.step, found.tensors, found.state)
     assert "tied.weight" not in load_file(older / files.MODEL)
     for part in found.folder.glob("optimizer-*"):
         shutil.copy(part, older)
@@ -329,7 +330,7 @@ def test_a_manifest_that_names_other_files_is_refused(two: Path, tmp_path: Path)
     folder = tmp_path / "step-0000008"
     shutil.copytree(two / "step-0000008", folder)
     for name in ("../../etc/passwd", "/etc/passwd", ".hidden", ""):
-        manifest.seal(folder, 8, [manifest.Entry(name, 1, "0" * 64)])
+        manifest.seal(folder, 8, [manifest.SealedFile(name, 1, "0" * 64)])
         with refused(
             "not-a-checkpoint-manifest",
             DamagedCheckpoint,
@@ -346,7 +347,6 @@ import tests.checkpoints.test_checkpoints as here
 import torch._dynamo  # which the first optimizer of a process imports, for seconds
 import lockstep
 from lockstep.checkpoints import files, folders, manifest, pieces
-from tests.refused import refused
 
 source, scratch = map(pathlib.Path, sys.argv[1:])
 
@@ -368,7 +368,7 @@ def save(folder):
         for name in ("fsync", "rename", "replace", "mkdir", "open"):
             setattr(os, name, dying(getattr(os, name)))
         pieces.write_pieces = dying(pieces.write_pieces)
-        files.write_forced = manifest.write_forced = dying(manifest.write_forced)
+        files.write_whole = manifest.write_whole = dying(manifest.write_whole)
         run.train()
 
 
@@ -513,7 +513,7 @@ def test_nothing_there_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_a_model_alone_is_no_training(tmp_path: Path) -> None:
-    files.write(tmp_path, 3, net().state_dict(), {})
+    write_model(tmp_path, 3, net().state_dict(), {})
     with refused("checkpoint-of-a-model-only", folder=str(tmp_path / "step-0000003")):
         alone(tmp_path, resume=True)
 

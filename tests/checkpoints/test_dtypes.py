@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
-from lockstep.checkpoints.pieces import Piece, read_whole, write_pieces
+from lockstep.checkpoints.pieces import TensorPiece, read_whole, write_pieces
 from lockstep.errors import TaskError, UsageError
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
@@ -83,7 +83,7 @@ def test_every_dtype_is_trained_saved_and_read_back(tmp_path: Path) -> None:
 def test_intervals_of_complex_tensors_are_put_together(tmp_path: Path) -> None:
     whole = torch.complex(torch.arange(6.0), -torch.arange(6.0)).to(torch.complex128)
     parts = [
-        Piece("exp_avg/w", whole[start : start + 3].clone(), start, (2, 3), (3, 1))
+        TensorPiece("exp_avg/w", whole[start : start + 3].clone(), start, (2, 3), (3, 1))
         for start in (0, 3)
     ]
     for number, part in enumerate(parts):

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.saver import Saver
 from lockstep.errors import DamagedCheckpoint, LockstepError
+from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 
 TENSORS = {
@@ -27,7 +29,7 @@ TENSORS = {
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    folder = files.write(
+    folder = write_model(
         tmp_path / "checkpoints", 12, TENSORS, {"task": "toy", "metrics": {"loss": 0.5}}
     )
     assert folder == tmp_path / "checkpoints" / "step-0000012"
@@ -42,7 +44,7 @@ def test_there_and_back(tmp_path: Path) -> None:
 def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     found = files.read(
-        files.write(tmp_path, 1, {"whole": whole, "tail": whole[3:], "again": whole.view(2, 3)}, {})
+        write_model(tmp_path, 1, {"whole": whole, "tail": whole[3:], "again": whole.view(2, 3)}, {})
     )
     assert torch.equal(found.tensors["tail"], whole[3:])
     assert torch.equal(found.tensors["again"], whole.view(2, 3))
@@ -51,7 +53,7 @@ def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
 def test_newest_goes_by_number_and_ignores_what_is_unfinished(tmp_path: Path) -> None:
     assert folders.newest(tmp_path / "nowhere") is None
     for step in (9, 10_000_000, 200):
-        files.write(tmp_path, step, {"x": torch.tensor(step)}, {})
+        write_model(tmp_path, step, {"x": torch.tensor(step)}, {})
     (tmp_path / ".step-0099999.1.unfinished").mkdir()
     (tmp_path / "step-notes").mkdir()
     assert [path.name for path in folders.written(tmp_path)] == [
@@ -65,10 +67,12 @@ def test_newest_goes_by_number_and_ignores_what_is_unfinished(tmp_path: Path) ->
 def test_a_failed_write_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = files.write(tmp_path, 3, {"x": torch.ones(2)}, {"good": True})
+    folder = write_model(tmp_path, 3, {"x": torch.ones(2)}, {"good": True})
     monkeypatch.setattr(
         "os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
+    saver = Saver(tmp_path, None)
+    saver.save(3, {"x": torch.zeros(2)}, [], {})
     with refused(
         "checkpoint-not-written",
         LockstepError,
@@ -76,19 +80,20 @@ def test_a_failed_write_leaves_what_was_there(
         where="",
         reason="[Errno 28] No space left on device",
     ):
-        files.write(tmp_path, 3, {"x": torch.zeros(2)}, {})
+        saver.wait()
+    saver.close()
     assert files.read(folder).state["good"] is True
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000003"]
 
 
 def test_writing_again_replaces(tmp_path: Path) -> None:
-    files.write(tmp_path, 3, {"x": torch.ones(2)}, {})
-    assert files.read(files.write(tmp_path, 3, {"y": torch.ones(1)}, {})).tensors.keys() == {"y"}
+    write_model(tmp_path, 3, {"x": torch.ones(2)}, {})
+    assert files.read(write_model(tmp_path, 3, {"y": torch.ones(1)}, {})).tensors.keys() == {"y"}
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert files.best(tmp_path) is None
-    made = [files.write(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]
+    made = [write_model(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]
     files.mark_best(made[0], "accuracy", 0.9)
     files.mark_best(made[1], "accuracy", 0.95)
     folders.keep_only(tmp_path, made[1:])
@@ -104,7 +109,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with refused("checkpoint-file-missing", DamagedCheckpoint, file="manifest.sha256"):
         files.read(tmp_path)
-    folder = files.write(tmp_path, 1, {"x": torch.ones(100)}, {})
+    folder = write_model(tmp_path, 1, {"x": torch.ones(100)}, {})
     model = folder / files.MODEL
     size = model.stat().st_size
     model.write_bytes(model.read_bytes()[:-7])

@@ -16,6 +16,7 @@ from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
 from lockstep.errors import TaskError
 from tests import zoo
+from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 
 
@@ -55,7 +56,7 @@ def test_tied_weights_are_there_once_and_can_be_loaded(tmp_path: Path) -> None:
     found = weights(model)
     assert "inner.weight" in found
     assert "tied.weight" not in found
-    folder = files.write(tmp_path, 1, found, {})
+    folder = write_model(tmp_path, 1, found, {})
     assert sha256(files.read(folder).tensors) == sha256(found)
     other = zoo.Awkward()
     load_model(other, folder / files.MODEL)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 from lockstep.checkpoints import files
 from lockstep.cli.checkpoints import app
+from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 
 TENSORS = {
@@ -28,7 +29,7 @@ TENSORS = {
 def run(tmp_path: Path) -> Path:
     directory = tmp_path / "run" / "checkpoints"
     for step in (4, 8):
-        folder = files.write(
+        folder = write_model(
             directory,
             step,
             {**TENSORS, "n": torch.tensor(step)},
@@ -83,7 +84,7 @@ def test_diff_goes_by_bits(run: Path) -> None:
         "n: 1 of 1 elements differ, by 4 at most",
         "step 4 and step 8: 1 of 3 tensors differ",
     ]
-    files.write(
+    write_model(
         two.parent, 9, {"a.weight": torch.zeros(2), "c": torch.zeros(1), "n": torch.tensor(4)}, {}
     )
     other = called("diff", one, run)

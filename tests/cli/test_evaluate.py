@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.checkpoints import files
 from lockstep.cli import over_run
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.training.resolve import resolve
+from tests.checkpoints.model_alone import write_model
 from tests.cli.command import command as given
 from tests.refused import refused
 
@@ -137,7 +137,7 @@ def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     Settings(task="digits").write(run)
     with refused("no-checkpoint", run=run):
         given("evaluate", "digits", run=run)
-    files.write(run / "checkpoints", 1, {}, {})
+    write_model(run / "checkpoints", 1, {}, {})
     with refused("no-best-checkpoint", run=run):
         given("evaluate", "digits", run=run, best=True)
     with pytest.raises(UsageError, match="workers=0: give a whole number of at least 1"):

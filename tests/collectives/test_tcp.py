@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from lockstep.collectives.tcp import Connection, _address, _is_here, connections
-from lockstep.training.link_counters import LinkCounters, by_host
+from lockstep.training.anatomy import LinkCounters, by_host
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO as Linux has it")
 
@@ -103,10 +103,8 @@ def test_a_port_that_is_used_again_begins_anew() -> None:
 def test_looks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     asked: list[float] = []
-    monkeypatch.setattr("lockstep.training.link_counters.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(
-        "lockstep.training.link_counters.connections", lambda: asked.append(now[0]) or []
-    )
+    monkeypatch.setattr("lockstep.training.anatomy.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lockstep.training.anatomy.connections", lambda: asked.append(now[0]) or [])
     links = LinkCounters()
     for _ in range(1000):
         links.look()

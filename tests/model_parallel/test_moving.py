@@ -13,14 +13,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lockstep.checkpoints import files, folders, identity
-from lockstep.checkpoints.manifest import Entry
-from lockstep.checkpoints.pieces import Piece, plain
+from lockstep.checkpoints.manifest import SealedFile
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.cli import checkpoints
 from lockstep.collectives.texts import everybodys
 from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.split_digest import sha256
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
+from tests.checkpoints.model_alone import write_model
 from tests.model_parallel import cut_models as models
 
 LAYOUTS = [
@@ -73,7 +74,9 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     entries = []
     if mesh.at(world.rank).data == 0:
-        entries = files.write_part(folder, copied(model_pieces), copied(state_pieces), world.rank)
+        entries = files.write_parts(
+            folder, files.parts(copied(model_pieces), copied(state_pieces), world.rank)
+        )
     every = everybodys(
         [[entry.name, entry.bytes, entry.sha256] for entry in entries],
         world.control,
@@ -81,14 +84,14 @@ def write(world: World, name: str, text: str, directory: str) -> str:
     )
     if world.rank == 0:
         files.commit(
-            folder, Path(directory), 5, [Entry(*each) for part in every for each in part], {}
+            folder, Path(directory), 5, [SealedFile(*each) for part in every for each in part], {}
         )
     return sha256(here, axes, weights)
 
 
-def copied(pieces: list[Piece]) -> list[Piece]:
+def copied(pieces: list[TensorPiece]) -> list[TensorPiece]:
     return [
-        Piece(each.name, plain(each.data).clone(), each.start, each.shape, each.strides)
+        TensorPiece(each.name, each.data.detach().clone(), each.start, each.shape, each.strides)
         for each in pieces
     ]
 
@@ -125,7 +128,7 @@ def _commands(directory: Path, checkpoint: files.Checkpoint, weights: dict[str, 
     exported = CliRunner().invoke(checkpoints.app, ["export", str(directory), "--out", str(out)])
     assert exported.exit_code == 0, exported.output
     assert all(torch.equal(load_file(out)[key], tensor) for key, tensor in weights.items())
-    whole = files.write(directory / "whole", 5, weights, {})
+    whole = write_model(directory / "whole", 5, weights, {})
     same = CliRunner().invoke(checkpoints.app, ["diff", str(checkpoint.folder), str(whole)])
     assert f"{len(weights)} tensors are equal to the bit" in same.output
     assert (

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import LockstepError, LockstepWarning
-from lockstep.training.metrics import MetricsFile, finite
-from lockstep.training.telemetry import TelemetryFile
+from lockstep.training.metrics import MetricsFile, TelemetryFile, finite
 from tests.refused import refused
 
 STEP = {

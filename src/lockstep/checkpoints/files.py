@@ -19,34 +19,30 @@ checkpoints too.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from lockstep.checkpoints.folders import BEST, best_name, folder_of, step_in, unfinished, written
+from lockstep.checkpoints.folders import BEST, best_name, folder_of, step_in, written
 from lockstep.checkpoints.manifest import (
     MODEL,
     MODEL_PART,
     STATE,
-    Entry,
+    SealedFile,
     believed,
     check,
-    force,
     measured,
     seal,
-    write_forced,
 )
-from lockstep.errors import DamagedCheckpoint, LockstepError
+from lockstep.errors import DamagedCheckpoint
+from lockstep.runtime.whole_file import force, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoints.pieces import Piece
+    from lockstep.checkpoints.pieces import TensorFile, TensorPiece
 
 # in the state: after which step all replicas were equal last; None: not compared
 COMPARED = "compared"
@@ -59,7 +55,7 @@ class Checkpoint:
     """One whose files are all there and unchanged."""
 
     folder: Path
-    entries: Sequence[Entry]
+    entries: Sequence[SealedFile]
     state: dict[str, Any]
 
     @property
@@ -76,9 +72,7 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The model's, on the CPU, all at once."""
-        from lockstep.checkpoints.pieces import read_file
-
-        return dict(self.model()) if self.in_parts else read_file(self.folder / MODEL)
+        return dict(self.model())
 
     @property
     def in_parts(self) -> bool:
@@ -87,63 +81,66 @@ class Checkpoint:
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors by name, whole, one after the other."""
-        from lockstep.checkpoints.pieces import read_whole
-
-        parts = [entry.name for entry in self.entries if entry.name.startswith(MODEL_PART)]
-        return read_whole([self.folder / name for name in parts or [MODEL]])
+        return self._read(MODEL_PART if self.in_parts else MODEL)
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's tensors, whole, one after the other: ("exp_avg/conv.weight", ...)."""
+        return self._read(_OPTIMIZER)
+
+    def _read(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         from lockstep.checkpoints.pieces import read_whole
 
-        return read_whole(
-            [
-                self.folder / entry.name
-                for entry in self.entries
-                if entry.name.startswith(_OPTIMIZER)
-            ]
-        )
+        names = [entry.name for entry in self.entries if entry.name.startswith(prefix)]
+        return read_whole([self.folder / name for name in names])
 
 
-def write_part(
-    folder: Path,
-    model: Mapping[str, Tensor] | Sequence[Piece] | None,
-    pieces: Sequence[Piece],
+def parts(
+    model: Mapping[str, Tensor] | Sequence[TensorPiece] | None,
+    pieces: Sequence[TensorPiece],
     rank: int,
-) -> list[Entry]:
-    """Write this rank's files of a checkpoint, on disk when this returns. `folder` exists.
+) -> list[TensorFile]:
+    """The files that this rank writes: of a whole `model`, by name, which one rank has; or of what
+    this rank has of it; and of the optimizer's `pieces`.
 
-    `model` is a whole model, which one rank writes; or what this rank writes of it, where all do;
-    or None. A tensor that a whole model has under several names is read back under the first.
+    A tensor that a whole model has under several names is read back under the first.
     """
-    from lockstep.checkpoints.pieces import Piece, write_pieces
+    from lockstep.checkpoints.pieces import TensorFile, TensorPiece
 
-    entries = []
+    found = []
     if isinstance(model, Mapping):
-        entries.append(MODEL)
         first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
-        tied = {
-            name: first[id(tensor)] for name, tensor in model.items() if first[id(tensor)] != name
-        }
-        write_pieces(folder / MODEL, [Piece(name, model[name]) for name in first.values()], tied)
+        names = {name: first[id(tensor)] for name, tensor in model.items()}
+        whole = [TensorPiece(name, model[name]) for name in first.values()]
+        tied = {name: known for name, known in names.items() if known != name}
+        found.append(TensorFile(MODEL, whole, tied))
     elif model:
-        entries.append(f"{MODEL_PART}{rank:05d}.safetensors")
-        write_pieces(folder / entries[-1], model)
+        found.append(TensorFile(f"{MODEL_PART}{rank:05d}.safetensors", model))
     if pieces:
-        entries.append(f"{_OPTIMIZER}{rank:05d}.safetensors")
-        write_pieces(folder / entries[-1], pieces)
-    for name in entries:
-        force(folder / name)
-    return [measured(folder / name) for name in entries]
+        found.append(TensorFile(f"{_OPTIMIZER}{rank:05d}.safetensors", pieces))
+    return found
+
+
+def write_parts(folder: Path, parts: Sequence[TensorFile]) -> list[SealedFile]:
+    """Write this rank's files into `folder`, which exists; they are on disk when this returns."""
+    from lockstep.checkpoints.pieces import write_pieces
+
+    for part in parts:
+        write_pieces(folder / part.name, part.pieces, part.tied)
+        force(folder / part.name)
+    return [measured(folder / part.name) for part in parts]
 
 
 def commit(
-    folder: Path, directory: Path, step: int, entries: Sequence[Entry], state: Mapping[str, Any]
+    folder: Path,
+    directory: Path,
+    step: int,
+    entries: Sequence[SealedFile],
+    state: Mapping[str, Any],
 ) -> Path:
     """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that
     step that is there is replaced.
     """
-    write_forced(folder / STATE, (json.dumps({"step": step, **state}, indent=1) + "\n").encode())
+    write_whole(folder / STATE, json.dumps({"step": step, **state}, indent=1) + "\n", forced=True)
     seal(folder, step, [*entries, measured(folder / STATE)])
     return put_in_place(folder, folder_of(directory, step))
 
@@ -181,34 +178,6 @@ def _shown(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def write(
-    directory: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]
-) -> Path:
-    """Write a checkpoint of a model alone, after `step` optimizer steps, and return its folder.
-
-    `tensors` may lie on any device, in any strides; tensors that share memory are written once
-    each. `state` is JSON. Raises LockstepError, with the system's reason, where the disk does not
-    take it; what was there before is then untouched.
-    """
-    from lockstep.checkpoints.pieces import plain
-
-    folder = unfinished(directory, step, str(os.getpid()))
-    try:
-        folder.mkdir(parents=True)
-        entries = write_part(
-            folder, {name: plain(tensor) for name, tensor in tensors.items()}, [], 0
-        )
-        return commit(folder, directory, step, entries, state)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise LockstepError(
-            "checkpoint-not-written",
-            checkpoint=str(folder_of(directory, step)),
-            where="",
-            reason=str(error),
-        ) from error
-
-
 def read(folder: Path) -> Checkpoint:
     """A checkpoint, after a look at every byte of it. Raises DamagedCheckpoint, naming the file
     that is not as it was written.
@@ -244,10 +213,5 @@ def best(directory: Path) -> Path | None:
 def mark_best(folder: Path, metric: str, value: float) -> None:
     """Note beside `folder` that it is the best, by `metric`."""
     file = folder.parent / BEST
-    new = file.with_suffix(".unfinished")
-    write_forced(
-        new,
-        (json.dumps({"checkpoint": folder.name, "metric": metric, "value": value}) + "\n").encode(),
-    )
-    new.replace(file)
-    force(file.parent)
+    mark = {"checkpoint": folder.name, "metric": metric, "value": value}
+    write_whole(file, json.dumps(mark) + "\n", forced=True)

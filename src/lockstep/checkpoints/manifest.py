@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 from lockstep.checkpoints.folders import step_in
 from lockstep.errors import DamagedCheckpoint, LockstepError
+from lockstep.runtime.whole_file import write_whole
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
@@ -32,7 +33,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SealedFile:
     """A file of a checkpoint."""
 
     name: str
@@ -40,29 +41,23 @@ class Entry:
     sha256: str
 
 
-def measured(file: Path) -> Entry:
+def measured(file: Path) -> SealedFile:
     """A file as it lies on disk."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256")
-    return Entry(file.name, file.stat().st_size, digest.hexdigest())
+    return SealedFile(file.name, file.stat().st_size, digest.hexdigest())
 
 
-def seal(folder: Path, step: int, entries: Sequence[Entry]) -> None:
+def seal(folder: Path, step: int, entries: Sequence[SealedFile]) -> None:
     """Write the manifest and its seal, and force them to disk."""
-    text = (
-        json.dumps(
-            {"format": FORMAT, "step": step, "files": [asdict(entry) for entry in entries]},
-            indent=1,
-        )
-        + "\n"
-    )
-    write_forced(folder / MANIFEST, text.encode())
-    write_forced(
-        folder / SEAL, f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n".encode()
-    )
+    found = {"format": FORMAT, "step": step, "files": [asdict(entry) for entry in entries]}
+    text = json.dumps(found, indent=1) + "\n"
+    write_whole(folder / MANIFEST, text, forced=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_whole(folder / SEAL, f"{digest}  {MANIFEST}\n", forced=True)
 
 
-def check(folder: Path) -> list[Entry]:
+def check(folder: Path) -> list[SealedFile]:
     """The entries of a checkpoint whose files are all there and unchanged. Raises
     DamagedCheckpoint, naming the file, for any other.
     """
@@ -89,7 +84,7 @@ def check(folder: Path) -> list[Entry]:
     return entries
 
 
-def listed(folder: Path) -> list[Entry]:
+def listed(folder: Path) -> list[SealedFile]:
     """The files of a checkpoint as its manifest lists them: nothing of it is believed before its
     seal was compared.
     """
@@ -111,7 +106,7 @@ def listed(folder: Path) -> list[Entry]:
             )
         step = int(found["step"])
         entries = [
-            Entry(str(each["name"]), int(each["bytes"]), str(each["sha256"]))
+            SealedFile(str(each["name"]), int(each["bytes"]), str(each["sha256"]))
             for each in found["files"]
         ]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
@@ -200,20 +195,3 @@ def _read(file: Path) -> bytes:
             file=file.name,
             reason=str(error.strerror),
         ) from None
-
-
-def write_forced(file: Path, octets: bytes) -> None:
-    """Write a file and force it to disk."""
-    with file.open("wb") as stream:
-        stream.write(octets)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def force(path: Path) -> None:
-    """To disk: a file's bytes, a folder's list of names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +38,7 @@ _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """Some of a tensor's elements, or all of them."""
 
     name: str
@@ -58,6 +58,16 @@ class Piece:
             if self.shape is None
             else f"{self.name}[{self.start}:{self.start + self.data.numel()}]"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """What a rank writes into one file."""
+
+    name: str
+    pieces: Sequence[TensorPiece]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors, each with the name that `pieces` has."""
 
 
 class Keeps(Protocol):
@@ -80,14 +90,16 @@ class Keeps(Protocol):
         ...
 
 
-def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[Piece], list[Piece]]:
+def method_pieces(parts: Sequence[Keeps], rank: int) -> tuple[list[TensorPiece], list[TensorPiece]]:
     """What these keep: what all ranks have, and what only this one has."""
     kept = [part.kept() for part in parts]
     everywhere = [
-        Piece(f"{METHOD}{name}", tensor) for common, _ in kept for name, tensor in common.items()
+        TensorPiece(f"{METHOD}{name}", tensor)
+        for common, _ in kept
+        for name, tensor in common.items()
     ]
     return everywhere, [
-        Piece(f"{METHOD}rank-{rank}/{name}", tensor)
+        TensorPiece(f"{METHOD}rank-{rank}/{name}", tensor)
         for _, own in kept
         for name, tensor in own.items()
     ]
@@ -107,7 +119,7 @@ def method_kept(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[
 
 
 def write_pieces(
-    file: Path, pieces: Sequence[Piece], tied: Mapping[str, str] | None = None
+    file: Path, pieces: Sequence[TensorPiece], tied: Mapping[str, str] | None = None
 ) -> None:
     """As a safetensors file; the shapes of tensors of which only intervals are there stand in its
     header.
@@ -156,35 +168,51 @@ def read_whole(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that is in these files, put together, one after the other. Raises
     DamagedCheckpoint where elements are missing.
     """
-    places: dict[str, list[tuple[Path, str, int, int]]] = {}
     shapes: dict[str, tuple[list[int], list[int]]] = {}
-    for file in files:
-        with _opened(file) as found:
-            for name, (shape, strides) in _note(found, _SHAPES).items():
-                shapes[name] = shape, strides
+    places: dict[str, list[_Place]] = {}
+    with ExitStack() as stack:
+        for file in files:
+            found = stack.enter_context(_opened(file))
+            shapes |= _note(found, _SHAPES)
             for key in _keys(found):
                 match = _INTERVAL.fullmatch(key)
-                name = match[1] if match and match[1] in shapes else key
-                interval = (int(match[2]), int(match[3])) if match and name in shapes else (0, 0)
-                places.setdefault(name, []).append((file, key, *interval))
-    for name, parts in places.items():
-        with believed(parts[0][0]):
-            whole = _whole(name, parts, shapes.get(name))
-        yield name, whole
+                place = _Place(file, found, key)
+                name = key
+                if match and match[1] in shapes:
+                    name, place.start, place.stop = match[1], int(match[2]), int(match[3])
+                places.setdefault(name, []).append(place)
+        for name, parts in places.items():
+            with believed(parts[0].file):
+                whole = _whole(name, parts, *shapes[name]) if name in shapes else parts[0].read()
+            yield name, whole
 
 
-def read_file(file: Path, *, every_name: bool = False) -> dict[str, Tensor]:
-    """All tensors of a file of whole tensors, by their first or by every name. Raises
-    DamagedCheckpoint where it cannot be read.
+def read_file(file: Path) -> dict[str, Tensor]:
+    """All tensors of a file of whole tensors, by every name. Raises DamagedCheckpoint where it
+    cannot be read.
     """
     with _opened(file) as found:
-        return {key: _get(found, key) for key in _keys(found, every=every_name)}
+        return {key: _get(found, key) for key in found.keys()}  # noqa: SIM118  # no mapping: it has keys() and nothing else
 
 
-def _keys(found: Any, *, every: bool = False) -> list[str]:
-    """The names in an open file; each tensor's first only, unless `every` one is wanted."""
-    tied = set() if every else set(_note(found, _TIED))
-    return [key for key in found.keys() if key not in tied]  # noqa: SIM118  # no mapping: it has keys() and nothing else
+@dataclass(slots=True)
+class _Place:
+    """Where some of a tensor's elements lie: in an open file, under this key."""
+
+    file: Path
+    found: Any
+    key: str
+    start: int = 0
+    stop: int = 0
+
+    def read(self) -> Tensor:
+        return _get(self.found, self.key)
+
+
+def _keys(found: Any) -> list[str]:
+    """The names in an open file; of each tensor the first only."""
+    tied = set(_note(found, _TIED))
+    return [key for key in found.keys() if key not in tied]  # noqa: SIM118  # as above
 
 
 def _note(found: Any, name: str) -> Any:
@@ -197,52 +225,39 @@ def _get(found: Any, key: str) -> Tensor:
     return torch.view_as_complex(tensor) if key in _note(found, _COMPLEX) else tensor
 
 
-def _whole(
-    name: str,
-    parts: Sequence[tuple[Path, str, int, int]],
-    shape: tuple[list[int], list[int]] | None,
-) -> Tensor:
-    if shape is None:
-        return _tensor(parts[0][0], parts[0][1])
-    sizes, strides = shape
+def _whole(name: str, parts: list[_Place], sizes: list[int], strides: list[int]) -> Tensor:
     numel, at, found = torch.Size(sizes).numel(), 0, []
-    for file, key, start, stop in sorted(parts, key=lambda part: part[2]):
-        piece = _tensor(file, key)
-        if start != at or piece.shape != (stop - start,):
-            raise DamagedCheckpoint(
-                "tensor-elements-missing",
-                checkpoint=file.parent.name,
-                file=file.name,
-                tensor=name,
-                start=at,
-                numel=numel,
-            )
+    for place in sorted(parts, key=lambda part: part.start):
+        piece = place.read()
+        if place.start != at or piece.shape != (place.stop - at,):
+            raise _missing(place.file, name, at, numel)
         found.append(piece)
-        at = stop
+        at = place.stop
     if at != numel:
-        raise DamagedCheckpoint(
-            "tensor-elements-missing",
-            checkpoint=parts[0][0].parent.name,
-            file=parts[0][0].name,
-            tensor=name,
-            start=at,
-            numel=numel,
-        )
+        raise _missing(parts[0].file, name, at, numel)
     return torch.cat(found).as_strided(sizes, strides).contiguous()
 
 
-def _tensor(file: Path, key: str) -> Tensor:
-    with _opened(file) as found:
-        return _get(found, key)
+def _missing(file: Path, name: str, start: int, numel: int) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        "tensor-elements-missing",
+        checkpoint=file.parent.name,
+        file=file.name,
+        tensor=name,
+        start=start,
+        numel=numel,
+    )
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
+def _opened(file: Path) -> Iterator[Any]:
     with believed(file), safe_open(file, framework="pt") as found:
         yield found
 
 
-def shared_out(pieces: Sequence[Piece], rank: int, size: int, heavy: int) -> list[Piece]:
+def shared_out(
+    pieces: Sequence[TensorPiece], rank: int, size: int, heavy: int
+) -> list[TensorPiece]:
     """Of pieces that all ranks have, those that one rank writes: about equal bytes for all,
     `heavy` counted for rank 0 beforehand.
     """
@@ -254,12 +269,6 @@ def shared_out(pieces: Sequence[Piece], rank: int, size: int, heavy: int) -> lis
         if writer == rank:
             mine.append(piece)
     return mine
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, with memory of its own: what the format can hold."""
-    found = tensor.detach().cpu().contiguous()
-    return found.clone() if found.data_ptr() == tensor.data_ptr() else found
 
 
 def sizes(tensors: Mapping[str, Tensor]) -> int:

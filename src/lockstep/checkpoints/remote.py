@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,11 @@ class Remote:
         be listed.
         """
         self._fs.invalidate_cache()
-        try:
-            names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
-        except FileNotFoundError:
-            return []
-        except Exception as error:
-            raise self._failed("cannot be listed", error) from error
+        with self._told("cannot be listed"):
+            try:
+                names = [Path(path).name for path in self._fs.ls(self._root, detail=False)]
+            except FileNotFoundError:
+                return []
         found = [step for name in names if (step := step_in(name)) is not None]
         return sorted(step for step in found if self._fs.exists(self._place(step, manifest.SEAL)))
 
@@ -63,13 +63,11 @@ class Remote:
         step = step_of(folder)
         last = [manifest.MANIFEST, manifest.SEAL]
         names = [path.name for path in folder.iterdir() if path.name not in last]
-        try:
+        with self._told(f"did not take {folder.name}"):
             self._remove(step)
             self._fs.makedirs(self._place(step), exist_ok=True)
             for name in [*names, *last]:
                 self._fs.put_file(str(folder / name), self._place(step, name))
-        except Exception as error:
-            raise self._failed(f"did not take {folder.name}", error) from error
 
     def mirror(self, written: Path, kept: Collection[Path], best: Path | None) -> None:
         """Copy the checkpoint that was `written` just now and those of `kept` that are missing
@@ -81,24 +79,18 @@ class Remote:
         for folder in sorted(kept):
             if step_of(folder) not in there:
                 self.upload(folder)
-        try:
+        with self._told("cannot be tidied"):
             if best is not None:
                 self._fs.put_file(str(best.parent / BEST), f"{self._root}/{BEST}")
             for step in there - {step_of(folder) for folder in kept}:
                 self._remove(step)
-        except Exception as error:
-            raise self._failed("cannot be tidied", error) from error
 
     def forget(self, after: int) -> None:
         """Remove copies of steps behind `after`. Raises LockstepError."""
-        try:
+        with self._told("cannot be tidied"):
             for step in self.steps():
                 if step > after:
                     self._remove(step)
-        except LockstepError:
-            raise
-        except Exception as error:
-            raise self._failed("cannot be tidied", error) from error
 
     def best(self) -> tuple[int, str, float] | None:
         """The step that is marked as the best, by which metric and with what value; None if none
@@ -157,7 +149,7 @@ class Remote:
         steps = self.steps()
         if not steps and self.best() is None:
             return
-        try:
+        with self._told("cannot be set aside"):
             number = 1
             while self._fs.exists(f"{self._root}/before-{number}"):
                 number += 1
@@ -166,32 +158,26 @@ class Remote:
             for name in [*(folder_of(Path(), step).name for step in steps), BEST]:
                 if self._fs.exists(f"{self._root}/{name}"):
                     self._fs.mv(f"{self._root}/{name}", f"{aside}/{name}", recursive=name != BEST)
-        except Exception as error:
-            raise self._failed("cannot be set aside", error) from error
 
     def _bring(self, step: int, name: str, folder: Path, most: int) -> None:
         """One file, of which no more than `most` bytes are taken."""
-        try:
-            size = self._fs.size(self._place(step, name))
-            if size is not None and size > most:
+        checkpoint = folder_of(folder, step).name
+        with self._told(f"did not give {name} of {checkpoint}"):
+            try:
+                size = self._fs.size(self._place(step, name))
+                if size is not None and size > most:
+                    raise DamagedCheckpoint(
+                        "checkpoint-file-too-large",
+                        checkpoint=checkpoint,
+                        file=name,
+                        size=size,
+                        most=most,
+                    )
+                self._fs.get_file(self._place(step, name), str(folder / name))
+            except FileNotFoundError:
                 raise DamagedCheckpoint(
-                    "checkpoint-file-too-large",
-                    checkpoint=folder_of(folder, step).name,
-                    file=name,
-                    size=size,
-                    most=most,
-                )
-            self._fs.get_file(self._place(step, name), str(folder / name))
-        except DamagedCheckpoint:
-            raise
-        except FileNotFoundError:
-            raise DamagedCheckpoint(
-                "checkpoint-file-missing", checkpoint=folder_of(folder, step).name, file=name
-            ) from None
-        except Exception as error:
-            raise self._failed(
-                f"did not give {name} of {folder_of(folder, step).name}", error
-            ) from error
+                    "checkpoint-file-missing", checkpoint=checkpoint, file=name
+                ) from None
 
     def _remove(self, step: int) -> None:
         """The seal first: a half that is left is no checkpoint."""
@@ -202,10 +188,15 @@ class Remote:
     def _place(self, step: int, name: str = "") -> str:
         return f"{self._root}/{folder_of(Path(), step).name}" + (f"/{name}" if name else "")
 
-    def _failed(self, what: str, error: Exception) -> LockstepError:
-        return LockstepError(
-            "checkpoint-copy-failed",
-            url=self.url,
-            what=what,
-            reason=f"{type(error).__name__}: {error}",
-        )
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Raise LockstepError for whatever the file system raises: each has errors of its own."""
+        try:
+            yield
+        except LockstepError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise LockstepError(
+                "checkpoint-copy-failed", url=self.url, what=what, reason=reason
+            ) from error

@@ -11,6 +11,7 @@ raised at the next call, on all ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -27,12 +28,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.checkpoints import files, folders
-from lockstep.checkpoints.manifest import Entry
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.manifest import SealedFile
+from lockstep.checkpoints.pieces import TensorFile, TensorPiece
 from lockstep.collectives.background import Background
 from lockstep.collectives.group import Group
 from lockstep.collectives.texts import everybodys
 from lockstep.errors import LockstepError
+
+FIRST = 20  # the step after which the first is written, and the cost of one is known
+_SHARE = 0.02  # of the time may go into saving, where nobody has said how often
+_BETWEEN_FAILURES = 3 * 3600.0  # seconds, assumed
 
 
 class Saver:
@@ -64,8 +69,8 @@ class Saver:
     def save(
         self,
         step: int,
-        model: Mapping[str, Tensor] | Sequence[Piece] | None,
-        pieces: Sequence[Piece],
+        model: Mapping[str, Tensor] | Sequence[TensorPiece] | None,
+        pieces: Sequence[TensorPiece],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None] = lambda folder: None,
     ) -> None:
@@ -78,20 +83,11 @@ class Saver:
         complaint or None, all ranks then find in `complaint`. Waits for a save that is under way.
         """
         self.wait()
-        part: Mapping[str, Tensor] | Sequence[Piece] | None = None
-        if isinstance(model, Mapping):
-            # one copy of a tensor that has several names
-            first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
-            copies = {name: self._copied(f"model/{name}", model[name]) for name in first.values()}
-            part = {name: copies[first[id(tensor)]] for name, tensor in model.items()}
-        elif model is not None:
-            part = [
-                replace(each, data=self._copied(f"model/{each.key}", each.data)) for each in model
-            ]
-        parts = [replace(each, data=self._copied(each.key, each.data)) for each in pieces]
-        self._under_way = self._thread.submit(
-            lambda: self._write(step, part, parts, dict(state), done)
-        )
+        parts = [
+            replace(part, pieces=[self._copied(part.name, each) for each in part.pieces])
+            for part in files.parts(model, pieces, self._rank)
+        ]
+        self._under_way = self._thread.submit(lambda: self._write(step, parts, dict(state), done))
 
     @property
     def busy(self) -> bool:
@@ -111,31 +107,31 @@ class Saver:
         """End the thread, after what it is doing."""
         self._thread.close()
 
-    def _copied(self, key: str, tensor: Tensor) -> Tensor:
+    def _copied(self, file: str, piece: TensorPiece) -> TensorPiece:
+        key, tensor = f"{file}/{piece.key}", piece.data
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return buffer.copy_(tensor.detach())
+        return replace(piece, data=buffer.copy_(tensor.detach()))
 
     # -- on the thread ----------------------------------------------------------------------------
 
     def _write(
         self,
         step: int,
-        model: Mapping[str, Tensor] | Sequence[Piece] | None,
-        pieces: Sequence[Piece],
+        parts: Sequence[TensorFile],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None],
     ) -> tuple[float, str | None]:
         _yield_to_training()
         begin = perf_counter()
         folder = folders.unfinished(self._directory, step, self._everybodys(str(os.getpid()))[0])
-        entries, error = self._part(folder, model, pieces)
+        entries, error = self._part(folder, parts)
         said = self._everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
         failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
         complaint = None
         if not failed and self._rank == 0:
-            everything = [Entry(**each) for part in said for each in part["files"]]
+            everything = [SealedFile(**each) for part in said for each in part["files"]]
             try:
                 self._guard()
                 complaint = done(files.commit(folder, self._directory, step, everything, state))
@@ -156,24 +152,14 @@ class Saver:
             )
         return perf_counter() - begin, told["complaint"]
 
-    def _part(
-        self,
-        folder: Path,
-        model: Mapping[str, Tensor] | Sequence[Piece] | None,
-        pieces: Sequence[Piece],
-    ) -> tuple[list[Entry], str]:
-        tensors = (
-            list(model.values())
-            if isinstance(model, Mapping)
-            else [each.data for each in model or ()]
-        )
-        needed = sum(tensor.nbytes for tensor in [*tensors, *(piece.data for piece in pieces)])
+    def _part(self, folder: Path, parts: Sequence[TensorFile]) -> tuple[list[SealedFile], str]:
+        needed = sum(each.data.nbytes for part in parts for each in part.pieces)
         total = sum(self._everybodys(needed))
         try:
             self._guard()
             folder.mkdir(parents=True, exist_ok=True)
             files.check_room(folder, total)
-            return files.write_part(folder, model, pieces, self._rank), ""
+            return files.write_parts(folder, parts), ""
         except (OSError, SafetensorError, LockstepError) as error:
             return [], self._why(error)
 
@@ -182,7 +168,7 @@ class Saver:
         try:
             self._guard()
         except LockstepError as gone:
-            return gone.sentence
+            return str(gone)
         return str(error)
 
     def _everybodys(self, mine: Any) -> list[Any]:
@@ -197,3 +183,14 @@ def _yield_to_training() -> None:
 
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def steps_until_next(cost: float, step: float) -> int:
+    """Steps between two checkpoints, one of which costs `cost` seconds, where a step takes `step`
+    seconds.
+
+    sqrt(2 * cost * time between failures) loses least to both saving and repeating (Young, CACM
+    1974; Daly, FGCS 2006).
+    """
+    seconds = max(cost / _SHARE, math.sqrt(2 * cost * _BETWEEN_FAILURES))
+    return max(1, math.ceil(seconds / max(step, 1e-6)))

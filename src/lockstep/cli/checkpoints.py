@@ -169,21 +169,17 @@ def export(
 
     from lockstep.checkpoints import files
     from lockstep.checkpoints.manifest import MODEL
-    from lockstep.checkpoints.pieces import Piece, read_file, write_pieces
+    from lockstep.checkpoints.pieces import TensorPiece, read_file, write_pieces
 
     found = files.read(folder)
     try:
         if out.suffix in _TORCH:
             torch.save(
-                (
-                    dict(found.model())
-                    if found.in_parts
-                    else read_file(folder / MODEL, every_name=True)
-                ),
+                (dict(found.model()) if found.in_parts else read_file(folder / MODEL)),
                 out,
             )
         elif found.in_parts:
-            write_pieces(out, [Piece(name, tensor) for name, tensor in found.model()])
+            write_pieces(out, [TensorPiece(name, tensor) for name, tensor in found.model()])
         else:
             shutil.copyfile(folder / MODEL, out)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch's own is a RuntimeError

@@ -39,10 +39,10 @@ def predict(
 
     The number of ranks does not change the file, and no rank holds more than its own rows.
     """
-    from lockstep.training.inference import out_file
+    from lockstep.training.inference.apply import check_out
 
     run = latest.run_of(run)
-    file = out_file.check(run / "predictions.npy" if out is None else out)
+    file = check_out(run / "predictions.npy" if out is None else out)
     found = over_run.answer(
         "predict", task, run, workers, best, choice.overrides, config, out=file, ray=cluster.ray
     )

@@ -29,7 +29,8 @@ from lockstep.launcher import processes
 from lockstep.launcher.failures import named
 from lockstep.launcher.processes import shown
 from lockstep.launcher.stalls import stack_of
-from lockstep.runtime import private, status
+from lockstep.runtime import status
+from lockstep.runtime.whole_file import write_whole
 
 PATIENCE = 5.0
 """Seconds for which a program's end is nobody's affair."""
@@ -82,7 +83,7 @@ def announce_to_terminal(rank: int) -> None:
 
 def leave(directory: Path, rank: int, held: Held) -> None:
     """Tell the launcher."""
-    private.leave(_file(directory, rank), asdict(held))
+    write_whole(_file(directory, rank), json.dumps(asdict(held)))
 
 
 def waits_for() -> Held:

@@ -23,7 +23,7 @@ from traceback import TracebackException, extract_tb
 from typing import Literal
 
 from lockstep.errors import ExitCode, LoaderWorkerKilled, LockstepError, PeerFailed, UsageError
-from lockstep.runtime import private
+from lockstep.runtime.whole_file import write_whole
 
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
@@ -192,7 +192,7 @@ def exit_code(error: SystemExit | KeyboardInterrupt) -> tuple[int, str]:
 
 def write(failure: Failure, directory: Path) -> None:
     """Leave the record in `directory`, whole or not at all."""
-    private.leave(directory / f"rank-{failure.rank}.json", asdict(failure))
+    write_whole(directory / f"rank-{failure.rank}.json", json.dumps(asdict(failure)))
 
 
 def read_all(directory: Path) -> list[Failure]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lockstep.launcher import failures
 from lockstep.launcher import seat as seats
-from lockstep.runtime import private
+from lockstep.runtime.whole_file import write_whole
 
 _FILE = "imports.json"
 
@@ -59,7 +59,7 @@ def noted(file: Path) -> Iterator[None]:
         for name, module in sys.modules.items()
         if name not in before and getattr(module, "__file__", None) != str(file)
     ]
-    private.leave(Path(directory, _FILE), asdict(Imports(sys.path, names)))
+    write_whole(Path(directory, _FILE), json.dumps(asdict(Imports(sys.path, names))))
 
 
 @dataclass(frozen=True, slots=True)

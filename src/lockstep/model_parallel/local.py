@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Coordinates
 from lockstep.errors import UsageError
@@ -125,7 +125,7 @@ class Locals:
         """
         return self.boxes[name].counts(self._at)
 
-    def pieces(self, prefix: str, name: str, tensor: Tensor, along: Group) -> list[Piece]:
+    def pieces(self, prefix: str, name: str, tensor: Tensor, along: Group) -> list[TensorPiece]:
         """What this rank writes of a parameter, a buffer, or the optimizer's state beside one: over
         one replica every element once.
 
@@ -135,7 +135,7 @@ class Locals:
         box = self.boxes.get(name)
         if box is None:
             return (
-                [Piece(prefix + name, tensor)]
+                [TensorPiece(prefix + name, tensor)]
                 if self._at.tensor == 0 and self._at.shard == 0
                 else []
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Coordinates
 
@@ -90,7 +90,7 @@ def box_of(parameter: Tensor, at: Coordinates) -> Box:
     return Box(shape, tuple(starts), tuple(sizes), tensor, sharded)
 
 
-def pieces(name: str, box: Box, local: Tensor, at: Coordinates, tensor: Group) -> list[Piece]:
+def pieces(name: str, box: Box, local: Tensor, at: Coordinates, tensor: Group) -> list[TensorPiece]:
     """What this rank writes of a parameter, or of optimizer state beside it: over one replica every
     element once.
 
@@ -99,23 +99,23 @@ def pieces(name: str, box: Box, local: Tensor, at: Coordinates, tensor: Group) -
     the first rank writes it.
     """
     if tuple(local.shape) != box.sizes or local.dim() == 0:
-        return [Piece(name, local)] if at.tensor == 0 and at.shard == 0 else []
+        return [TensorPiece(name, local)] if at.tensor == 0 and at.shard == 0 else []
     if box.tensor is not None and _joined(box).interval is not None and box.interval is None:
         local, box = _join(box, local, tensor), _joined(box)
     return _written(name, box, local, at)
 
 
-def _written(name: str, box: Box, local: Tensor, at: Coordinates) -> list[Piece]:
+def _written(name: str, box: Box, local: Tensor, at: Coordinates) -> list[TensorPiece]:
     interval = box.interval
     assert interval is not None
     if not box.counts(at):
         return []
     if box.sizes == box.shape:
-        return [Piece(name, local)]
+        return [TensorPiece(name, local)]
     if interval[0] == interval[1]:
         return []
     return [
-        Piece(
+        TensorPiece(
             name, local.detach().reshape(-1), interval[0], box.shape, contiguous_strides(box.shape)
         )
     ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoints.identity import weights
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.collectives.group import Group
 from lockstep.collectives.texts import said_by
 from lockstep.model_parallel.local import Locals
@@ -37,7 +37,7 @@ def sha256(here: Locals, axes: Axes, names: Collection[str]) -> str:
     return found
 
 
-def _arriving(group: Group, pieces: list[Piece]) -> list[Tensor]:
+def _arriving(group: Group, pieces: list[TensorPiece]) -> list[Tensor]:
     """One tensor's bytes on the group's first rank, in order, from whoever has them; nothing on
     the others.
     """

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.collectives.group import Group
 from lockstep.collectives.texts import everybodys
 from lockstep.errors import UsageError
@@ -50,11 +50,13 @@ class SplitForm:
         self._tensor = tensor
         self._writes = writes
 
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+    def pieces(
+        self, name_of: Callable[[Tensor], str]
+    ) -> tuple[list[TensorPiece], list[TensorPiece]]:
         return self._of_model(), self._of_optimizer(name_of)
 
-    def _of_model(self) -> list[Piece]:
-        found: dict[str, list[Piece]] = {}
+    def _of_model(self) -> list[TensorPiece]:
+        found: dict[str, list[TensorPiece]] = {}
         for name, tensor in self._here.module.state_dict(keep_vars=True).items():
             known = self._names.in_checkpoints(name)
             if known not in found:
@@ -63,7 +65,7 @@ class SplitForm:
                 ]
         return [each for pieces in found.values() for each in pieces]
 
-    def _of_optimizer(self, name_of: Callable[[Tensor], str]) -> list[Piece]:
+    def _of_optimizer(self, name_of: Callable[[Tensor], str]) -> list[TensorPiece]:
         local = {
             name_of(parameter): name for name, parameter in self._here.module.named_parameters()
         }
@@ -80,7 +82,7 @@ class SplitForm:
                 found.append(piece)
         return found
 
-    def _pieces(self, prefix: str, name: str, tensor: Tensor) -> list[Piece]:
+    def _pieces(self, prefix: str, name: str, tensor: Tensor) -> list[TensorPiece]:
         """What this rank writes of a tensor; all ranks along the tensor axis are here together."""
         pieces = self._here.pieces(prefix, name, tensor, self._tensor)
         return pieces if self._writes and self._tied.is_first(name) else []

@@ -24,12 +24,11 @@ from weakref import WeakMethod
 import torch
 
 from lockstep.checkpoints import files, folders
-from lockstep.checkpoints.due import FIRST, steps_until_next
 from lockstep.checkpoints.files import COMPARED, Checkpoint
 from lockstep.checkpoints.identity import check_storable
 from lockstep.checkpoints.manifest import STATE, believed
 from lockstep.checkpoints.plain import decoded, encoded
-from lockstep.checkpoints.saver import Saver
+from lockstep.checkpoints.saver import FIRST, Saver, steps_until_next
 from lockstep.collectives.texts import said_by
 from lockstep.config import knob
 from lockstep.errors import (

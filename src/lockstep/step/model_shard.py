@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import under_all_names, weights
-from lockstep.checkpoints.pieces import Piece, method_pieces, shared_out, sizes
+from lockstep.checkpoints.pieces import TensorPiece, method_pieces, shared_out, sizes
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
@@ -34,7 +34,7 @@ class CheckpointForm(Protocol):
 
     def pieces(
         self, name_of: Callable[[Tensor], str]
-    ) -> tuple[Mapping[str, Tensor] | Sequence[Piece] | None, list[Piece]]:
+    ) -> tuple[Mapping[str, Tensor] | Sequence[TensorPiece] | None, list[TensorPiece]]:
         """What this rank writes of the model, and of everything else."""
         ...
 
@@ -139,7 +139,7 @@ class WholeForm:
 
     def pieces(
         self, name_of: Callable[[Tensor], str]
-    ) -> tuple[Mapping[str, Tensor] | None, list[Piece]]:
+    ) -> tuple[Mapping[str, Tensor] | None, list[TensorPiece]]:
         stepper, group = self._stepper, self._stepper.everyone
         model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
         everywhere, mine = stepper.update.optimizer.pieces(name_of)

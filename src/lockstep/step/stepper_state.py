@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.pieces import METHOD, Piece, method_kept
+from lockstep.checkpoints.pieces import METHOD, TensorPiece, method_kept
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
 from lockstep.step.step_result import allow_scheduler
@@ -23,9 +23,9 @@ from lockstep.step.stepper import Stepper
 class Taken:
     """What this rank has to write."""
 
-    model: Mapping[str, Tensor] | Sequence[Piece] | None
+    model: Mapping[str, Tensor] | Sequence[TensorPiece] | None
     """On rank 0; of a split model, what each rank writes."""
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     state: dict[str, Any]
 
 

@@ -22,7 +22,7 @@ import json
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from lockstep.collectives.tcp import Connection, connections
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
@@ -38,9 +39,8 @@ from lockstep.runtime.cores import cores
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
-from lockstep.training.link_counters import LinkCounters
 from lockstep.training.memory_use import memory_use
-from lockstep.training.telemetry import TelemetryFile
+from lockstep.training.metrics import TelemetryFile
 from lockstep.training.timeline.lanes import FOLDER
 
 _LINES = 1000
@@ -48,6 +48,8 @@ _IN_DETAIL = 20  # steps, and later one in _RARELY
 _RARELY = 100
 _DIGITS = 7
 _FLUSH_EVERY = 1.0  # s: what a rank that is killed takes with it
+_LOOK_EVERY = 1.0  # s, at the links, at first
+_RARER = 1.02  # from look to look: what is written grows with the logarithm of time
 _encoded = json.JSONEncoder(allow_nan=False).encode
 _NAMES = {"reduce": "moving", "loop": "other", "start": "other"}  # of phases, as the sums call them
 _SUMMED = (
@@ -282,3 +284,49 @@ def _opened(file: Path) -> TelemetryFile:
     if torn:
         found.write(b"\n")
     return found
+
+
+class LinkCounters:
+    """What this rank's connections to other hosts did from one look to the next. Looks now and
+    then.
+    """
+
+    def __init__(self) -> None:
+        self._due, self._every = 0.0, _LOOK_EVERY
+        self._before: dict[tuple[str, str], Connection] = {}
+
+    def look(self, *, now_or_never: bool = False) -> list[dict[str, Any]]:
+        """A row for each host that this rank is connected with; none where it is not yet time
+        for a look.
+        """
+        now = time.monotonic()
+        if now < self._due and not now_or_never:
+            return []
+        self._due, self._every = now + self._every, self._every * _RARER
+        found = {each.ends: each for each in connections()}
+        rows = by_host(self._before, found.values())
+        self._before = found
+        return rows
+
+
+def by_host(
+    before: Mapping[tuple[str, str], Connection], found: Iterable[Connection]
+) -> list[dict[str, Any]]:
+    """Seconds, bytes and packets since `before`, summed over the connections with a host; the
+    longest round trip, the highest rate.
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for each in found:
+        old = before.get(each.ends)
+        if old is not None and old.sent > each.sent:
+            old = None  # another connection, between the same ends
+        nothing = {"rtt": 0.0, "busy": 0.0, "sent": 0, "retransmitted": 0, "rate": 0.0}
+        row = rows.setdefault(
+            (each.here, each.host), {"here": each.here, "peer": each.host, **nothing}
+        )
+        row["rtt"] = _rounded(max(row["rtt"], each.round_trip))
+        row["busy"] = _rounded(row["busy"] + each.busy - (old.busy if old else 0.0))
+        row["sent"] += each.sent - (old.sent if old else 0)
+        row["retransmitted"] += each.retransmitted - (old.retransmitted if old else 0)
+        row["rate"] = max(row["rate"], each.rate)
+    return list(rows.values())

@@ -17,7 +17,6 @@ from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, grad_scaler
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
-from lockstep.training.alike import compare_tasks
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
 from lockstep.training.inference.evaluate import Evaluation
 from lockstep.training.metrics import finite
@@ -26,7 +25,7 @@ from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
 from lockstep.training.state import TrainingState
-from lockstep.training.task_digest import task_digests
+from lockstep.training.task_digest import compare_tasks, task_digests
 from lockstep.world.world import World
 
 

@@ -19,6 +19,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -26,10 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import LockstepError
-from lockstep.training.telemetry import TelemetryFile
+from lockstep.errors import LockstepError, LockstepWarning
+from lockstep.runtime.whole_file import write_whole
 
 _FLUSH_EVERY = 1.0  # s
+_BUFFER = 2**16  # bytes
 _NUMBERS = count()  # of this process's files: two may begin in one second
 
 
@@ -128,9 +130,7 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
         last = {"step": step, "evaluate": evaluated}.get(record.get("kind"))
         if last is None or record["step"] <= last:
             kept.append(line + "\n")
-    new = metrics.with_suffix(".unfinished")
-    new.write_text("".join(kept), encoding="utf-8")
-    new.replace(metrics)
+    write_whole(metrics, "".join(kept))
 
 
 def _tensorboard(directory: Path) -> EventFile | None:
@@ -159,3 +159,50 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(part) for part in value]
     return value
+
+
+class TelemetryFile:
+    """Appends to `file` through one descriptor. What waits to be written is lost with a process
+    that is killed. Training can do without it: where it cannot be written, it ends with a warning
+    that names it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._waiting = bytearray()
+        self._handle: int | None = None
+        try:
+            file.parent.mkdir(exist_ok=True)
+            self._handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, octets: bytes) -> None:
+        self._waiting += octets
+        if len(self._waiting) > _BUFFER:
+            self.flush()
+
+    def flush(self) -> None:
+        octets, self._waiting = self._waiting, bytearray()
+        try:
+            while octets and self._handle is not None:
+                del octets[: os.write(self._handle, octets)]
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        self.flush()
+        self._end()
+
+    def _give_up(self, error: OSError) -> None:
+        self._end()
+        warnings.warn(
+            f"{self._file} cannot be written ({error.strerror}): training goes on without it",
+            LockstepWarning,
+            stacklevel=3,
+        )
+
+    def _end(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)

@@ -19,6 +19,7 @@ from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import LockstepWarning, Preempted, UsageError
+from lockstep.runtime.whole_file import write_whole
 from lockstep.step.checkpointing import Checkpoints
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
@@ -157,9 +158,8 @@ class Saving(Unsaved):
             return
         self._write_timeline()
         self._run.check()
-        new = self._run.result.with_suffix(".unfinished")
-        new.write_text(json.dumps(finite(result.as_json()), indent=1) + "\n", encoding="utf-8")
-        new.replace(self._run.result)  # whether it is there says whether the run has ended
+        # whether it is there says whether the run has ended
+        write_whole(self._run.result, json.dumps(finite(result.as_json()), indent=1) + "\n")
 
     def _write_timeline(self) -> None:
         """Of what the ranks have left, for Perfetto. A run is none the worse without."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.collectives.group import Work
 from lockstep.config.parallelism import Outer
 from lockstep.errors import UsageError
@@ -86,7 +86,9 @@ class RankZeros(WholeOptimizer):
         super().__init__(updated.reducer, updated.optimizer)
         self._first = updated.everyone.rank == 0
 
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+    def pieces(
+        self, name_of: Callable[[Tensor], str]
+    ) -> tuple[list[TensorPiece], list[TensorPiece]]:
         return [], super().pieces(name_of)[0] if self._first else []
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.errors import UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.shards import Dealt, Shards, State, check_elementwise
@@ -35,7 +35,9 @@ class OptimizerState(Protocol):
         """The parameters of every group of the optimizer, whole."""
         ...
 
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+    def pieces(
+        self, name_of: Callable[[Tensor], str]
+    ) -> tuple[list[TensorPiece], list[TensorPiece]]:
         """The state, "state/parameter" by name: what all ranks have, and what only this one has."""
         ...
 
@@ -56,7 +58,9 @@ class WholeOptimizer:
     def wholes(self) -> Sequence[Sequence[Tensor]]:
         return [group["params"] for group in self._optimizer.param_groups]
 
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+    def pieces(
+        self, name_of: Callable[[Tensor], str]
+    ) -> tuple[list[TensorPiece], list[TensorPiece]]:
         return (
             whole_pieces(
                 self._optimizer, [each for members in self.wholes() for each in members], name_of
@@ -154,7 +158,9 @@ class CutOptimizer(Generic[Cut]):
     def wholes(self) -> Sequence[Sequence[Tensor]]:
         return self._wholes
 
-    def pieces(self, name_of: Callable[[Tensor], str]) -> tuple[list[Piece], list[Piece]]:
+    def pieces(
+        self, name_of: Callable[[Tensor], str]
+    ) -> tuple[list[TensorPiece], list[TensorPiece]]:
         assert isinstance(self.shards, Shards)
         wholes = [each for members in self._wholes for each in members]
         return whole_pieces(self._optimizer, wholes, name_of), list(
@@ -175,10 +181,10 @@ def elementwise_pieces(
 
 def whole_pieces(
     optimizer: Optimizer, parameters: Sequence[Tensor], name_of: Callable[[Tensor], str]
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """What the optimizer keeps in tensors for these parameters."""
     return [
-        Piece(f"{state}/{name_of(parameter)}", value)
+        TensorPiece(f"{state}/{name_of(parameter)}", value)
         for parameter in parameters
         for state, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)

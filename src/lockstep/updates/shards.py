@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.pieces import Piece
+from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.collectives.group import Group, Work
 from lockstep.collectives.slices import BLOCK, slice_of
@@ -255,7 +255,7 @@ class Shards:
 
     def state_pieces(
         self, optimizer: Optimizer, name_of: Callable[[Tensor], str]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TensorPiece]:
         """The optimizer's state of this rank's pieces, "state/parameter" by name. What is one
         number for a whole parameter comes with its first piece.
         """
@@ -264,9 +264,9 @@ class Shards:
             for state, value in optimizer.state.get(view, {}).items():
                 name = f"{state}/{name_of(whole)}"
                 if state not in SCALARS and isinstance(value, Tensor):
-                    yield Piece(name, value, piece.start, tuple(whole.shape), whole.stride())
+                    yield TensorPiece(name, value, piece.start, tuple(whole.shape), whole.stride())
                 elif value is not None and piece.start == 0:
-                    yield Piece(name, torch.as_tensor(value))
+                    yield TensorPiece(name, torch.as_tensor(value))
 
     def cut_state(self, optimizer: Optimizer, number: int, whole: State) -> None:
         """Give this rank's pieces of a parameter their part of its state."""

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoints import files
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.tools.verify.finished_runs import differences, summary
+from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
 
 
@@ -50,7 +50,7 @@ def run(
         }
     )
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    files.write(
+    write_model(
         path / "checkpoints",
         steps,
         {"layer.weight": torch.tensor([1.0, weight, 3.0]), "norm.count": torch.tensor(3)},

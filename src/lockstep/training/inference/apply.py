@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.settings import Device
-from lockstep.errors import TaskError
+from lockstep.errors import TaskError, UsageError
+from lockstep.runtime.extras import install
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,31 @@ def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
             return {**found, "metrics": evaluation()}
         written = run(forward, evaluation.rows, world, seed=task.seed, out=Path(job.out))
     return {**found, "out": str(written)}
+
+
+SUFFIXES = (".npy", ".parquet")
+
+
+def check_out(path: Path) -> Path:
+    """The path, if predictions can be written there. Raises UsageError for another extension, a
+    folder, or Parquet without pyarrow.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UsageError(
+            "not-a-predictions-file",
+            path=str(path),
+            problem=f"ends in {path.suffix or 'nothing'!r}",
+            suffixes=SUFFIXES,
+        )
+    if path.is_dir():
+        raise UsageError(
+            "not-a-predictions-file", path=str(path), problem="is a folder", suffixes=SUFFIXES
+        )
+    if path.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise UsageError(
+            "missing-extra", what=f"out={path}", package="pyarrow", install=install("parquet")
+        )
+    return path
 
 
 def fill(model: Any, checkpoint: Any, of: str, into: str) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
 from lockstep.errors import UsageError
 from lockstep.step.forward import Call, as_arguments, bare, device_of, evaluating, outputs
-from lockstep.training.inference import out_file
+from lockstep.training.inference.apply import check_out
 from lockstep.training.inference.prediction_files import Npy, Parquet
 from lockstep.training.inference.row_layout import RowLayout, agreed, same, split
 from lockstep.world.world import World
@@ -71,7 +71,7 @@ def predict(
             are not the input's, batches whose columns differ, or a file that cannot be written.
     """
     found = World.current() if world is None else world
-    file = None if out is None else out_file.check(Path(out))
+    file = None if out is None else check_out(Path(out))
     module = bare(model)
     device = device_of(module, found)
     if not is_batch(data):

@@ -30,14 +30,42 @@ from torch import Tensor
 
 from lockstep.collectives.texts import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
-from lockstep.errors import LockstepWarning, PeerFailed, UsageError
-from lockstep.training.inference.out_file import Unfinished
+from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError
+from lockstep.runtime.whole_file import force
 from lockstep.training.inference.row_layout import Column, RowLayout
 from lockstep.world.world import World
 
 _HALF = ("bfloat16",)  # numpy has no such type
 _GROUP_BYTES = 4 * 2**20
 _PLACE = "for the file of predictions"
+
+
+class Unfinished:
+    """FILE.part, which becomes FILE when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.final = path
+        self.path = path.with_name(path.name + ".part")
+
+    def create(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_bytes(b"")
+        except OSError as error:
+            raise self.failed(error) from None
+
+    def keep(self) -> None:
+        """To disk, and under its final name."""
+        force(self.path)
+        self.path.replace(self.final)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def failed(self, error: OSError) -> LockstepError:
+        return UsageError(
+            "cannot-write", name="predictions", file=str(self.final), reason=str(error.strerror)
+        )
 
 
 class PredictionFile(ABC):

@@ -12,12 +12,12 @@ which is the same on all ranks but for the transfer.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.runtime.whole_file import write_whole
 from lockstep.training.timeline.lanes import Anatomy, Lane
 from lockstep.training.timeline.lines import StepsLine
 
@@ -44,9 +44,7 @@ def trace(anatomy: Anatomy) -> dict[str, Any]:
 def write(run: Path, anatomy: Anatomy) -> Path:
     """The trace of `anatomy` as timeline.json in `run`. Raises OSError."""
     file = run / FILE
-    new = run / f"{FILE}.{os.getpid()}.unfinished"
-    new.write_text(json.dumps(trace(anatomy), separators=(",", ":")) + "\n", encoding="utf-8")
-    new.replace(file)
+    write_whole(file, json.dumps(trace(anatomy), separators=(",", ":")) + "\n")
     return file
 
 
