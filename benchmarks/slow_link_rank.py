@@ -36,7 +36,7 @@ from lockstep.tools.bench.baselines import Setting, TorchDDP
 from lockstep.tools.bench.weighed import WeighedWindow
 from lockstep.tools.timing.in_turns import take_turns
 from lockstep.training.build import loader_of
-from lockstep.training.inference.evaluate import Evaluation
+from lockstep.training.inference.evaluation import Evaluation
 from lockstep.training.metrics import finite
 from lockstep.training.resolve import resolve
 

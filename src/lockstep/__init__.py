@@ -27,10 +27,10 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "World": "lockstep.world.world",
     "benchmark_scaling": "lockstep.tools.bench.scaling.benchmark",
     "communication_ratio": "lockstep.tools.bench.ratio",
-    "evaluate": "lockstep.training.inference.evaluate",
+    "evaluate": "lockstep.training.inference.evaluation",
     "init": "lockstep.world.world",
     "launch": "lockstep.launcher.launch",
-    "predict": "lockstep.training.inference.predict",
+    "predict": "lockstep.training.inference.prediction",
     "scale_lr": "lockstep.step.learning_rate",
     "seed": "lockstep.runtime.streams",
     "shared_memory_hook": "lockstep.step.comm_hook",
@@ -83,8 +83,8 @@ if TYPE_CHECKING:
     from lockstep.step.stepper import Stepper
     from lockstep.tools.bench.ratio import communication_ratio
     from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
-    from lockstep.training.inference.evaluate import evaluate
-    from lockstep.training.inference.predict import predict
+    from lockstep.training.inference.evaluation import evaluate
+    from lockstep.training.inference.prediction import predict
     from lockstep.training.train import train
     from lockstep.world.world import World, init
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal, Optional
 
 import pytest
 
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.training.resolve import locate, resolve, short_name
+from lockstep.training.resolve import arguments, declares_task, locate, located, resolve, short_name
 from tests.refused import refused
 
 GOOD = """
@@ -158,3 +159,196 @@ def test_the_bundled_tasks_resolve() -> None:
         assert isinstance(task, Task)
         assert (task.name, task.seed) == (name, 5)
         assert (locate(name), short_name(name)) == (name, name)
+
+
+def typed(
+    lr: float = 0.1,
+    epochs: int = 1,
+    name: str = "",
+    flag: bool = False,
+    mode: Literal["a", "b", 3] = "a",
+    clip: float | None = None,
+    old: Optional[int] = None,  # noqa: UP045 - this spelling must work too
+    either: int | str = 1,
+    anything: Any = None,
+    layers: list[int] | None = None,
+) -> None:
+    pass
+
+
+def untyped(lr=0.1, epochs=1, flag=True, name=None):  # type: ignore[no-untyped-def]
+    pass
+
+
+def needs(depth: int, *, lr: float = 0.1) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("lr", "1e-3", 1e-3),
+        ("epochs", " 12 ", 12),
+        ("name", "007", "007"),
+        ("flag", "yes", True),
+        ("flag", "False", False),
+        ("mode", "b", "b"),
+        ("mode", "3", 3),
+        ("clip", "none", None),
+        ("clip", "2", 2.0),
+        ("old", "4", 4),
+        ("either", "5", 5),
+        ("either", "five", "five"),
+        ("anything", "5", "5"),
+        ("layers", "None", None),
+    ],
+)
+def test_by_annotation(key: str, text: str, value: object) -> None:
+    found = arguments(typed, {key: text}, "t.py")[key]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_by_default_where_nothing_is_annotated() -> None:
+    found = arguments(untyped, {"lr": "1", "epochs": "2", "flag": "off", "name": "x"}, "t.py")
+    assert found == {"lr": 1.0, "epochs": 2, "flag": False, "name": "x"}
+    assert isinstance(found["lr"], float)
+
+
+def test_nothing_set_passes_nothing() -> None:
+    assert arguments(typed, {}, "t.py") == {}
+
+
+@pytest.mark.parametrize(
+    ("function", "overrides", "code", "values"),
+    [
+        (
+            untyped,
+            {"epoch": "1"},
+            "override-unknown",
+            {
+                "key": "epoch",
+                "value": "1",
+                "file": "t.py",
+                "known": "it takes lr, epochs, flag, name (did you mean 'epochs'?)",
+            },
+        ),
+        (lambda: None, {"lr": "1"}, "override-unknown", {"key": "lr", "known": "it takes nothing"}),
+        (
+            typed,
+            {"epochs": "1.5"},
+            "override-wrong-value",
+            {"key": "epochs", "value": "1.5", "choices": "a whole number"},
+        ),
+        (
+            typed,
+            {"lr": "fast"},
+            "override-wrong-value",
+            {"key": "lr", "value": "fast", "choices": "a number"},
+        ),
+        (
+            typed,
+            {"flag": "maybe"},
+            "override-wrong-value",
+            {"key": "flag", "choices": "true or false"},
+        ),
+        (typed, {"mode": "c"}, "override-wrong-value", {"key": "mode", "choices": "a or b or 3"}),
+        (
+            typed,
+            {"clip": "x"},
+            "override-wrong-value",
+            {"key": "clip", "choices": "a number or none"},
+        ),
+        (
+            typed,
+            {"layers": "1,2"},
+            "override-wrong-value",
+            {"key": "layers", "choices": "a list, which --set cannot give or none"},
+        ),
+        (needs, {"lr": "1"}, "task-argument-missing", {"key": "depth", "file": "t.py"}),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    function: Any, overrides: dict[str, str], code: str, values: dict[str, str]
+) -> None:
+    with refused(code, TaskError, **values):
+        arguments(function, overrides, "t.py")
+
+
+HEAD = "import nothing_that_exists\n\n\n"
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(text)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("def task(:\n", {}, ["line 1", "def task(:", "[task-file-not-python]"]),
+        ("return 1\n", {}, ["line 1", "[task-file-not-python]"]),
+        (HEAD + "lr = 0.1\n", {}, ["[task-function-missing]"]),
+        (HEAD + "def other():\n    def task(): ...\n", {}, ["[task-function-missing]"]),
+        (
+            HEAD + "def task(lr=0.1, *, width=8): ...\n",
+            {"rate": "1"},
+            ["--set rate=1", "it takes lr, width", "[override-unknown]"],
+        ),
+        (
+            HEAD + "def task(lr=0.1): ...\n",
+            {"lr": "fast"},
+            ["--set lr=fast", "a number", "[override-wrong-value]"],
+        ),
+        (
+            HEAD + "def task(kind: Literal['a', 'b'] = 'a'): ...\n",
+            {"kind": "c"},
+            ["a or b", "[override-wrong-value]"],
+        ),
+        (
+            HEAD + "def task(width: 'int | None' = None): ...\n",
+            {"width": "wide"},
+            ["a whole number", "[override-wrong-value]"],
+        ),
+        (HEAD + "def task(lr): ...\n", {}, ["lr", "[task-argument-missing]"]),
+    ],
+)
+def test_mistakes_that_show(
+    tmp_path: Path, text: str, overrides: Mapping[str, str], words: list[str]
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        located(write(tmp_path, text), overrides)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"),
+    [
+        ("def task(lr=0.1, width: int | None = None): ...\n", {"lr": "1e-3", "width": "none"}),
+        ("from elsewhere import task\n", {"rate": "1"}),
+        ("from elsewhere import *\n", {}),
+        ("task = make()\n", {"rate": "1"}),
+        ("@decorated\ndef task(): ...\n", {"rate": "1"}),
+        ("if here:\n    def task(): ...\nelse:\n    def task(rate): ...\n", {"rate": "1"}),
+        ("def make():\n    global task\n    task = 1\n", {}),
+        ("globals()['task'] = make\n", {}),
+        ("def task(kind: Kind = 1, rate=compute()): ...\n", {"kind": "any", "rate": "any"}),
+    ],
+)
+def test_what_does_not_show_is_left_to_the_run(
+    tmp_path: Path, text: str, overrides: Mapping[str, str]
+) -> None:
+    place = write(tmp_path, HEAD + text)
+    assert located(place, overrides) == place
+
+
+def test_the_bundled_tasks_are_looked_at_too() -> None:
+    assert located("digits", {"lr": "0.1"}) == "digits"
+    with refused("override-unknown", TaskError, key="rate") as caught:
+        located("digits", {"rate": "1"})
+    assert caught.value.values["known"].startswith("it takes epochs, lr")
+
+
+def test_whether_a_file_declares_a_task(tmp_path: Path) -> None:
+    assert declares_task(Path(write(tmp_path, "def task(): ...\n")))
+    assert not declares_task(Path(write(tmp_path, "class A:\n    def task(self): ...\n")))

@@ -17,7 +17,7 @@ def task_of(
     task's file shows to be wrong.
     """
     from lockstep.config.settings import overrides_of
-    from lockstep.training.declared import located
+    from lockstep.training.resolve import located
 
     overrides = (
         dict(override) if isinstance(override, Mapping) else overrides_of(list(override or []))

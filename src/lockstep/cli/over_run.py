@@ -64,8 +64,8 @@ def answer(
     from lockstep.cli.hardware import fitted
     from lockstep.launcher.rank import Target
     from lockstep.launcher.supervise import supervise
-    from lockstep.training.declared import located
     from lockstep.training.inference.apply import InferenceJob
+    from lockstep.training.resolve import located
 
     place, overrides = task_of(task, override)
     run = latest.existing(run)

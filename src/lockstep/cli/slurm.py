@@ -74,8 +74,7 @@ def _command(target: str, args: list[str]) -> tuple[str, list[str], str | None]:
     """The job's name, what each task runs, and the beginning of its run directory's name where
     it shall have one.
     """
-    from lockstep.training.declared import declares_task, located
-    from lockstep.training.resolve import BUNDLED, short_name
+    from lockstep.training.resolve import BUNDLED, declares_task, located, short_name
 
     lockstep = [sys.executable, "-P", "-m", "lockstep"]
     path = Path(target).expanduser()

@@ -23,7 +23,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -317,16 +317,17 @@ def by_host(
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for each in found:
-        old = before.get(each.ends)
-        if old is not None and old.sent > each.sent:
-            old = None  # another connection, between the same ends
+        begin = replace(each, busy=0.0, sent=0, retransmitted=0)
+        old = before.get(each.ends, begin)
+        if old.sent > each.sent:
+            old = begin  # another connection, between the same ends
         nothing = {"rtt": 0.0, "busy": 0.0, "sent": 0, "retransmitted": 0, "rate": 0.0}
         row = rows.setdefault(
             (each.here, each.host), {"here": each.here, "peer": each.host, **nothing}
         )
         row["rtt"] = _rounded(max(row["rtt"], each.round_trip))
-        row["busy"] = _rounded(row["busy"] + each.busy - (old.busy if old else 0.0))
-        row["sent"] += each.sent - (old.sent if old else 0)
-        row["retransmitted"] += each.retransmitted - (old.retransmitted if old else 0)
+        row["busy"] = _rounded(row["busy"] + each.busy - old.busy)
+        row["sent"] += each.sent - old.sent
+        row["retransmitted"] += each.retransmitted - old.retransmitted
         row["rate"] = max(row["rate"], each.rate)
     return list(rows.values())

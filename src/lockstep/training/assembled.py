@@ -18,7 +18,7 @@ from lockstep.step.forward import Forward, grad_scaler
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
-from lockstep.training.inference.evaluate import Evaluation
+from lockstep.training.inference.evaluation import Evaluation
 from lockstep.training.metrics import finite
 from lockstep.training.placed_model import place_model
 from lockstep.training.resume import Identity, machine, recipe_of

@@ -16,6 +16,7 @@ from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.loader import Loader
 from lockstep.errors import TaskError
+from lockstep.training.resolve import wrong_type
 from lockstep.world.world import World
 
 
@@ -77,14 +78,9 @@ def loader_of(
 
 
 def model_of(task: Task) -> nn.Module:
-    model: Any = task.model()
+    model = task.model()
     if not isinstance(model, nn.Module):
-        raise TaskError(
-            "wrong-return-type",
-            function="Task: model",
-            type=type(model).__name__,
-            expected="a torch.nn.Module",
-        )
+        raise wrong_type("Task: model", model, "a torch.nn.Module")
     return model
 
 
@@ -93,12 +89,7 @@ def optimizer_of(task: Task, model: nn.Module) -> Optimizer:
     if isinstance(optimizer, (tuple, list, dict)):
         raise TaskError("several-optimizers", type=type(optimizer).__name__)
     if not isinstance(optimizer, Optimizer):
-        raise TaskError(
-            "wrong-return-type",
-            function="Task: optimizer",
-            type=type(optimizer).__name__,
-            expected="a torch.optim.Optimizer",
-        )
+        raise wrong_type("Task: optimizer", optimizer, "a torch.optim.Optimizer")
     return optimizer
 
 
@@ -111,12 +102,8 @@ def scheduler_of(task: Task, optimizer: Optimizer, length: Length) -> LRSchedule
             "give --steps" if task.scheduler_per == "step" else "give --epochs in place of --steps"
         )
         raise TaskError("schedule-length-unknown", per=task.scheduler_per, fix=fix)
-    scheduler: Any = task.scheduler(optimizer, times)
+    scheduler = task.scheduler(optimizer, times)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise TaskError(
-            "wrong-return-type",
-            function="Task: scheduler",
-            type=type(scheduler).__name__,
-            expected="a torch.optim.lr_scheduler.LRScheduler that steps without a metric",
-        )
+        expected = "a torch.optim.lr_scheduler.LRScheduler that steps without a metric"
+        raise wrong_type("Task: scheduler", scheduler, expected)
     return scheduler

@@ -16,9 +16,8 @@ from lockstep.data.windows import Window
 from lockstep.errors import LockstepError, Preempted
 from lockstep.step.forward import matmul_precision
 from lockstep.training.anatomy import AnatomyFile, begins
-from lockstep.training.announcements import mesh_in_words, say_resumed, say_start
 from lockstep.training.assembled import AssembledTraining
-from lockstep.training.journal import Journal
+from lockstep.training.journal import Journal, mesh_in_words, say_resumed, say_start
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import Untimed

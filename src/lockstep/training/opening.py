@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import torch
 import torch.distributed as dist
 
 from lockstep.collectives.texts import said_by
-from lockstep.config.settings import Device, Settings
+from lockstep.config.knob import knobs
+from lockstep.config.settings import Config, Device, Settings
 from lockstep.errors import ExitCode, PeerFailed, UsageError
 from lockstep.training.run_directory import RunDirectory, claimed
 from lockstep.world.world import World, init
@@ -51,8 +51,7 @@ def intra_op_threads(count: int | None) -> Iterator[None]:
 @contextmanager
 def world_for(world: World | None, device: Device) -> Iterator[World]:
     """The one that is given, else the open one, else one for this training."""
-    if device not in get_args(Device):
-        raise UsageError("unknown-choice", name="device", value=device, choices=get_args(Device))
+    knobs(Config)["device"].check(device)
     if world is None and not dist.is_initialized():
         with init(backend=backend_of(device)) as own:
             yield own

@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.step.forward import Forward
 from lockstep.step.model_shard import Whole
 from lockstep.step.stepper import Stepper
-from lockstep.training.inference.evaluate import OwnRows
+from lockstep.training.inference.evaluation import OwnRows
 from lockstep.training.memory_use import Activations
 from lockstep.world.world import World
 

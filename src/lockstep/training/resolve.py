@@ -1,25 +1,34 @@
-"""From what the user typed to a Task: a bundled name, or a file whose `task()` returns one.
+"""From what the user typed to a Task: a bundled name, or a file whose `task()` returns one, with
+--set key=value as its arguments.
 
 A user's file is loaded as `import` would load it, from its own folder, so that modules beside it
 are found and loader workers can unpickle its classes. What goes wrong inside it is the user's own
 exception with the user's own traceback; nothing is hidden.
+
+`located` reads a file without running it: a mistake that shows there is told at once, before torch
+is loaded. What cannot be told without running the file (a `task` that is imported, decorated, or
+made in a loop) is left to `resolve`.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.training.overrides import arguments, closest
 
 BUNDLED = {name: f"lockstep.tasks.{name}" for name in ("digits", "text")}
 
@@ -62,13 +71,15 @@ def resolve(name: str, overrides: Mapping[str, str] | None = None) -> Task:
     made = _function(module, name)
     found = made(**arguments(made, overrides or {}, name))
     if not isinstance(found, Task):
-        raise TaskError(
-            "wrong-return-type",
-            function=f"task() in {name}",
-            type=type(found).__name__,
-            expected="a lockstep.Task",
-        )
+        raise wrong_type(f"task() in {name}", found, "a lockstep.Task")
     return found if found.name else replace(found, name=short_name(place))
+
+
+def wrong_type(function: str, found: object, expected: str) -> TaskError:
+    """For what a function of the user's returned."""
+    return TaskError(
+        "wrong-return-type", function=function, type=type(found).__name__, expected=expected
+    )
 
 
 def _function(module: ModuleType, name: str) -> Callable[..., object]:
@@ -111,3 +122,257 @@ def _module_name(path: Path) -> str:
     return (
         path.stem if path.stem.isidentifier() and not taken else f"lockstep_task_file_{path.stem}"
     )
+
+
+# -- --set key=value ------------------------------------------------------------------------------
+
+
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One that `task()` takes."""
+
+    kind: Any
+    """Its type."""
+    required: bool
+
+
+def arguments(
+    function: Callable[..., object], overrides: Mapping[str, str], name: str
+) -> dict[str, Any]:
+    """The keyword arguments for `function`, from text.
+
+    A parameter's type is its annotation (int, float, bool, str, Literal of these, any of them or
+    None), else its default's. Raises TaskError for an unknown key, a value that does not fit, a
+    type that text cannot give, and a parameter left without a value.
+    """
+    hints = _hints(function)
+    parameters = {
+        key: Parameter(
+            hints.get(key, type_of_default(None if each.default is each.empty else each.default)),
+            each.default is each.empty,
+        )
+        for key, each in inspect.signature(function).parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    return converted(parameters, overrides, name)
+
+
+def converted(
+    parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str
+) -> dict[str, Any]:
+    """`overrides` as values for these parameters of the task `name`. Raises TaskError, as
+    `arguments` does.
+    """
+    for key in overrides:
+        if key not in parameters:
+            known = f"it takes {', '.join(parameters)}" if parameters else "it takes nothing"
+            raise TaskError(
+                "override-unknown",
+                key=key,
+                value=overrides[key],
+                file=name,
+                known=known + closest(key, parameters),
+            )
+    for key, parameter in parameters.items():
+        if parameter.required and key not in overrides:
+            raise TaskError("task-argument-missing", key=key, file=name)
+    return {key: _convert(key, text, parameters[key].kind) for key, text in overrides.items()}
+
+
+def type_of_default(default: object) -> Any:
+    """What a parameter without an annotation takes."""
+    return str if default is None else type(default)
+
+
+def _hints(function: Callable[..., object]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except (NameError, TypeError, AttributeError):
+        # annotated with names that exist for type checkers only: the defaults' types count
+        return {}
+
+
+def _convert(key: str, text: str, kind: Any) -> Any:
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if types.NoneType in choices and text.strip().lower() == "none":
+        return None
+    for choice in choices:
+        try:
+            return _one(text.strip(), choice)
+        except ValueError:
+            continue
+    raise TaskError(
+        "override-wrong-value", key=key, value=text, choices=" or ".join(map(_spelled, choices))
+    )
+
+
+def _one(text: str, kind: Any) -> Any:
+    """One type's value; ValueError where the text is none."""
+    if get_origin(kind) is Literal:
+        return (
+            next(value for value in get_args(kind) if str(value) == text)
+            if text in map(str, get_args(kind))
+            else _refuse()
+        )
+    if kind is bool:
+        return True if text.lower() in _YES else False if text.lower() in _NO else _refuse()
+    if kind in (int, float, str):
+        return kind(text)
+    return text if kind is Any else _refuse()
+
+
+def _refuse() -> Any:
+    raise ValueError
+
+
+def _spelled(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        types.NoneType: "none",
+    }
+    return names.get(kind, f"a {getattr(kind, '__name__', kind)}, which --set cannot give")
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'digits'?)", or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+# -- without running the file ---------------------------------------------------------------------
+
+
+_NAMES = {
+    "__builtins__": {},
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+    "None": None,
+    "Any": Any,
+    "typing": typing,
+} | {name: getattr(typing, name) for name in ("Literal", "Optional", "Union")}
+# by which a file may define names that its text does not show
+_UNSEEN = {"globals", "exec", "eval", "setattr", "__getattr__"}
+
+
+def located(name: str, overrides: Mapping[str, str] | None = None) -> str:
+    """As `locate`, and the file has been looked at.
+
+    Raises TaskError where its syntax is wrong, where it has no `task()`, and where an override does
+    not fit its parameters.
+    """
+    place = locate(name)
+    module = _parsed(file_of(place), name)
+    bound = _bound(module)
+    if not bound and not any(_hides(node) for node in ast.walk(module)):
+        raise TaskError("task-function-missing", file=name, found="not defined")
+    functions = [
+        node
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and node.name == "task" and not node.decorator_list
+    ]
+    if len(bound) == len(functions) == 1:
+        converted(dict(_parameters(functions[0])), overrides or {}, name)
+    return place
+
+
+def declares_task(file: Path) -> bool:
+    """Whether the file gives the name `task` a value. Raises TaskError where it is not Python."""
+    return bool(_bound(_parsed(file, str(file))))
+
+
+def _bound(module: ast.Module) -> list[ast.AST]:
+    """Where the module gives the name `task` a value."""
+    return [node for node in _outside_functions(module) if "task" in _binds(node)] + [
+        node for node in ast.walk(module) if isinstance(node, ast.Global) and "task" in node.names
+    ]
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+        ):
+            yield from _outside_functions(child)
+
+
+def _parsed(file: Path, name: str) -> ast.Module:
+    try:
+        text = file.read_bytes()
+        compile(text, str(file), "exec", dont_inherit=True)
+        return ast.parse(text)
+    except SyntaxError as error:
+        line = f": `{error.text.strip()}`" if error.text else ""
+        raise TaskError(
+            "task-file-not-python",
+            file=name,
+            place=f", line {error.lineno}{line}",
+            reason=error.msg,
+        ) from None
+    except ValueError as error:
+        raise TaskError("task-file-not-python", file=name, place="", reason=str(error)) from None
+    except OSError as error:
+        raise TaskError(
+            "cannot-read", name="task file", file=name, reason=str(error.strerror or error)
+        ) from None
+
+
+def _binds(node: ast.AST) -> set[str]:
+    """Names that a statement gives a value to, wherever it stands."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Store) else set()
+    return {node.asname or node.name} if isinstance(node, ast.alias) else set()
+
+
+def _hides(node: ast.AST) -> bool:
+    return (isinstance(node, ast.alias) and node.name == "*") or bool(
+        {getattr(node, "id", ""), getattr(node, "name", "")} & _UNSEEN
+    )
+
+
+def _parameters(function: ast.FunctionDef) -> Iterator[tuple[str, Parameter]]:
+    taken = function.args
+    every = [*taken.posonlyargs, *taken.args]
+    defaults = [None] * (len(every) - len(taken.defaults)) + list(taken.defaults)
+    pairs = [
+        *zip(every, defaults, strict=True),
+        *zip(taken.kwonlyargs, taken.kw_defaults, strict=True),
+    ]
+    for each, default in pairs:
+        if each not in taken.posonlyargs:
+            yield (
+                each.arg,
+                Parameter(kind=_kind(each.annotation, default), required=default is None),
+            )
+
+
+def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:
+    """The type that text is converted to; Any, which takes all, where the file must be run to
+    know it.
+    """
+    if annotation is not None:
+        try:
+            text = (
+                annotation.value
+                if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
+                else ast.unparse(annotation)
+            )
+            return eval(text, dict(_NAMES))  # names of plain types alone: nothing of the file runs
+        except Exception:
+            return Any
+    try:
+        return str if default is None else type_of_default(ast.literal_eval(default))
+    except ValueError:
+        return Any

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_PLAIN = (
+    *("task", "epochs", "steps", "workers", "update", "reduce", "metrics", "best", "loss"),
+    *("seconds", "stopped_early", "sha256"),
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
     """Returned by `lockstep.train` on every rank."""
@@ -54,24 +60,13 @@ class Result:
         """What result.json holds; paths relative to the run directory."""
         name, value = self.headline
         return {
-            "task": self.task,
-            "epochs": self.epochs,
-            "steps": self.steps,
-            "workers": self.workers,
-            "update": self.update,
-            "reduce": self.reduce,
             "headline": {"name": name, "value": value},
-            "metrics": self.metrics,
-            "best": self.best,
-            "loss": self.loss,
-            "seconds": self.seconds,
-            "stopped_early": self.stopped_early,
-            "sha256": self.sha256,
             "checkpoint": (
                 None
                 if self.checkpoint is None or self.run is None
                 else str(self.checkpoint.relative_to(self.run))
             ),
+            **{field: getattr(self, field) for field in _PLAIN},
         }
 
 

@@ -70,10 +70,8 @@ def recipe_of(task: Task, settings: Settings, optimizer: Optimizer) -> dict[str,
 
 def check_same(ours: Mapping[str, Any], theirs: Mapping[str, Any], folder: Path) -> None:
     """Raise a UsageError that names every difference."""
-    differing = [name for name in ours if ours[name] != theirs.get(name)]
-    if differing:
-        said = "; ".join(f"{name} was {theirs.get(name)} and is {ours[name]}" for name in differing)
-        raise UsageError("another-training", place=str(folder), differences=said)
+    if found := differences(theirs, ours):
+        raise UsageError("another-training", place=str(folder), differences=found)
 
 
 def changed_since(
@@ -121,13 +119,10 @@ def _processor() -> str:
     )
 
 
-def moved(before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """What is different here from where a run was before, in words."""
-    return (
-        "; ".join(
-            f"{name} was {before.get(name)} and is {now[name]}"
-            for name in now
-            if before.get(name) != now[name]
-        )
-        or None
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is not as it was before, in words."""
+    return "; ".join(
+        f"{name} was {before.get(name)} and is {value}"
+        for name, value in now.items()
+        if before.get(name) != value
     )

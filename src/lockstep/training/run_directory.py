@@ -246,7 +246,6 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
     try:
         remote = None
         if settings.checkpoints is not None:
-            _check_installed(settings.checkpoints)
             from lockstep.checkpoints.remote import Remote  # imports fsspec
 
             remote = Remote(settings.checkpoints)
@@ -260,17 +259,6 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
         directory.release()
         raise
     return directory
-
-
-def _check_installed(url: str) -> None:
-    """Raises UsageError where no package that reads and writes such a URL is installed."""
-    import fsspec
-
-    protocol, separator, _ = url.partition("://")
-    try:
-        fsspec.get_filesystem_class(protocol if separator else "file")
-    except (ImportError, ValueError) as error:
-        raise UsageError("unknown-checkpoint-url", url=url, reason=str(error)) from None
 
 
 def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:

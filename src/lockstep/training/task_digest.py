@@ -11,11 +11,9 @@ error and wrong.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -142,57 +140,30 @@ def compare_tasks(group: Group, digests: Mapping[str, str]) -> None:
     """
     if group.size == 1:
         return
-    code = {name: text for name, text in digests.items() if not name.startswith(SAMPLE)}
-    told = everybodys(
-        {
-            "code": _sha(code),
-            "samples": {name: text for name, text in digests.items() if name.startswith(SAMPLE)},
-        },
-        group,
-        _PLACE,
-    )
-    if name := _first_difference([each["samples"] for each in told]):
-        ranks = _others([each["samples"] for each in told], name)
-        raise ReplicaDivergence(
-            "samples-differ-between-ranks", parameter=name, ranks=ranks, others=listed(ranks)
-        )
-    if len({each["code"] for each in told}) > 1:
-        _compare_code(everybodys(code, group, _PLACE), group.rank)
-
-
-def _compare_code(everyone: Sequence[Mapping[str, str]], rank: int) -> None:
+    everyone: list[dict[str, str]] = everybodys(dict(digests), group, _PLACE)
+    first = everyone[0]
+    others = {
+        name: [rank for rank, each in enumerate(everyone) if each.get(name, text) != text]
+        for name, text in first.items()
+    }
+    differing = [name for name, ranks in others.items() if ranks]
+    samples = [name for name in differing if name.startswith(SAMPLE)]
     # "my_task.py: loss, SCALE" is a value that the code of the loss reads, all other names are of
     # the code itself.
-    strict = [{name: text for name, text in each.items() if ", " not in name} for each in everyone]
-    if name := _first_difference(strict):
-        ranks = _others(strict, name)
-        raise ReplicaDivergence(
-            "task-differs-between-ranks", parameter=name, ranks=ranks, others=listed(ranks)
-        )
-    name = _first_difference(everyone)
-    if name and rank == 0:
-        other = _others(everyone, name)[0]
+    code = [name for name in differing if name not in samples and ", " not in name]
+    for kind, names in (
+        ("samples-differ-between-ranks", samples),
+        ("task-differs-between-ranks", code),
+    ):
+        for name in names:
+            ranks = others[name]
+            raise ReplicaDivergence(kind, parameter=name, ranks=ranks, others=listed(ranks))
+    for name in differing[:1] if group.rank == 0 else ():
+        other = others[name][0]
         warnings.warn(
-            f"the task's code reads a value that differs between ranks: {name} is"
-            f" {everyone[0][name]} on rank 0 and {everyone[other][name]} on rank {other}. Make sure"
-            " that the loss and the data do not depend on it",
+            f"the task's code reads a value that differs between ranks: {name} is {first[name]} on"
+            f" rank 0 and {everyone[other][name]} on rank {other}. Make sure that the loss and the"
+            " data do not depend on it",
             LockstepWarning,
             stacklevel=2,
         )
-
-
-def _first_difference(everyone: Sequence[Mapping[str, str]]) -> str:
-    return next((name for name in everyone[0] if _others(everyone, name)), "")
-
-
-def _others(everyone: Sequence[Mapping[str, str]], name: str) -> list[int]:
-    """The ranks that have `name`, and another text for it than rank 0."""
-    return [
-        rank
-        for rank, each in enumerate(everyone)
-        if each.get(name, everyone[0][name]) != everyone[0][name]
-    ]
-
-
-def _sha(fields: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -63,8 +63,8 @@ def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
     from lockstep.checkpoints import files
     from lockstep.runtime import randomness
     from lockstep.step.forward import Forward, matmul_precision
-    from lockstep.training.inference.evaluate import Evaluation
-    from lockstep.training.inference.predict import run
+    from lockstep.training.inference.evaluation import Evaluation
+    from lockstep.training.inference.prediction import run
 
     precision: Any = job.precision or task.precision
     randomness.shared(task.seed)

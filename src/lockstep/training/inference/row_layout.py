@@ -138,8 +138,6 @@ def agreed(mine: RowLayout | None, total: int, world: World) -> RowLayout:
             raise UsageError("ranks-given-other-data", rank=rank, rows=rows, first=found[0][0])
     first = RowLayout.from_json(found[0][1])  # rank 0 has the first batch
     for rank, (_, layout) in enumerate(found):
-        if layout is not None:
-            same(
-                first, RowLayout.from_json(layout), f"the batches of rank {rank}", "those of rank 0"
-            )
+        other = first if layout is None else RowLayout.from_json(layout)
+        same(first, other, f"the batches of rank {rank}", "those of rank 0")
     return first

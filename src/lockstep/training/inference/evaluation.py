@@ -21,6 +21,7 @@ from lockstep.data.rows import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError
 from lockstep.step.forward import Call, Forward, bare, device_of, evaluating, outputs
 from lockstep.training.inference.states import States
+from lockstep.training.resolve import wrong_type
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -191,26 +192,13 @@ def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]
     """What the user's function returned, if it is a dict of pairs, but for the names in `free`.
     Raises TaskError.
     """
-    if isinstance(found, Mapping):
-        wrong = [
-            name
-            for name, pair in found.items()
-            if name not in free and not (isinstance(pair, (tuple, list)) and len(pair) == 2)
-        ]
-        if not wrong:
-            return found
-        raise TaskError(
-            "wrong-return-type",
-            function=f"{what}, for {wrong[0]!r},",
-            type=type(found[wrong[0]]).__name__,
-            expected="(sum, weight), such as (correct.sum(), len(y))",
-        )
-    raise TaskError(
-        "wrong-return-type",
-        function=what,
-        type=type(found).__name__,
-        expected="a dict of name -> (sum, weight)",
-    )
+    if not isinstance(found, Mapping):
+        raise wrong_type(what, found, "a dict of name -> (sum, weight)")
+    for name, pair in found.items():
+        if name not in free and not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+            expected = "(sum, weight), such as (correct.sum(), len(y))"
+            raise wrong_type(f"{what}, for {name!r},", pair, expected)
+    return found
 
 
 def _target(name: str, batch: Any) -> Any:

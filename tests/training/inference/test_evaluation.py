@@ -16,7 +16,7 @@ import lockstep
 from lockstep.errors import TaskError, UsageError, WorkerFailed
 from lockstep.step.forward import Forward
 from lockstep.testing import run_ranks
-from lockstep.training.inference.evaluate import Evaluation
+from lockstep.training.inference.evaluation import Evaluation
 from tests.refused import refused
 from tests.training import toy
 
