@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,8 @@ class Remote:
         if not steps and self.best() is None:
             return
         with self._told("cannot be set aside"):
-            number = 1
-            while self._fs.exists(f"{self._root}/before-{number}"):
-                number += 1
-            aside = f"{self._root}/before-{number}"
+            places = (f"{self._root}/before-{number}" for number in count(1))
+            aside = next(place for place in places if not self._fs.exists(place))
             self._fs.makedirs(aside, exist_ok=True)
             for name in [*(folder_of(Path(), step).name for step in steps), BEST]:
                 if self._fs.exists(f"{self._root}/{name}"):

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -185,12 +184,7 @@ class AnatomyFile:
     def __enter__(self) -> AnatomyFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _add(self, held: _Held, lost: Mapping[int, float]) -> None:
@@ -317,17 +311,17 @@ def by_host(
     """
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for each in found:
-        begin = replace(each, busy=0.0, sent=0, retransmitted=0)
-        old = before.get(each.ends, begin)
+        nothing = replace(each, busy=0.0, sent=0, retransmitted=0)
+        old = before.get(each.ends, nothing)
         if old.sent > each.sent:
-            old = begin  # another connection, between the same ends
-        nothing = {"rtt": 0.0, "busy": 0.0, "sent": 0, "retransmitted": 0, "rate": 0.0}
+            old = nothing  # another connection, between the same ends
         row = rows.setdefault(
-            (each.here, each.host), {"here": each.here, "peer": each.host, **nothing}
+            (each.here, each.host),
+            {"here": each.here, "peer": each.host, "rtt": 0.0, "rate": 0.0}
+            | {"busy": 0.0, "sent": 0, "retransmitted": 0},
         )
         row["rtt"] = _rounded(max(row["rtt"], each.round_trip))
-        row["busy"] = _rounded(row["busy"] + each.busy - old.busy)
-        row["sent"] += each.sent - old.sent
-        row["retransmitted"] += each.retransmitted - old.retransmitted
         row["rate"] = max(row["rate"], each.rate)
+        for name in ("busy", "sent", "retransmitted"):
+            row[name] = _rounded(row[name] + getattr(each, name) - getattr(old, name))
     return list(rows.values())

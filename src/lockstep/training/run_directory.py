@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -62,36 +63,20 @@ class RunDirectory:
         above: Sequence[Path] = (),
     ) -> None:
         self.path = path
+        self.metrics, self.result = path / METRICS, path / RESULT
+        self.checkpoints = path / _CHECKPOINTS
+        self.grow = path / "grow"
+        """There where the ranks have ended at a checkpoint to go on with more workers."""
+        self.wanted = path / "wanted"
+        """There where the ranks are asked to end at their next checkpoint, because more hosts have
+        come.
+        """
         self._lock = lock
         self.made_here = made_here
         self._above = above  # folders that were made for it, the innermost first
         self._lock_file = (path / _LOCK).absolute()
         self._identity = _identity(self._lock_file) if lock is None else _identity(lock)
         self._look_next = 0.0
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def result(self) -> Path:
-        return self.path / RESULT
-
-    @property
-    def grow(self) -> Path:
-        """There where the ranks have ended at a checkpoint to go on with more workers."""
-        return self.path / "grow"
-
-    @property
-    def wanted(self) -> Path:
-        """There where the ranks are asked to end at their next checkpoint, because more hosts
-        have come.
-        """
-        return self.path / "wanted"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / _CHECKPOINTS
 
     @property
     def begun(self) -> bool:
@@ -282,10 +267,8 @@ def _set_aside(path: Path) -> None:
     ]
     if not left:
         return
-    number = 1
-    while (path / f"{_BEFORE}{number}").exists():
-        number += 1
-    aside = path / f"{_BEFORE}{number}"
+    places = (path / f"{_BEFORE}{number}" for number in count(1))
+    aside = next(place for place in places if not place.exists())
     aside.mkdir()
     for each in left:
         each.rename(aside / each.name)
@@ -293,12 +276,8 @@ def _set_aside(path: Path) -> None:
 
 def _unused(name: str) -> Path:
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    number = 2
-    path = base
-    while path.exists():
-        path = base.with_name(f"{base.name}-{number}")
-        number += 1
-    return path
+    numbered = (base.with_name(f"{base.name}-{number}") for number in count(2))
+    return next(path for path in chain([base], numbered) if not path.exists())
 
 
 def _locked(path: Path) -> tuple[bool, int]:

@@ -16,16 +16,17 @@ from lockstep.config.task import EarlyStopping, Mode, Task
 from lockstep.errors import TaskError
 
 
+@dataclass(slots=True)
 class BestMetric:
     """The best `value` of `metric` so far, found after `step` steps; `waited` evaluations have
     not been better.
     """
 
-    def __init__(self, metric: str, mode: Mode) -> None:
-        self.metric, self.mode = metric, mode
-        self.value = math.nan
-        self.step = 0
-        self.waited = 0
+    metric: str
+    mode: Mode
+    value: float = math.nan
+    step: int = 0
+    waited: int = 0
 
     def better(self, metrics: Mapping[str, float], step: int) -> bool:
         """Look at one evaluation; whether it is the best so far. nan never is. Raises TaskError

@@ -95,13 +95,10 @@ class Tuned:
         assert isinstance(measured, dict)
         for name, kind in kinds.items():
             plain = {float: int | float}.get(kind, get_origin(kind) or kind)
-            if (
-                name not in measured
-                or isinstance(measured[name], bool)
-                or not isinstance(measured[name], plain)
-            ):
-                value = repr(measured[name]) if name in measured else "missing"
-                raise _not_tuned(file, f"measured {name} is {value}")
+            value = measured.get(name)
+            if isinstance(value, bool) or not isinstance(value, plain):
+                told = repr(value) if name in measured else "missing"
+                raise _not_tuned(file, f"measured {name} is {told}")
         try:
             Settings(task="any", **settings)
         except UsageError as error:

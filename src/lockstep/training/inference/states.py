@@ -66,18 +66,13 @@ class States:
         self._metric.update(*arguments)
         for name, state in self._metric.metric_state.items():
             fold = _fold(self._metric._reductions[name], state)
+            kept = _on(state, torch.device("cpu"))
             if fold is None:
-                self._batches[name, number] = (
-                    [part.detach().cpu() for part in state]
-                    if isinstance(state, list)
-                    else state.detach().cpu()
-                )
+                self._batches[name, number] = kept
+            elif name in self._folded:
+                self._folded[name] = fold(self._folded[name], kept)
             else:
-                self._folded[name] = (
-                    fold(self._folded[name], state.cpu())
-                    if name in self._folded
-                    else state.detach().cpu().clone()
-                )
+                self._folded[name] = kept.clone()
 
     def compute(self, world: World) -> dict[str, float]:
         """The metric over all batches, as {name: value}; a metric of several values gives
@@ -86,9 +81,8 @@ class States:
         self._metric.reset()
         device = self._metric.device
         for name, parts in self._gathered(world).items():
-            setattr(
-                self._metric, name, _to(_reduced(parts, self._metric._reductions[name]), device)
-            )
+            reduced = _reduced(parts, self._metric._reductions[name])
+            setattr(self._metric, name, _on(reduced, device))
         self._metric._update_count = 1  # it was updated, batch by batch
         self._metric._computed = None
         return _numbers(self._name, self._metric.compute())
@@ -128,8 +122,10 @@ def _reduced(parts: list[State], reduction: Any) -> Any:
     return reduction(stacked.double()).to(stacked.dtype)
 
 
-def _to(state: Any, device: torch.device) -> Any:
-    return [part.to(device) for part in state] if isinstance(state, list) else state.to(device)
+def _on(state: Any, device: torch.device) -> Any:
+    if isinstance(state, list):
+        return [_on(part, device) for part in state]
+    return state.detach().to(device)
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:

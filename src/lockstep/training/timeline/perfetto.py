@@ -99,46 +99,41 @@ def _first(anatomy: Anatomy) -> Iterator[tuple[str, float]]:
 
 
 def _of_lane(rank: int, lane: Lane, generation: int, offset: float) -> Iterator[Event]:
+    def event(place: int, name: str, kind: str, began: float, ended: float, **facts: int) -> Event:
+        """Whole microseconds, both ends rounded: what ended when the next began still does."""
+        start, end = (round(1e6 * (moment + offset)) for moment in (began, ended))
+        return {
+            "ph": "X",
+            "pid": rank,
+            "tid": place,
+            "name": name,
+            "cat": kind,
+            "ts": start,
+            "dur": max(0, end - start),
+            "args": facts,
+        }
+
+    sizes = dict(enumerate(lane.begin.buckets))
     for line in lane.steps:
+        step = line.first
         if line.spans:
-            began, ended = min(span[1] for span in line.spans), max(span[2] for span in line.spans)
-            facts = {
-                "step": line.first,
-                "generation": generation,
-                "samples": line.samples,
-                "micro_batches": line.micro_batches,
-            }
-            yield _event(
-                rank, _PHASES, f"step {line.first}", "step", began + offset, ended + offset, facts
+            yield event(
+                _PHASES,
+                f"step {step}",
+                "step",
+                min(began for _, began, _ in line.spans),
+                max(ended for _, _, ended in line.spans),
+                step=step,
+                generation=generation,
+                samples=line.samples,
+                micro_batches=line.micro_batches,
             )
         for phase, began, ended in line.spans:
-            yield _event(
-                rank, _PHASES, phase, "phase", began + offset, ended + offset, {"step": line.first}
-            )
+            yield event(_PHASES, phase, "phase", began, ended, step=step)
         for index, left, done in line.buckets:
             if done is not None:
-                size = lane.begin.buckets[index] if index < len(lane.begin.buckets) else None
-                facts = {"step": line.first, **({} if size is None else {"bytes": size})}
-                yield _event(
-                    rank, _BUCKETS, f"bucket {index}", "bucket", left + offset, done + offset, facts
-                )
-
-
-def _event(
-    rank: int, lane: int, name: str, kind: str, began: float, ended: float, facts: Mapping[str, Any]
-) -> Event:
-    """Whole microseconds, both ends rounded: what ended when the next began still does."""
-    start, end = round(1e6 * began), round(1e6 * ended)
-    return {
-        "ph": "X",
-        "pid": rank,
-        "tid": lane,
-        "name": name,
-        "cat": kind,
-        "ts": start,
-        "dur": max(0, end - start),
-        "args": dict(facts),
-    }
+                size = {"bytes": sizes[index]} if index in sizes else {}
+                yield event(_BUCKETS, f"bucket {index}", "bucket", left, done, step=step, **size)
 
 
 def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
