@@ -49,6 +49,10 @@ _UNCOMPARED = {
     "__static_attributes__",
     "__qualname__",
 }
+_OF_CODE = (
+    *("code", "exceptiontable", "names", "varnames", "freevars", "cellvars"),
+    *("argcount", "posonlyargcount", "kwonlyargcount"),
+)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -129,53 +133,48 @@ class _CodeWalk:
             self._open.discard(id(value))
 
     def _parts(self, value: Any, role: str) -> str:
+        parts = [self.value(each, role) for each in value]  # of a dict: its keys
         if isinstance(value, dict):
-            return (
-                "{"
-                + ", ".join(
-                    f"{self.value(key, role)}: {self.value(each, role)}"
-                    for key, each in value.items()
-                )
-                + "}"
-            )
-        parts = [self.value(each, role) for each in value]
-        if isinstance(value, set | frozenset):
-            return "{" + ", ".join(sorted(parts)) + "}"
-        return f"({', '.join(parts)})" if isinstance(value, tuple) else f"[{', '.join(parts)}]"
+            parts = [
+                f"{key}: {self.value(each, role)}"
+                for key, each in zip(parts, value.values(), strict=True)
+            ]
+        elif isinstance(value, set | frozenset):
+            parts.sort()
+        left, right = (
+            "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
+        )
+        return f"{left}{', '.join(parts)}{right}"
 
     def _function(self, function: types.FunctionType, role: str) -> None:
         label = _label(function, role)
         self._add(label, _code(function.__code__))
+        code, known = function.__code__, function.__globals__
         read: dict[str, Any] = {}
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # an empty cell
                 read[name] = cell.cell_contents
-        read |= {
-            name: function.__globals__[name]
-            for name in _globals_of(function.__code__)
-            if name in function.__globals__
-        }
-        read |= {
-            f"default {number}": each for number, each in enumerate(function.__defaults__ or ())
-        }
-        read |= {
-            f"default of {name}": each for name, each in (function.__kwdefaults__ or {}).items()
-        }
-        self._read(label, read, function.__code__)
+        read |= {name: known[name] for name in _globals_of(code) if name in known}
+        for number, each in enumerate(function.__defaults__ or ()):
+            read[f"default {number}"] = each
+        for name, each in (function.__kwdefaults__ or {}).items():
+            read[f"default of {name}"] = each
+        self._read(label, read, code)
 
     def _read(self, label: str, read: Mapping[str, Any], code: types.CodeType) -> None:
         for name, value in read.items():
             if isinstance(value, types.ModuleType):
                 if _is_users_module(value.__name__):
-                    used = {
-                        each
-                        for inner in _codes(code)
-                        for each in inner.co_names
-                        if each in vars(value)
-                    }
-                    self._read(label, {f"{name}.{each}": vars(value)[each] for each in used}, code)
+                    used = {each for inner in _codes(code) for each in inner.co_names}
+                    self._read(
+                        label,
+                        {
+                            f"{name}.{each}": part
+                            for each, part in vars(value).items()
+                            if each in used
+                        },
+                        code,
+                    )
                 continue
             self._note(f"{label}, {name}", value, name)
 
@@ -266,16 +265,8 @@ def _code(code: types.CodeType) -> str:
     consts = list(code.co_consts)
     if consts and isinstance(consts[0], str) and not code.co_name.startswith("<"):
         consts[0] = None  # the docstring
-    parts: list[Any] = [
-        code.co_code,
-        code.co_exceptiontable,
-        code.co_names,
-        code.co_varnames,
-        code.co_freevars,
-        code.co_cellvars,
-    ]
-    parts += [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount]
-    return _sha(*map(repr, parts), *map(_const, consts))
+    parts = (repr(getattr(code, f"co_{name}")) for name in _OF_CODE)
+    return _sha(*parts, *map(_const, consts))
 
 
 def _const(value: Any) -> str:
