@@ -8,12 +8,12 @@ by name only. It may come from anywhere: whatever is not plainly such a file is 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from lockstep.config.knob import knobs
+from lockstep.config.knob import knobs, known
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
 
@@ -126,13 +126,10 @@ def _json(file: Path) -> Any:
         raise _not_tuned(file, f"it is not JSON ({error})") from None
 
 
-def _check_names(file: Path, what: str, found: object, known: Any) -> None:
+def _check_names(file: Path, what: str, found: object, names: Iterable[str]) -> None:
     if not isinstance(found, dict):
         raise _not_tuned(file, f"its {what} are a {type(found).__name__}, not names and values")
     if what == "settings" and "micro_batch" in found:
         raise UsageError("micro-batch-in-settings", file=str(file))
-    if unknown := sorted(set(found) - set(known)):
-        raise _not_tuned(
-            file,
-            f"{', '.join(map(repr, unknown))} unknown among its {what}, which can be {', '.join(known)}",
-        )
+    one = "setting" if what == "settings" else "measured value"
+    known(names, sorted(found), f"--settings {file}", one)
