@@ -4,7 +4,6 @@ will be taken again.
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lockstep.collectives.texts import said_by
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.errors import UsageError
+from lockstep.runtime.cores import processor
 from lockstep.training.metrics import finite
 from lockstep.training.task_digest import changes
 from lockstep.world.world import World
@@ -101,22 +101,11 @@ def machine() -> dict[str, str]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return {
         "torch": torch.__version__,
-        "processor": _processor(),
+        "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "GPU": gpu,
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import platform
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,17 +22,6 @@ def kind_of_device(device: Device = "auto") -> Literal["cpu", "cuda"]:
     import torch
 
     return "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
-
-
-def cpu() -> str:
-    """The processor's name as the system has it."""
-    with suppress(OSError):
-        for line in (
-            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def free_memory() -> int | None:

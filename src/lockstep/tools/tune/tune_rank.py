@@ -15,8 +15,7 @@ import torch
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
-from lockstep.runtime.cores import cores
-from lockstep.tools.timing.machine import cpu
+from lockstep.runtime.cores import cores, processor
 from lockstep.tools.tune.knobs import knobs
 from lockstep.tools.tune.search import Found, KnobRow, search
 from lockstep.tools.tune.table import progress
@@ -43,7 +42,7 @@ def main(directory: Path, seconds: float) -> None:
             "found": found.as_json(),
             "here": {
                 "device": world.device.type,
-                "cpu": cpu(),
+                "cpu": processor(),
                 "cores": cores(),
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,

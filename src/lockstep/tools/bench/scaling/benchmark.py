@@ -20,7 +20,7 @@ from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.runtime.cores import cores
+from lockstep.runtime.cores import cores, processor
 from lockstep.runtime.load import busy
 from lockstep.tools.bench.scaling.prediction import Carried, step_seconds
 from lockstep.tools.bench.scaling.remarks import remarks
@@ -40,7 +40,6 @@ from lockstep.tools.bench.scaling.works import (
     modes_of,
     uneven,
 )
-from lockstep.tools.timing.machine import cpu
 
 
 def benchmark_scaling(
@@ -242,5 +241,5 @@ class _Measurement:
 
 def _where(number: int, device: Device) -> str:
     if device == "cpu":
-        return f"the CPU ({cpu()}, {counted(number, 'core')}), torch {torch.__version__}"
+        return f"the CPU ({processor()}, {counted(number, 'core')}), torch {torch.__version__}"
     return f"{torch.cuda.get_device_name()} ({counted(number, 'GPU')}), torch {torch.__version__}"
