@@ -60,7 +60,8 @@ def _compare(world: World, given: dict[str, Any]) -> None:
             world.group, {f"--{name.replace('_', '-')}": value for name, value in given.items()}
         )
     except ReplicaDivergence as error:
-        raise UsageError("ranks-started-differently", difference=error.sentence) from None
+        difference = error.sentence.removesuffix(".")
+        raise UsageError("ranks-started-differently", difference=difference) from None
 
 
 def _claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) -> RunDirectory:
