@@ -7,7 +7,6 @@ time in its name or content, so that the next process can tell what the dead hav
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -91,13 +90,6 @@ def new_directory(home: Path, kind: str) -> Path:
     return Path(
         tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-{start_time(os.getpid())}-", dir=home)
     )
-
-
-def leave(file: Path, content: object) -> None:
-    """Write it as JSON: whoever looks finds all of it, or no file."""
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content), encoding="utf-8")
-    unfinished.replace(file)
 
 
 def sockets_into(directory: Path) -> None:
