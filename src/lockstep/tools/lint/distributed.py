@@ -9,16 +9,16 @@ import libcst as cst
 
 from lockstep.tools.lint.script import Script, argument, dotted, last_name
 
-_GROUP = {"barrier": 0, "monitored_barrier": 0, "all_to_all_single": 4}
+_PLACES = {
+    0: "barrier monitored_barrier",
+    2: "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all broadcast"
+    " broadcast_object_list",
+    3: "gather gather_object reduce reduce_scatter reduce_scatter_tensor scatter"
+    " scatter_object_list",
+    4: "all_to_all_single",
+}
+_GROUP = {name: place for place, names in _PLACES.items() for name in names.split()}
 """Collectives, with the place of `group` among the positional arguments."""
-_GROUP |= dict.fromkeys(
-    ["all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all"], 2
-)
-_GROUP |= dict.fromkeys(["broadcast", "broadcast_object_list"], 2)
-_GROUP |= dict.fromkeys(
-    ["gather", "gather_object", "reduce", "reduce_scatter", "reduce_scatter_tensor"], 3
-)
-_GROUP |= dict.fromkeys(["scatter", "scatter_object_list"], 3)
 _TORCH = re.compile(r"torch\.distributed\.(distributed_c10d\.)?(?P<last>\w+)")
 _LOCKSTEP = re.compile(r"lockstep\.(evaluate|train|collectives\.(all_reduce|broadcast|all_gather))")
 _WORLDS = ("lockstep.init", "lockstep.World.current", "lockstep.World", "lockstep.world.World")

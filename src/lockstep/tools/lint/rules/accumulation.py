@@ -20,23 +20,14 @@ from lockstep.tools.lint.script import Loop, Problem, Script, argument, last_nam
 BLOCKS = ("no_sync", "no_backward_sync")
 _FLAG = "require_backward_grad_sync"
 _LAST = re.compile(r"last|final|\bend|_end|len\(|boundary|remain", re.IGNORECASE)
-_HARMLESS = set(
-    [
-        "isinstance",
-        "hasattr",
-        "getattr",
-        "len",
-        "get_world_size",
-        "is_initialized",
-        "is_available",
-        "bool",
-    ]
+_HARMLESS = re.compile(
+    r"isinstance|hasattr|getattr|len|get_world_size|is_initialized|is_available|bool"
 )
 _ENDLESS = re.compile(r"cycle|infinite|forever|repeat|islice|count|endless|\*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
+class _Decision:
     """Where a remainder decides. `others`: the tests beside it. `place`: the micro-batch in the
     window, if known.
     """
@@ -83,7 +74,7 @@ def accumulation_tail(script: Script) -> Iterator[Problem]:
             yield Problem(window.node, window.right)
 
 
-def _held_back(script: Script) -> Iterator[_Window]:
+def _held_back(script: Script) -> Iterator[_Decision]:
     """What holds gradients back, with the tests of which one must hold for them to be exchanged."""
     for node in script.all(cst.Attribute):
         tests = [Test(test.expression, not test.value) for test in on.conditions(script, node)]
@@ -98,14 +89,14 @@ def _held_back(script: Script) -> Iterator[_Window]:
             yield from _window(script, flag, [Test(flag.value, True)])
 
 
-def _steps(script: Script, calls: list[cst.Call]) -> Iterator[_Window]:
+def _steps(script: Script, calls: list[cst.Call]) -> Iterator[_Decision]:
     """Each `optimizer.step()`, `scaler.step(optimizer)` that a remainder decides."""
     for call in calls:
         if re.search(r"(opt|scaler)[^.]*\.step$", script.text(call.func), re.IGNORECASE):
             yield from _window(script, call, list(on.conditions(script, call)))
 
 
-def _window(script: Script, node: cst.CSTNode, tests: list[Test]) -> Iterator[_Window]:
+def _window(script: Script, node: cst.CSTNode, tests: list[Test]) -> Iterator[_Decision]:
     found = on.only_modulo(script, [part for test in tests for part in on.any_of(script, test)])
     if found is not None and found[0].size != "1":
         modulo, others = found
@@ -113,10 +104,10 @@ def _window(script: Script, node: cst.CSTNode, tests: list[Test]) -> Iterator[_W
         start = None if loop is None else on.first_value(script, modulo.counter, loop, node)
         texts = {each: script.text(each.expression) for each in others}
         if all(_LAST.search(texts[each]) or _is_constant(script, each, loop) for each in others):
-            yield _Window(node, modulo, others, loop, start)
+            yield _Decision(node, modulo, others, loop, start)
 
 
-def _wrong_place(script: Script, window: _Window) -> str:
+def _wrong_place(script: Script, window: _Decision) -> str:
     size, equal = window.modulo.size, window.modulo.equal
     if equal and window.place == 0:
         return (
@@ -140,15 +131,15 @@ def _is_constant(script: Script, test: Test, loop: Loop | None) -> bool:
     """Is the test the same in every turn of the loop, so that it can say nothing about the last
     one?
     """
-    called = {last_name(call) for call in script.calls(test.expression)}
+    called = [last_name(call) for call in script.calls(test.expression)]
     names = script.names(test.expression)
     for bound in (each.node for name in names for each in script.lookup(name, test.expression)):
         if isinstance(bound, cst.Param) if loop is None else script.inside(bound, loop):
             return False
-    return called <= _HARMLESS
+    return all(_HARMLESS.fullmatch(name) for name in called)
 
 
-def _stepped_elsewhere(script: Script, window: _Window) -> bool:
+def _stepped_elsewhere(script: Script, window: _Decision) -> bool:
     """Does another residue of the same counter decide an optimizer step after the node, in the
     same turn?
     """
@@ -165,7 +156,7 @@ def _stepped_elsewhere(script: Script, window: _Window) -> bool:
     return False
 
 
-def _loses_its_tail(script: Script, window: _Window) -> bool:
+def _loses_its_tail(script: Script, window: _Decision) -> bool:
     """Not where the number of turns may be a multiple of N by construction, or the loop may end
     early.
     """
