@@ -131,7 +131,7 @@ class GatheredLayers:
     scatter: float
 
 
-class Clock:
+class LinkQueue:
     """A rank that computes and a link that carries, both one thing after the other. Seconds after
     the step's begin.
     """
@@ -169,39 +169,39 @@ class Clock:
             self.carry(scatters[place], self.computed)
 
 
-def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> Clock:
+def replicated(before: float, backward: float, buckets: Sequence[QueuedBucket]) -> LinkQueue:
     """Every rank holds the model. `before` are the seconds until the last backward begins: only
     in that one do gradients leave.
     """
-    clock = Clock()
-    clock.computed = before + backward
+    queue = LinkQueue()
+    queue.computed = before + backward
     for bucket in buckets:
-        clock.carry(bucket.early, before + bucket.ready * backward)
+        queue.carry(bucket.early, before + bucket.ready * backward)
     for bucket in buckets:
-        clock.carry(bucket.late, clock.computed)
-    return clock
+        queue.carry(bucket.late, queue.computed)
+    return queue
 
 
 def sharded(
     forward: float, backward: float, micro_batches: int, groups: Sequence[GatheredLayers]
-) -> Clock:
+) -> LinkQueue:
     """Every rank holds a part of each parameter (FSDP, ZeRO-3): layers are gathered one ahead of
     the one that computes, forward and backward.
 
     `groups` in the order of the backward. The layers that end the forward begin the backward, and
     stay gathered between the two.
     """
-    clock = Clock()
+    queue = LinkQueue()
     ready = [0.0, *(each.ready for each in groups)]
     shares = [after - before for before, after in pairwise(ready)]
     rest = 1 - groups[-1].ready  # what is computed behind the last gradient
     gathers, scatters = [each.gather for each in groups], [each.scatter for each in groups]
     for _ in range(micro_batches):
-        clock.walk(gathers[::-1], [forward * share for share in shares[::-1]], [0.0] * len(groups))
-        clock.computed += forward * rest
-        clock.walk([0.0, *gathers[1:]], [backward * share for share in shares], scatters)
-        clock.computed += backward * rest
-    return clock
+        queue.walk(gathers[::-1], [forward * share for share in shares[::-1]], [0.0] * len(groups))
+        queue.computed += forward * rest
+        queue.walk([0.0, *gathers[1:]], [backward * share for share in shares], scatters)
+        queue.computed += backward * rest
+    return queue
 
 
 @dataclass(frozen=True, slots=True)
