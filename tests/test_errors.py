@@ -22,14 +22,7 @@ KINDS = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, LockstepError)
 }
-BARE = {
-    "backend",
-    "collectives",
-    "gradients",
-    "launcher",
-    "runtime",
-    "world",
-}
+BARE = {"backend", "collectives", "gradients"}
 """Rooms whose errors have no codes yet."""
 
 

@@ -15,6 +15,7 @@ from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.foreign import rank_here, refuse_watching, said
 from lockstep.runtime.environment import placement
+from tests.refused import refused
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "ENVIRONMENT": "BATCH"}
@@ -38,12 +39,8 @@ def test_another_number_of_workers_is_refused(
     monkeypatch: pytest.MonkeyPatch, workers: str | int
 ) -> None:
     _set(monkeypatch, RANK)
-    with pytest.raises(
-        UsageError,
-        match=(
-            rf"--workers {workers} but WORLD_SIZE=2: this command was started as rank 1 of 2 and"
-            r" starts no ranks"
-        ),
+    with refused(
+        "workers-differ-from-launcher", workers=workers, size_name="WORLD_SIZE", size=2, rank=1
     ):
         rank_here(workers)
 
@@ -56,7 +53,7 @@ def test_alone_it_is_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_a_batch_scripts_shell_the_number_must_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, BATCH)
-    with pytest.raises(UsageError, match=r"the job has 2 tasks but .* use srun"):
+    with refused("batch-script-shell", expected=2):
         rank_here(None)
     assert rank_here("2") is None
 
@@ -65,14 +62,9 @@ def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
     place = placement(RANK)
     assert place is not None
     refuse_watching(place, False)
-    with pytest.raises(
-        UsageError,
-        match=(
-            "--debug and --cold are for the launcher of the ranks, but RANK and WORLD_SIZE say that"
-            " another one has"
-        ),
-    ):
+    with refused("options-of-a-launcher", source="RANK and WORLD_SIZE", rank=1, size=2) as caught:
         refuse_watching(place, True)
+    assert "--debug and --cold are for the launcher" in str(caught.value)
 
 
 def test_what_a_rank_says() -> None:

@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.launcher.failures import Failure, Kind
 from lockstep.launcher.generations import Workers, run_generations
 from lockstep.launcher.supervise import Outcome
+from tests.refused import refused
 
 Ending = Literal["end", "grow", "kill", "loader", "raise", "stopped"]
 
@@ -68,5 +68,5 @@ def test_what_would_come_back_and_what_was_meant_begin_nothing(ending: Ending, c
 def test_workers_are_read() -> None:
     assert (Workers.read("4"), Workers.read("1:4")) == (Workers(4, 4), Workers(1, 4))
     for text in ("", "x", "1:", ":4", "4:1", "0", "0:2", "1:2:3", "-1"):
-        with pytest.raises(UsageError, match="--workers"):
+        with refused("not-a-range-of-workers", value=text):
             Workers.read(text)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.launcher import logs as place_module
 from lockstep.launcher.logs import Tee, directory_for_logs, log_place, tail
+from tests.refused import refused
 
 _CODE = """
 import os, sys
@@ -160,11 +160,11 @@ def test_a_directory_is_made_or_refused_with_a_sentence(tmp_path: Path) -> None:
     assert made is not None
     assert made.is_dir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UsageError,
-        match=r"--log .*file/x: no directory can be made there \(Not a directory\); give another",
+    wanted = tmp_path / "file" / "x"
+    with refused(
+        "cannot-make-folder", option="--log", folder=str(wanted), reason="Not a directory"
     ):
-        directory_for_logs(tmp_path / "file" / "x")
+        directory_for_logs(wanted)
 
 
 def test_the_tail_is_the_end_of_the_file(tmp_path: Path) -> None:

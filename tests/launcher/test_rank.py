@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 
 import pytest
 
+from lockstep.errors import UsageError
 from lockstep.launcher import failures, server
 from lockstep.launcher.rank import Rank, Target
 from lockstep.launcher.seat import Seat
@@ -183,9 +184,8 @@ def test_a_module_that_cannot_run_is_a_usage_error(tmp_path: Path, module: str) 
     done = _rank(tmp_path, "-m", module, records=tmp_path)
     (record,) = failures.read_all(tmp_path)
     assert (done.returncode, record.kind) == (2, "usage")
-    assert record.message.startswith(
-        f"module {module!r} cannot be found from {tmp_path}, or is a package without __main__.py"
-    )
+    assert record.message.startswith(f"module {module!r} cannot be found from {tmp_path}")
+    assert UsageError(record.message).code == "module-not-found"
 
 
 def test_an_import_error_of_the_users_module_stays_an_exception(tmp_path: Path) -> None:

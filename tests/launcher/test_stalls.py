@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.config.launching import Launch
 from lockstep.launcher import processes
 from lockstep.launcher.rank import Target
 from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
@@ -20,6 +20,7 @@ from lockstep.launcher.watch import Stalls, timeout_for_ranks
 from lockstep.runtime import status
 from lockstep.runtime.status import View
 from lockstep.runtime.step_clock import PHASES
+from tests.refused import refused
 
 SECOND = 10**9
 
@@ -448,14 +449,14 @@ def test_who_does_not_come_to_our_collectives_is_named_also_in_a_process_group_o
 
 
 def test_values_that_cannot_work_are_refused() -> None:
-    with pytest.raises(
-        UsageError, match="on_stall='panic' is unknown: choose one of wait, abort, restart"
+    with refused(
+        "unknown-choice", name="on_stall", value="panic", choices=["wait", "abort", "restart"]
     ):
-        Stalls(then="panic")  # type: ignore[arg-type]
+        Launch(on_stall="panic")  # type: ignore[arg-type]
     for seconds in (0, -1, float("nan")):
-        with pytest.raises(UsageError, match="give seconds"):
-            Stalls(after=seconds)
-        with pytest.raises(UsageError, match="give the seconds"):
-            timeout_for_ranks(seconds)
+        with refused("number-out-of-range", name="stall_after", value=seconds):
+            Launch(stall_after=seconds)
+        with refused("number-out-of-range", name="timeout", value=seconds):
+            Launch(timeout=seconds)
     assert timeout_for_ranks(None) == {}
     assert timeout_for_ranks(5) == {"LOCKSTEP_TIMEOUT": "5"}

@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lockstep.errors import UsageError
 from lockstep.launcher import ending
 from lockstep.launcher.rank import Target
 from lockstep.launcher.supervise import supervise
 from tests.ending import alive, end, kill, wait_gone
 from tests.launcher.test_launch import cut_connections
+from tests.refused import refused
 
 # Ranks that need no torch start fast; those that use it say so.
 # in one piece: an unbuffered print writes a line in several, and others come between them
@@ -365,9 +365,9 @@ def test_signal_handlers_are_put_back(run: Run) -> None:
 
 
 def test_bad_targets_and_workers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="give exactly one"):
+    with refused("script-or-module", script=None, module=None):
         Target()
-    with pytest.raises(UsageError, match=r"script 'nowhere.py' does not exist"):
+    with refused("script-not-found", script="nowhere.py"):
         Target(script="nowhere.py")
-    with pytest.raises(UsageError, match="workers=0: give at least 1"):
+    with refused("not-a-whole-number", name="workers", value=0):
         supervise(Target(module="this"), 0)

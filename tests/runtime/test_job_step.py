@@ -12,6 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime import slurm
 from lockstep.runtime.environment import Placement, placement
 from lockstep.runtime.job_step import exported, first_host, step_of
+from tests.refused import refused
 
 ONE_HOST = {
     "SLURM_JOB_ID": "7",
@@ -74,13 +75,7 @@ def test_ranks_of_another_launcher_inside_of_a_step_are_not_its_tasks() -> None:
 
 def test_a_step_without_hosts() -> None:
     env = {name: value for name, value in TWO_HOSTS.items() if name != "SLURM_STEP_NODELIST"}
-    with pytest.raises(
-        UsageError,
-        match=(
-            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so rank 0's host is not known:"
-            " set MASTER"
-        ),
-    ):
+    with refused("rank-0-host-unknown", source="SLURM_STEP_NODELIST and SLURM_JOB_NODELIST"):
         exported(place_in(env), env)
 
 
@@ -144,5 +139,5 @@ def test_anything_names_a_host_or_is_refused_in_a_sentence(nodelist: str) -> Non
 
 @pytest.mark.parametrize("nodelist", ["", ",", "n[1-3", "n[1,,2]", "n[a-b]", "n1 n2"])
 def test_what_is_not_a_nodelist(nodelist: str) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
+    with refused("slurm-list-unreadable", value=nodelist):
         first_host(nodelist)

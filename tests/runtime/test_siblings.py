@@ -17,6 +17,7 @@ import pytest
 
 from lockstep.errors import LockstepError
 from lockstep.runtime import private, siblings
+from tests.refused import refused
 
 SOON = timedelta(seconds=0.05)
 
@@ -43,9 +44,7 @@ def test_published_found_withdrawn() -> None:
     siblings.publish("job", 4712)
     assert siblings.find("job", SOON) == 4712
     siblings.withdraw("job")
-    with pytest.raises(
-        LockstepError, match=r"rank 0 of this job has not shown up on this host within 0\.05 s"
-    ):
+    with refused("rank-0-not-found", LockstepError, seconds=0.05):
         siblings.find("job", SOON)
 
 
@@ -67,7 +66,7 @@ def test_stale_files_are_ignored_and_removed(home: Path, old: str) -> None:
         "reused pid": _file(home, os.getppid(), started=1),
         "garbage": home / "port-x-y-z-job",
     }[old].touch()
-    with pytest.raises(LockstepError):
+    with refused("rank-0-not-found", LockstepError):
         siblings.find("job", SOON)
     siblings.publish("job", 4711)
     assert siblings.find("job", SOON) == 4711
@@ -90,9 +89,7 @@ def test_only_the_owner_withdraws(home: Path) -> None:
 def test_the_directory_is_private(home: Path) -> None:
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
     home.chmod(0o755)
-    with pytest.raises(
-        LockstepError, match="must be a directory of this user that nobody else can open"
-    ):
+    with refused("directory-not-private", LockstepError, path=str(home)):
         siblings.publish("job", 1)
 
 

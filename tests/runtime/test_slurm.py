@@ -4,12 +4,14 @@ environments as SLURM 22.05 sets them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import UsageError
 from lockstep.runtime.slurm import port, step
+from tests.refused import refused
 
 JOB = {
     "SLURM_JOB_ID": "7",
@@ -96,47 +98,52 @@ def test_a_plain_process(env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
+    ("env", "code", "values"),
     [
         (
             task(0, 1, SLURM_NTASKS_PER_NODE="2", SLURM_STEP_TASKS_PER_NODE="1"),
-            (
-                r"^SLURM_NTASKS=1 but tasks-per-node=2: 1 process started, 2 expected; use srun,"
-                r" without --ntasks \(or --ntasks-per-node=1, if 1 is meant\)$"
-            ),
+            "fewer-tasks-than-asked",
+            {"size_name": "SLURM_NTASKS", "size": 1, "per_node": 2, "expected": 2, "fullest": 1},
         ),
         (
             {**BATCH, "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"},
-            "SLURM_NTASKS=1 but tasks-per-node=2: 1 process started, 2 expected; use srun",
+            "fewer-tasks-than-asked",
+            {"size": 1, "per_node": 2, "expected": 2},
         ),
         (
             task(1, 2, SLURM_NTASKS_PER_NODE="4"),
-            "SLURM_NTASKS=2 but tasks-per-node=4: 2 processes started, 4 expected",
+            "fewer-tasks-than-asked",
+            {"size": 2, "per_node": 4, "expected": 4},
         ),
         (
             {**BATCH, "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"},
-            (
-                "the job has 2 tasks but this is the batch script's own shell: 1 process started, 2"
-                " expected; use srun"
-            ),
+            "batch-script-shell",
+            {"expected": 2},
         ),
         (
             {**BATCH, "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "3"},
-            "the job has 6 tasks but .* 1 process started, 6 expected",
+            "batch-script-shell",
+            {"expected": 6},
         ),
         (
             {"SLURM_PROCID": "1"},
-            "SLURM_PROCID=1 is set but SLURM_NTASKS is not: start the script with srun",
+            "incomplete-settings",
+            {"given": "SLURM_PROCID=1", "lacking": "SLURM_NTASKS"},
         ),
-        (task(0, 2, SLURM_PROCID="first"), "SLURM_PROCID='first' is not an integer"),
+        (
+            task(0, 2, SLURM_PROCID="first"),
+            "not-a-whole-number",
+            {"name": "SLURM_PROCID", "value": "first"},
+        ),
         (
             task(0, 2, SLURM_STEP_TASKS_PER_NODE="two"),
-            "SLURM_STEP_TASKS_PER_NODE='two' cannot be read",
+            "slurm-list-unreadable",
+            {"name": "SLURM_STEP_TASKS_PER_NODE", "value": "two"},
         ),
     ],
 )
-def test_contradictions(env: dict[str, str], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_contradictions(env: dict[str, str], code: str, values: dict[str, Any]) -> None:
+    with refused(code, **values):
         step(env)
 
 

@@ -5,7 +5,6 @@ stranger's.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,10 +13,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
 from lockstep.runtime.slurm import Step
 from lockstep.world import slurm_store
 from lockstep.world.slurm_store import across_hosts
+from tests.refused import refused
 
 SOON = timedelta(seconds=20)
 
@@ -53,12 +53,8 @@ def test_rank_0_finds_its_port_taken() -> None:
     step = task(0, "127.0.0.1,elsewhere")
     with (
         socket.create_server(("127.0.0.1", step.port)),
-        pytest.raises(
-            UsageError,
-            match=(
-                rf"port {step.port} of 127\.0\.0\.1, which follows from the number of job step"
-                rf" {step.name}, is in use: set MASTER"
-            ),
+        refused(
+            "slurm-port-taken", port=step.port, host="127.0.0.1", step=step.name, why="is in use"
         ),
     ):
         across_hosts(step, SOON)
@@ -72,18 +68,18 @@ def test_a_strangers_store_on_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     of_another_step = replace(step, number=1)
     stranger.set(slurm_store._mark(of_another_step), of_another_step.name)
-    message = (
-        rf"rank 1 of job step {re.escape(step.name)} has reached a store on localhost:{step.port}"
-        r" that is not this step's"
-    )
-    with pytest.raises(LockstepError, match=message):
+    with refused(
+        "slurm-port-taken",
+        LockstepError,
+        port=step.port,
+        host="localhost",
+        step=step.name,
+        why="belongs to another program",
+    ):
         across_hosts(step, SOON)
 
 
 def test_a_host_that_cannot_be_looked_up() -> None:
     for rank in (0, 1):
-        with pytest.raises(
-            UsageError,
-            match=r"host 'nowhere\.invalid', the first of this job, cannot be looked up on ",
-        ):
+        with refused("host-not-found", host="nowhere.invalid"):
             across_hosts(task(rank, "nowhere.invalid"), SOON)

@@ -28,11 +28,6 @@ from lockstep.errors import UsageError
 from lockstep.launcher import seat as seats
 from lockstep.launcher.rank import modules_in
 
-UNGUARDED = (
-    "each rank imports the script that launches it, and this one launches again as it is imported; "
-    'put the call under `if __name__ == "__main__":`'
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -103,9 +98,7 @@ class Call:
             with _handing_over() as descriptors:
                 seats.write_whole(file, for_ranks((fn, tuple(args), dict(kwargs))))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise UsageError(
-                f"the function or its arguments cannot be sent to other processes: {error}"
-            ) from error
+            raise UsageError("call-not-sendable", error=str(error)) from error
         return descriptors
 
     def run(self) -> None:
@@ -127,8 +120,7 @@ class Call:
             return _dumped(_by_value() if self.by_value else pickle.Pickler, answer)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
             raise UsageError(
-                f"rank {rank} returned a {type(answer).__name__}, which cannot be sent back"
-                f" ({error}); return tensors, numbers, text or containers of them"
+                "result-not-sendable", rank=rank, kind=type(answer).__name__, error=str(error)
             ) from None
 
 
@@ -140,10 +132,7 @@ def _check_importable(fn: Callable[..., Any]) -> None:
         fn = fn.func
     name = getattr(fn, "__qualname__", "")
     if "<" in name:  # <lambda>, or something in a function's <locals>
-        raise UsageError(
-            f"fn={name}: ranks import the function by its name; give one that is defined with `def`"
-            " at the top of a module"
-        )
+        raise UsageError("function-not-importable", name=name)
 
 
 def _is_cell(name: str) -> bool:

@@ -258,10 +258,7 @@ def store(server: Server, address: str | None = None, port: int = 0) -> Iterator
         with stream:
             said = stream.readline()
         if not said:
-            raise LockstepError(
-                "the process that holds the ranks' store has ended as it began; what it printed"
-                " says why"
-            )
+            raise LockstepError("store-not-started")
         yield address or _LOOPBACK, int(said)
     finally:
         with suppress(ProcessLookupError):

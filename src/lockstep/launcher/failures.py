@@ -22,7 +22,14 @@ from pathlib import Path
 from traceback import TracebackException, extract_tb
 from typing import Literal
 
-from lockstep.errors import ExitCode, LoaderWorkerKilled, LockstepError, PeerFailed, UsageError
+from lockstep.errors import (
+    ExitCode,
+    LoaderWorkerKilled,
+    LockstepError,
+    PeerFailed,
+    UsageError,
+    WorkerFailed,
+)
 from lockstep.runtime.whole_file import write_whole
 
 DIRECTORY = "LOCKSTEP_FAILURES"
@@ -262,6 +269,19 @@ def summary(failure: Failure) -> str:
             f": {text}" if text else ""
         )
     return f"{who} failed{doing}: {text}"
+
+
+def worker_failed(cause: Failure) -> WorkerFailed:
+    """What `lockstep.launch` raises for it. The code of the rank's own error stays."""
+    text = summary(cause) + (f"\n{cause.note}" if cause.note else "")
+    text += f"\n\n{cause.traceback.rstrip()}" if cause.traceback else ""
+    rank, traceback = cause.rank, cause.traceback
+    error = WorkerFailed(text, rank=rank, traceback=traceback)
+    return (
+        error
+        if error.code
+        else WorkerFailed("rank-failed", rank=rank, traceback=traceback, text=text)
+    )
 
 
 def readable_traceback(error: BaseException) -> str:

@@ -13,10 +13,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.config.knob import value_of, whole
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.interfaces import host_and_port, towards
 from lockstep.runtime.cores import cores
+from lockstep.runtime.environment import check_rank
 from lockstep.runtime.process_lifetime import PARENT
 
 _PORT = "29400"
@@ -60,12 +62,9 @@ class Nodes:
                 if value is not None
             ]
             if given:
-                raise UsageError(
-                    f"{given[0]} is about several nodes: give --nodes too, or leave it out"
-                )
+                raise UsageError("incomplete-settings", given=given[0], lacking="--nodes")
             return _of_variables(workers, env)
-        if nodes < 1:
-            raise UsageError(f"--nodes {nodes}: give at least 1")
+        whole("--nodes", nodes)
         if node_rank is None or endpoint is None:
             lacking = " and ".join(
                 name
@@ -75,11 +74,8 @@ class Nodes:
                 )
                 if value is None
             )
-            raise UsageError(
-                f"--nodes {nodes}: give {lacking} too, on every node; the endpoint is node 0's, and"
-                " the same everywhere"
-            )
-        _check_below("--node-rank", node_rank, "--nodes", nodes)
+            raise UsageError("incomplete-settings", given=f"--nodes {nodes}", lacking=lacking)
+        check_rank("--node-rank", node_rank, "--nodes", nodes)
         host, port = host_and_port(endpoint, "--rdzv-endpoint")
         return cls(
             count=nodes,
@@ -113,12 +109,13 @@ class Nodes:
             socket.create_server(there[:2], family=family).close()
             return str(there[0])
         except OSError as error:
-            what = (
-                "node 0 cannot listen at" if self.rank == 0 else f"node {self.rank} has no way to"
-            )
+            code = "node-0-cannot-listen" if self.rank == 0 else "node-0-unreachable"
             raise UsageError(
-                f"{what} {self.host}:{self.port} ({error.strerror}): it is node 0's address and a"
-                " free port there"
+                code,
+                node=self.rank,
+                address=f"{self.host}:{self.port}",
+                seconds=seconds or _KNOWN_WITHIN,
+                why=error.strerror,
             ) from None
 
     def ranks(self, here: int) -> LocalRanks:
@@ -140,50 +137,38 @@ def _of_variables(workers: str | int | None, env: Mapping[str, str]) -> Nodes | 
         return None
     if _NODES not in found:
         if (name := next((name for name in (_RANK, _HOST) if name in found), None)) is not None:
-            raise UsageError(
-                f"{name}={found[name]} is set, which speaks of several nodes, but {_NODES} is not:"
-                " set both, or neither"
-            )
+            raise UsageError("incomplete-settings", given=f"{name}={found[name]}", lacking=_NODES)
         return None
-    count = _number(_NODES, found[_NODES])
+    count = whole(_NODES, value_of(found[_NODES]))
     asked_for = found.get(_EACH, "auto")
     each = (
         None
         if asked_for in ("auto", "gpu")
         else cores()
         if asked_for == "cpu"
-        else _number(_EACH, asked_for)
+        else whole(_EACH, value_of(asked_for))
     )
     if count > 1 and (lacking := [name for name in (_RANK, _HOST) if name not in found]):
         raise UsageError(
-            f"{_NODES}={count} speaks of several nodes, but {' and '.join(lacking)} not set: set"
-            " all of them, or none"
+            "incomplete-settings", given=f"{_NODES}={count}", lacking=" and ".join(lacking)
         )
-    rank = _number(_RANK, found.get(_RANK, "0"), least=0)
-    _check_below(_RANK, rank, _NODES, count)
+    rank = whole(_RANK, value_of(found.get(_RANK, "0")), least=0)
+    check_rank(_RANK, rank, _NODES, count)
     asked = _share(workers, count, _NODES)
     if asked is not None and each is not None and asked != each:
         raise UsageError(
-            f"--workers {workers} over {_NODES}={count} are {asked} a node, but {_EACH}={each}:"
-            " leave --workers out"
+            "workers-differ-from-variables",
+            workers=workers,
+            nodes_name=_NODES,
+            nodes=count,
+            share=asked,
+            each_name=_EACH,
+            each=each,
         )
     host, port = host_and_port(
         f"{found.get(_HOST, '127.0.0.1')}:{found.get(_AT, _PORT)}", f"{_HOST} and {_AT}"
     )
     return Nodes(count=count, rank=rank, host=host, port=port, workers=each or asked)
-
-
-def _number(name: str, text: str, least: int = 1) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise UsageError(f"{name}={text}: give a whole number of at least {least}")
-    return int(text)
-
-
-def _check_below(rank_name: str, rank: int, count_name: str, count: int) -> None:
-    if not 0 <= rank < count:
-        raise UsageError(
-            f"{rank_name} is {rank} but {count_name} is {count}: nodes count from 0 to {count - 1}"
-        )
 
 
 def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
@@ -192,8 +177,5 @@ def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
         return None
     text = str(workers)
     if not text.isdigit() or int(text) < 1 or int(text) % nodes:
-        raise UsageError(
-            f"--workers {text} cannot be shared evenly by {nodes} nodes ({name}): give a multiple"
-            f" of {nodes}"
-        )
+        raise UsageError("workers-not-divisible", workers=text, nodes=nodes, name=name)
     return int(text) // nodes

@@ -34,9 +34,11 @@ def rank_here(workers: str | int | None) -> Placement | None:
     if place is not None and workers is not None and str(workers) != str(place.size):
         sizes = place.source.split(" and ")[1]
         raise UsageError(
-            f"--workers {workers} but {sizes}={place.size}: this command was started as rank"
-            f" {place.rank} of {place.size} and starts no ranks; leave --workers out, or give"
-            f" {place.size}, or start the command once"
+            "workers-differ-from-launcher",
+            workers=workers,
+            size_name=sizes,
+            size=place.size,
+            rank=place.rank,
         )
     return place
 
@@ -47,9 +49,7 @@ def refuse_watching(place: Placement, asked: bool) -> None:
     """
     if asked:
         raise UsageError(
-            "--max-restarts, --on-stall, --stall-after, --debug and --cold are for the launcher of"
-            f" the ranks, but {place.source} say that another one has started rank {place.rank} of"
-            f" {place.size}: leave them out, or start the command once"
+            "options-of-a-launcher", source=place.source, rank=place.rank, size=place.size
         )
 
 

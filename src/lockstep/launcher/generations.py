@@ -30,16 +30,10 @@ class Workers:
     def read(cls, text: str) -> Workers:
         """`4`, or `1:4`. Raises UsageError for anything else."""
         first, colon, last = text.partition(":")
-        if not first.isdigit() or (colon and not last.isdigit()):
-            raise UsageError(
-                f"--workers {text}: give a number, or the least and the most as in 1:4"
-            )
-        least, most = int(first), int(last or first)
-        if not 1 <= least <= most:
-            raise UsageError(
-                f"--workers {text}: give at least 1, and the least before the most as in 1:4"
-            )
-        return cls(least, most)
+        last = last if colon else first
+        if first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last):
+            return cls(int(first), int(last))
+        raise UsageError("not-a-range-of-workers", value=text)
 
     @property
     def elastic(self) -> bool:

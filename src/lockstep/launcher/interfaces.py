@@ -52,10 +52,7 @@ def host_and_port(text: str, option: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or (":" in host and "[" not in text):
-        raise UsageError(
-            f"{option} {text}: write HOST:PORT or [ADDRESS]:PORT, node 0 as all nodes know it"
-        )
-    if not port.isdigit() or not 0 < int(port) < 2**16:
-        raise UsageError(f"{option} {text}: port {port!r} does not lie in 1..65535")
+    named = colon and host and (":" not in host or "[" in text)
+    if not named or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UsageError("not-an-endpoint", name=option, value=text)
     return host, int(port)

@@ -14,15 +14,16 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.errors import LaunchTimeout, UsageError, WorkerFailed
+from lockstep.config.knob import whole
+from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher import seat as seats
-from lockstep.launcher.call import UNGUARDED, Call
+from lockstep.launcher.call import Call
 from lockstep.launcher.early import open_streams
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
 from lockstep.launcher.failures import Failure
@@ -147,9 +148,8 @@ def start_ranks(
 
 def _check(workers: object) -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError(UNGUARDED)
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise UsageError(f"workers={workers!r}: give a whole number of ranks, at least 1")
+        raise UsageError("launch-not-guarded")
+    whole("workers", workers, unit="ranks")
 
 
 def _file(at_end: ExitStack) -> int:
@@ -202,20 +202,18 @@ class _Left:
 def _explained(found: Sequence[Failure], finished: Iterable[int]) -> Exception:
     cause = failures.first(found)
     assert cause is not None
-    if cause.kind == "usage" and cause.message == UNGUARDED:
-        return UsageError(UNGUARDED)
-    text = failures.summary(cause)
-    if note := failures.finished_early(found, finished):
-        text += f"\n{note}"
-    if cause.traceback:
-        text += f"\n\n{cause.traceback.rstrip()}"
-    return WorkerFailed(text, rank=cause.rank, traceback=cause.traceback)
+    if UsageError(cause.message).code == "launch-not-guarded":
+        return UsageError(cause.message)
+    note = failures.finished_early(found, finished)
+    return failures.worker_failed(replace(cause, note=note))
 
 
 def _late(ranks: Iterable[int], size: int, timeout: timedelta) -> LaunchTimeout:
     late = sorted(ranks)
-    who = f"{failures.named(late)} of {size} {'was' if len(late) == 1 else 'were'}"
     return LaunchTimeout(
-        f"{who} still running after timeout={timeout.total_seconds():g} s and had to be killed",
+        "launch-timeout",
+        who=failures.named(late),
+        size=size,
+        seconds=timeout.total_seconds(),
         running=late,
     )

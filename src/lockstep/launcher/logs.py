@@ -5,6 +5,7 @@ They lie in the directory that was asked for, or in one that is kept only where 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -163,14 +164,12 @@ def directory_for_logs(asked: Path | None) -> Path | None:
         return None
     try:
         asked.mkdir(parents=True, exist_ok=True)
+        if not os.access(asked, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise UsageError(
-            f"--log {asked}: no directory can be made there ({error.strerror}); give another"
+            "cannot-make-folder", option="--log", folder=str(asked), reason=error.strerror
         ) from error
-    if not os.access(asked, os.W_OK | os.X_OK):
-        raise UsageError(
-            f"--log {asked}: nothing can be written there by this user; give another directory"
-        )
     return asked.absolute()
 
 

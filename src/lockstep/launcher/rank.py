@@ -63,9 +63,9 @@ class Target:
 
     def __post_init__(self) -> None:
         if (self.script is None) == (self.module is None):
-            raise UsageError(f"script={self.script!r} and module={self.module!r}: give exactly one")
+            raise UsageError("script-or-module", script=self.script, module=self.module)
         if self.script is not None and not Path(self.script).exists():
-            raise UsageError(f"script {self.script!r} does not exist (looked from {os.getcwd()})")
+            raise UsageError("script-not-found", script=self.script, folder=os.getcwd())
 
     @property
     def ours(self) -> bool:
@@ -97,10 +97,7 @@ class Target:
     def _run_module(self, module: str) -> None:
         _look_first_in(os.getcwd())
         if not _exists(module):
-            raise UsageError(
-                f"module {module!r} cannot be found from {os.getcwd()}, or is a package without"
-                " __main__.py"
-            )
+            raise UsageError("module-not-found", module=module, folder=os.getcwd())
         _set_arguments([module, *self.args], "-m")
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

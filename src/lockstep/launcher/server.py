@@ -159,10 +159,7 @@ class Server:
             ServerGone: the server has ended, or the system lets it start no process.
         """
         if len(descriptors) > MOST_DESCRIPTORS:
-            raise UsageError(
-                f"{len(descriptors)} open files for one process: the system passes on"
-                f" {MOST_DESCRIPTORS} at most; give fewer queues and locks"
-            )
+            raise UsageError("too-many-descriptors", count=len(descriptors), most=MOST_DESCRIPTORS)
         with self._lock, self._whole():
             self._send("fork", (pickle.dumps(seat), len(descriptors), list(beside), cold))
             with suppress(ConnectionError):  # where it has ended, the next look says so
@@ -176,10 +173,7 @@ class Server:
                     self._codes.pop(content, None)  # of an earlier process with this number
                     return content
                 if kind == "failed":
-                    raise ServerGone(
-                        f"a process cannot be started: {content}; raise that limit, or start fewer"
-                        " ranks"
-                    )
+                    raise ServerGone("process-not-started", why=str(content))
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
@@ -327,10 +321,7 @@ class Server:
         code = self._wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         hint = "; often the system's answer when memory runs out" if code == -signal.SIGKILL else ""
-        return ServerGone(
-            f"the process that starts ranks (pid {self.pid}) {how}{hint}; all ranks have ended"
-            " with it"
-        )
+        return ServerGone("fork-server-gone", pid=self.pid, how=f"{how}{hint}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import ExitCode, UsageError
+from lockstep.config.knob import whole
+from lockstep.errors import ExitCode
 from lockstep.launcher import ending, failures, interpreter
 from lockstep.launcher.asked import SPARE, mark
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
@@ -97,8 +98,8 @@ def supervise(
     Raises:
         UsageError: workers < 1.
     """
-    if workers is not None and workers < 1:
-        raise UsageError(f"workers={workers}: give at least 1")
+    if workers is not None:
+        whole("workers", workers)
     with noted(speaks=reports) as stop, run_directory() as directory, log_place(logs) as place:
         watch = Watch(
             directory, stop, stalls or Stalls(), share.elsewhere if share is not None else None

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from lockstep.config.launching import OnStall
-from lockstep.errors import ExitCode, UsageError
+from lockstep.errors import ExitCode
 from lockstep.launcher import processes, stalls
 from lockstep.launcher.ending import Endings
 from lockstep.launcher.failures import Failure
@@ -27,8 +27,8 @@ TIMEOUT = "LOCKSTEP_TIMEOUT"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stalls:
-    """What is done about ranks that do not get on. Raises UsageError for values that cannot
-    work.
+    """What is done about ranks that do not get on: values that `config.launching.Launch` has
+    checked.
     """
 
     then: OnStall = "abort"
@@ -38,25 +38,11 @@ class Stalls:
     after: float = stalls.FLOOR
     """Seconds without any change, at least; more where the run has shown that it needs more."""
 
-    def __post_init__(self) -> None:
-        if self.then not in get_args(OnStall):
-            raise UsageError(
-                f"on_stall={self.then!r} is unknown: choose one of {', '.join(get_args(OnStall))}"
-            )
-        if not self.after > 0:
-            raise UsageError(f"stall_after={self.after}: give seconds, a number above 0")
-
 
 def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
-    """What has `lockstep.init()` allow a collective so many seconds. Raises UsageError for a
-    number that is not above 0.
-    """
+    """What has `lockstep.init()` allow a collective so many seconds."""
     if seconds is None:
         return {}
-    if not seconds > 0:
-        raise UsageError(
-            f"timeout={seconds}: give the seconds that one collective may take, a number above 0"
-        )
     return {TIMEOUT: str(seconds)}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from lockstep.config.knob import whole
 from lockstep.errors import UsageError
 from lockstep.runtime import slurm
 from lockstep.runtime.process_lifetime import PARENT
@@ -53,11 +54,8 @@ class _Spelling:
             return None
         if rank is None or size is None:
             have, lack = (self.size, self.rank) if rank is None else (self.rank, self.size)
-            raise UsageError(
-                f"{have}={env[have]} is set but {lack} is not: set both, or neither for a single"
-                " process"
-            )
-        _check_below(self.rank, rank, self.size, size)
+            raise UsageError("incomplete-settings", given=f"{have}={env[have]}", lacking=lack)
+        check_rank(self.rank, rank, self.size, size)
         local_rank, local_size = self._local(env, rank, size)
         node = number_of(env, self.node) if self.node else None
         source = f"{self.rank} and {self.size}"
@@ -80,12 +78,15 @@ class _Spelling:
             )
         elif not 1 <= local_size <= size:
             raise UsageError(
-                f"{self.local_size}={local_size} does not lie in 1..{self.size}={size}: a host"
-                " cannot run more ranks than the job"
+                "local-size-out-of-range",
+                name=self.local_size,
+                value=local_size,
+                size_name=self.size,
+                size=size,
             )
         if local_rank is None:
             local_rank = rank % local_size
-        _check_below(self.local_rank, local_rank, self.local_size, local_size)
+        check_rank(self.local_rank, local_rank, self.local_size, local_size)
         return local_rank, local_size
 
 
@@ -159,8 +160,7 @@ def rank_and_size() -> tuple[int, int]:
         return 0, 1
     names = place.source.split(" and ")
     raise UsageError(
-        f"{names[0]}={place.rank} and {names[1]}={place.size} are set but no process group is open;"
-        " call lockstep.init() first"
+        "not-initialized", why=f"{names[0]}={place.rank} and {names[1]}={place.size} are set"
     )
 
 
@@ -168,8 +168,8 @@ def _of_slurm(env: Mapping[str, str]) -> Placement | None:
     step = slurm.step(env)
     if step is None:
         return None
-    _check_below(slurm.RANK, step.rank, slurm.SIZE, step.size)
-    _check_below(slurm.LOCAL_RANK, step.local_rank, "tasks on this node", step.local_size)
+    check_rank(slurm.RANK, step.rank, slurm.SIZE, step.size)
+    check_rank(slurm.LOCAL_RANK, step.local_rank, "tasks on this node", step.local_size)
     return Placement(
         step.rank,
         step.size,
@@ -184,19 +184,19 @@ def _of_pod(env: Mapping[str, str], size: int) -> tuple[int, int]:
     """A PyTorchJob's pod: PET_* are for torchrun, which would have set local numbers."""
     each = env.get("PET_NPROC_PER_NODE", "1").strip() or "1"
     if each != "1" or env["PET_NNODES"].strip() != str(size):
-        raise UsageError(
-            f"PET_NNODES={env['PET_NNODES']}, PET_NPROC_PER_NODE={each} and WORLD_SIZE={size} but"
-            " no LOCAL_RANK: 1 process started in this pod, torchrun expected; begin the pod's"
-            " command with torchrun, which reads PET_*"
-        )
+        raise UsageError("pod-without-torchrun", nodes=env["PET_NNODES"], each=each, size=size)
     return 0, 1
 
 
-def _check_below(rank_name: str, rank: int, size_name: str, size: int) -> None:
-    if size < 1:
-        raise UsageError(f"{size_name}={size} is below 1: there is at least one rank")
+def check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    """Raise UsageError unless 0 <= rank < size."""
+    whole(size_name, size)
     if not 0 <= rank < size:
         raise UsageError(
-            f"{rank_name}={rank} does not lie in 0..{size - 1}, but {size_name}={size}: ranks count"
-            " from 0"
+            "rank-out-of-range",
+            name=rank_name,
+            value=rank,
+            size_name=size_name,
+            size=size,
+            last=size - 1,
         )

@@ -108,11 +108,7 @@ class Numpy:
     def _find(self) -> None:
         generator = np.random.mtrand._rand._bit_generator
         if not isinstance(generator, np.random.MT19937):
-            raise UsageError(
-                f"numpy's global generator is a {type(generator).__name__}, which cannot be seeded"
-                " for every sample: leave it an MT19937, and give your own code a generator of"
-                " its own"
-            )
+            raise UsageError("numpy-generator-not-seedable", kind=type(generator).__name__)
         self._generator = generator  # held, so that its memory stays
         self._memory = (ctypes.c_char * _BYTES).from_address(self._generator.ctypes.state_address)
         self._clean = b""

@@ -15,7 +15,6 @@ from lockstep.runtime.environment import Placement
 from lockstep.runtime.slurm import Step
 
 _ENTRY = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+")
-FIX = "set MASTER_ADDR and MASTER_PORT to rank 0's host and a free port there"
 
 
 def step_of(place: Placement, env: Mapping[str, str]) -> Step | None:
@@ -40,8 +39,9 @@ def address(step: Step) -> tuple[str, str]:
         return "127.0.0.1", str(step.port)
     if not step.nodelist:
         raise UsageError(
-            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so rank 0's host is not"
-            f" known: {FIX}"
+            "rank-0-host-unknown",
+            source="SLURM_STEP_NODELIST and SLURM_JOB_NODELIST",
+            size=step.size,
         )
     return first_host(step.nodelist), str(step.port)
 
@@ -55,7 +55,7 @@ def first_host(nodelist: str) -> str:
     first = _ENTRY.match(nodelist.lstrip(","))
     if first is None or not _ENTRY.sub("", nodelist).strip(",") == "":
         raise UsageError(
-            f"nodelist {nodelist!r} cannot be read: it is written as in n[01-03,07],b2"
+            "slurm-list-unreadable", name="nodelist", value=nodelist, form="n[01-03,07],b2"
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 

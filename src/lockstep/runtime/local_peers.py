@@ -73,13 +73,9 @@ def no_strangers(what: str) -> Iterator[None]:
     ]
     for users in owners(callers) if callers else ():
         if not users:
-            raise PeerFailed(f"a process that had connected to this rank ({what}) has ended")
+            raise PeerFailed("caller-gone", what=what)
         for user in users - {os.geteuid()}:
-            raise LockstepError(
-                f"user {user} of this host has connected to a port that {what} opened for the ranks"
-                f" of user {os.geteuid()}: nothing was sent; start the ranks again, and find out"
-                " who that is"
-            )
+            raise LockstepError("caller-of-another-user", user=user, own=os.geteuid(), what=what)
 
 
 def _listening(sockets: Sequence[Any]) -> set[int]:

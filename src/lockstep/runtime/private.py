@@ -33,10 +33,7 @@ def user_directory() -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise LockstepError(
-            f"{path} must be a directory of this user that nobody else can open, but is not; remove"
-            " it, or set TMPDIR to a directory of yours"
-        )
+        raise LockstepError("directory-not-private", path=str(path))
     return path
 
 

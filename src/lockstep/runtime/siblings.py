@@ -57,11 +57,7 @@ def find(key: str, timeout: timedelta) -> int:
     deadline = time.monotonic() + timeout.total_seconds()
     while (file := next(filter(owner_lives, _files(key)), None)) is None:
         if time.monotonic() > deadline:
-            raise LockstepError(
-                "rank 0 of this job has not shown up on this host within"
-                f" {timeout.total_seconds():g} s; start all ranks from one parent process, or set"
-                " MASTER_ADDR and MASTER_PORT"
-            )
+            raise LockstepError("rank-0-not-found", seconds=timeout.total_seconds())
         time.sleep(_PAUSE_SECONDS)
     return int(file.name.split("-")[3])
 

@@ -9,10 +9,12 @@ SLURM_PROCID, or the step is the one that carries the shell.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.config.knob import value_of, whole
 from lockstep.errors import UsageError
 
 RANK, SIZE, LOCAL_RANK = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
@@ -79,9 +81,7 @@ def step(env: Mapping[str, str]) -> Step | None:
         _refuse_batch_script(env, size)
         return None
     if size is None:
-        raise UsageError(
-            f"{RANK}={rank} is set but {SIZE} is not: start the script with srun, which sets both"
-        )
+        raise UsageError("incomplete-settings", given=f"{RANK}={rank}", lacking=SIZE)
     node = number_of(env, "SLURM_NODEID") or 0
     local_rank = number_of(env, LOCAL_RANK)
     if local_rank is None:
@@ -109,11 +109,7 @@ def step(env: Mapping[str, str]) -> Step | None:
 def _refuse_batch_script(env: Mapping[str, str], size: int | None) -> None:
     expected = size or (number_of(env, _ASKED_PER_NODE) or 1) * _nodes(env)
     if expected > 1:
-        raise UsageError(
-            f"the job has {expected} tasks but this is the batch script's own shell: 1 process"
-            f" started, {expected} expected; use srun (or lockstep run --workers {expected}, on one"
-            " host)"
-        )
+        raise UsageError("batch-script-shell", expected=expected)
 
 
 def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -> None:
@@ -125,18 +121,17 @@ def _refuse_fewer(env: Mapping[str, str], size: int, spread: list[int] | None) -
     fullest = max(spread) if spread else -(-size // nodes)
     if asked is not None and fullest < asked:
         raise UsageError(
-            f"{SIZE}={size} but tasks-per-node={asked}: {_processes(size)} started, {asked * nodes}"
-            f" expected; use srun, without --ntasks (or --ntasks-per-node={fullest}, if {size} is"
-            " meant)"
+            "fewer-tasks-than-asked",
+            size_name=SIZE,
+            size=size,
+            per_node=asked,
+            expected=asked * nodes,
+            fullest=fullest,
         )
 
 
 def _nodes(env: Mapping[str, str]) -> int:
     return number_of(env, "SLURM_STEP_NUM_NODES") or number_of(env, "SLURM_NNODES") or 1
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _on_node(env: Mapping[str, str], node: int, size: int, spread: list[int] | None) -> int:
@@ -153,7 +148,7 @@ def _counts(name: str, text: str) -> list[int]:
     for each in text.split(","):
         found = re.fullmatch(r"\s*(\d+)(\(x(\d+)\))?\s*", each)
         if found is None:
-            raise UsageError(f"{name}={text!r} cannot be read: SLURM writes it as in 2(x3),1")
+            raise UsageError("slurm-list-unreadable", name=name, value=text, form="2(x3),1")
         counts += [int(found[1])] * int(found[3] or 1)
     return counts
 
@@ -165,7 +160,4 @@ def number_of(env: Mapping[str, str], name: str) -> int | None:
     text = env.get(name, "").strip()
     if not text:
         return None
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"{name}={text!r} is not an integer") from None
+    return whole(name, value_of(text), -math.inf)

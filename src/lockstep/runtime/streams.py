@@ -15,10 +15,12 @@ what is drawn with seed 0 on rank 1 is what seed 1 draws on rank 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from lockstep.config.knob import chosen, whole
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.runtime.environment import rank_and_size
@@ -40,7 +42,7 @@ def seed(seed: int) -> None:
     Raises UsageError for what is not a whole number.
     """
     global _seed
-    (number,) = _whole("seed", (seed,))
+    number = whole("seed", seed, -math.inf)
     randomness.shared(number)
     _seed = number
 
@@ -56,15 +58,11 @@ def stream(kind: Kind, *key: int) -> Iterator[None]:
     before `lockstep.seed` was called, for an unknown kind and for a key of the wrong length.
     """
     if _seed is None:
-        raise UsageError(
-            "stream() draws from the streams of a seed: call lockstep.seed(seed) first, the same on"
-            " all ranks"
-        )
-    if kind not in _KEYS:
-        raise UsageError(f"stream({kind!r}) is unknown: choose one of {', '.join(_KEYS)}")
-    numbers = _whole("key", key)
+        raise UsageError("seed-not-set")
+    chosen("kind", kind, _KEYS)
+    numbers = [whole("key", each, -math.inf) for each in key]
     if len(numbers) not in _LENGTHS[kind]:
-        raise UsageError(f"stream({', '.join(map(repr, (kind, *key)))}): its key is {_KEYS[kind]}")
+        raise UsageError("stream-key-wrong", kind=kind, key=list(key), expected=_KEYS[kind])
     with randomness.preserved(devices=kind != "sample"):
         if kind == "rank":
             randomness.rank(_seed, rank_and_size()[0], *numbers)
@@ -73,10 +71,3 @@ def stream(kind: Kind, *key: int) -> Iterator[None]:
         else:
             randomness.sample(_seed, numbers[0], numbers[1])
         yield
-
-
-def _whole(name: str, values: tuple[int, ...]) -> list[int]:
-    for value in values:
-        if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise UsageError(f"{name}={value!r} is not a whole number")
-    return [int(value) for value in values]

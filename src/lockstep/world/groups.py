@@ -119,11 +119,7 @@ class WorldGroups:
         self._store.set(f"{key}/{turn}/{rank}", str(count))
         counts = {each: int(self._store.get(f"{key}/{turn}/{each}")) for each in ranks}
         if len(set(counts.values())) > 1:
-            raise UsageError(
-                f"subgroup of ranks {list(ranks)}: its members belong to different numbers of"
-                f" groups ({counts}), which torch cannot name; make subgroups that overlap in"
-                " rounds in which every rank makes one"
-            )
+            raise UsageError("subgroups-out-of-step", ranks=list(ranks), counts=counts)
 
     def _describe(self, group: Group) -> None:
         """What the choice of an algorithm depends on: the thresholds, and how many ranks in a

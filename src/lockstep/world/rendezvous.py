@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.collectives import store_barrier as meeting
+from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
 from lockstep.launcher.watch import TIMEOUT
 from lockstep.runtime import siblings
@@ -34,6 +35,7 @@ from lockstep.world import slurm_store
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set where a launcher has the store, and rank 0 is a client of it as the others are."""
+_BACKENDS = ("gloo", "nccl", "mpi")
 _PAUSE_SECONDS = 0.25  # between two attempts to connect
 
 
@@ -43,25 +45,13 @@ def choose_backend(asked: str | None, place: Placement) -> str:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = asked or ("nccl" if gpus else "gloo")
-    if backend not in ("gloo", "nccl", "mpi"):
-        raise UsageError(
-            f"backend={backend!r} is unknown: choose 'gloo' (CPU), 'nccl' (NVIDIA GPUs) or 'mpi'"
-        )
+    chosen("backend", backend, _BACKENDS)
     if backend == "mpi" and not dist.is_mpi_available():
-        raise UsageError(
-            "backend='mpi': this torch was built without MPI, as all wheels are; build torch from"
-            " source against your MPI, or use backend='gloo'"
-        )
+        raise UsageError("torch-without-mpi")
     if backend == "nccl" and not gpus:
-        raise UsageError(
-            "backend='nccl' needs NVIDIA GPUs and this host has none that torch can see; use"
-            " backend='gloo'"
-        )
+        raise UsageError("no-gpu-visible")
     if backend == "nccl" and place.local_rank >= gpus:
-        raise UsageError(
-            f"local rank {place.local_rank} has no GPU: this host has {gpus}; start at most {gpus}"
-            " ranks on it, or use backend='gloo' for CPUs"
-        )
+        raise UsageError("more-ranks-than-gpus", local_rank=place.local_rank, gpus=gpus)
     return backend
 
 
@@ -91,10 +81,7 @@ def find_store(
     if step is not None and place.local_size != place.size:
         return slurm_store.across_hosts(step, timeout or timedelta(minutes=5))
     if place.local_size != place.size:
-        raise UsageError(
-            f"{place.size} ranks on several hosts need MASTER_ADDR and MASTER_PORT (the host and a"
-            f" free port of rank 0); {place.source} has set neither"
-        )
+        raise UsageError("rank-0-host-unknown", source=place.source, size=place.size)
     key = siblings.key(os.environ) if step is None else f"slurm-{step.name}"
     return _store_among_siblings(place, key, timeout or timedelta(minutes=5), at_end)
 
@@ -114,10 +101,11 @@ def _wait_for_node_0(place: Placement, timeout: timedelta) -> None:
         except (OSError, ValueError) as error:
             if time.monotonic() > deadline or isinstance(error, ValueError):
                 raise LockstepError(
-                    f"rank {place.rank} on node {place.node} has not reached node 0 at"
-                    f" {address}:{port} within {timeout.total_seconds():g} s"
-                    f" ({getattr(error, 'strerror', None) or error}): start the command there, or"
-                    " correct the address"
+                    "node-0-unreachable",
+                    node=place.node,
+                    address=f"{address}:{port}",
+                    why=f"{getattr(error, 'strerror', None) or error}",
+                    seconds=timeout.total_seconds(),
                 ) from None
         time.sleep(_PAUSE_SECONDS)
 

@@ -19,7 +19,7 @@ from functools import cache
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.runtime.job_step import FIX, address
+from lockstep.runtime.job_step import address
 from lockstep.runtime.slurm import Step
 
 _KNOWN_WITHIN = timedelta(seconds=10)
@@ -51,9 +51,11 @@ def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
         while not store.check([_mark(step)]):
             if time.monotonic() > deadline:
                 raise LockstepError(
-                    f"rank {step.rank} of job step {step.name} has reached a store on {host}:{port}"
-                    " that is not this step's: another program uses the port that follows from the"
-                    f" job's number; {FIX}"
+                    "slurm-port-taken",
+                    port=port,
+                    host=host,
+                    step=step.name,
+                    why="belongs to another program",
                 )
             time.sleep(0.02)
     return dist.PrefixStore(f"slurm/{step.name}", store)
@@ -80,8 +82,7 @@ def _listen(host: str, port: int, step: Step) -> socket.socket:
             else f"cannot be listened on ({os.strerror(error.errno or 0)})"
         )
         raise UsageError(
-            f"port {port} of {host}, which follows from the number of job step {step.name}, {why}:"
-            f" {FIX}"
+            "slurm-port-taken", port=port, host=host, step=step.name, why=why
         ) from None
 
 
@@ -91,10 +92,7 @@ def _look_up(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
             str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
         )
     except OSError:
-        raise UsageError(
-            f"host {host!r}, the first of this job, cannot be looked up on {socket.gethostname()}:"
-            f" mend the name, or {FIX}"
-        ) from None
+        raise UsageError("host-not-found", host=host, here=socket.gethostname()) from None
 
 
 def _is_address(host: str) -> bool:

@@ -26,13 +26,14 @@ import torch.distributed as dist
 
 from lockstep.collectives import store_barrier as meeting
 from lockstep.collectives.choose import share_tuning
-from lockstep.collectives.group import DESTROYED, Group
+from lockstep.collectives.group import Group
 from lockstep.collectives.tags import call_site
+from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launcher import asked
 from lockstep.runtime import status
 from lockstep.runtime.determinism import Determinism
-from lockstep.runtime.environment import Placement, placement
+from lockstep.runtime.environment import Placement, check_rank, placement
 from lockstep.world.groups import C, Closable, Tagging, WorldGroups
 from lockstep.world.rendezvous import (
     SharedCores,
@@ -116,18 +117,10 @@ class World:
         is adopted: used, never closed.
         """
         if not dist.is_initialized():
-            why = (
-                DESTROYED
-                if len(World._open)
-                else "call lockstep.init() first (it needs no arguments, also for one process)"
-            )
-            raise UsageError(f"no world is open: {why}")
+            raise UsageError("process-group-destroyed" if len(World._open) else "no-world-open")
         assert dist.group.WORLD is not None
         if dist.group.WORLD in World._failed:
-            raise UsageError(
-                "this process's world was closed after a failure; its process group cannot be used"
-                " again: start the ranks anew"
-            )
+            raise UsageError("world-failed")
         return World._open.get(dist.group.WORLD) or _adopt()
 
     @staticmethod
@@ -147,8 +140,7 @@ class World:
         """Whether any rank's (or all ranks') flag is true: the same answer on every rank. A
         collective: every rank calls it.
         """
-        if how not in ("any", "all"):
-            raise UsageError(f"how={how!r}: choose 'any' or 'all'")
+        chosen("how", how, ("any", "all"))
         value = torch.tensor(int(flag))
         self.control.all_reduce(
             value, "max" if how == "any" else "min", place=f"for agree() {call_site()}"
@@ -163,7 +155,10 @@ class World:
         numbers of samples.
         """
         if weight < 0:
-            raise UsageError(f"weight={weight}: a weight is a count and cannot be negative")
+            expected = "a count of at least 0"
+            raise UsageError(
+                "number-out-of-range", name="weight", value=float(weight), expected=expected
+            )
         total = torch.tensor([value * weight if weight else 0.0, weight], dtype=torch.float64)
         self.control.all_reduce(total, place=f"for mean() {call_site()}").wait()
         return float(total[0] / total[1])
@@ -200,15 +195,9 @@ class World:
 
     def _subgroup(self, ranks: Sequence[int], one_host: bool) -> Group:
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
-            raise UsageError(
-                f"ranks={list(ranks)}: a subgroup takes different ranks between 0 and"
-                f" {self.size - 1}"
-            )
+            raise UsageError("not-ranks-of-world", ranks=list(ranks), last=self.size - 1)
         if self.rank not in ranks:
-            raise UsageError(
-                f"rank {self.rank} is not among ranks={list(ranks)}: only the members of a subgroup"
-                " make it"
-            )
+            raise UsageError("not-in-subgroup", rank=self.rank, ranks=list(ranks))
         whole = self.group.ranks  # other numbers where some have died (go_on_among)
         return self._groups.make(
             [whole[rank] for rank in ranks], whole[self.rank], one_host=one_host
@@ -248,10 +237,7 @@ class World:
         if self._determinism is None:
             self._determinism = self.own(Determinism(threads or 1))
         if threads not in (None, self._determinism.threads):
-            raise UsageError(
-                f"threads={threads}, but this world computes with {self._determinism.threads}"
-                " already: bits depend on the number"
-            )
+            raise UsageError("threads-differ", threads=threads, current=self._determinism.threads)
         return self._determinism
 
     def heed_signals(self) -> None:
@@ -390,8 +376,7 @@ def init(
     Raises:
         UsageError: contradictory arguments or variables, or more ranks on a host than it has GPUs.
     """
-    if tags not in get_args(Tagging):
-        raise UsageError(f"tags={tags!r}: choose one of {', '.join(get_args(Tagging))}")
+    chosen("tags", tags, get_args(Tagging))
     if dist.is_initialized():
         return _already_open(rank, world_size, backend, init_method)
     timeout = timeout or timeout_of_launcher()
@@ -436,21 +421,12 @@ def _already_open(
     rank: int | None, world_size: int | None, backend: str | None, init_method: str | None
 ) -> World:
     world = World.current()
-    asked = {
-        "rank": (rank, world.rank),
-        "world_size": (world_size, world.size),
-        "backend": (backend, dist.get_backend()),
-    }
-    for name, (value, actual) in asked.items():
-        if value is not None and value != actual:
-            raise UsageError(
-                f"{name}={value!r}, but a process group is open already and has {name}={actual!r};"
-                " close it first"
-            )
-    if init_method is not None:
-        raise UsageError(
-            f"init_method={init_method!r}, but a process group is open already; close it first"
-        )
+    current = {"rank": world.rank, "world_size": world.size, "backend": dist.get_backend()}
+    asked = {"rank": rank, "world_size": world_size, "backend": backend, "init_method": init_method}
+    for name, value in asked.items():
+        if value not in (None, current.get(name)):
+            have = ", ".join(f"{name}={value!r}" for name, value in current.items())
+            raise UsageError("process-group-already-open", name=name, value=value, current=have)
     return world
 
 
@@ -490,11 +466,11 @@ def _place(rank: int | None, world_size: int | None) -> Placement:
             rank=0, size=1, local_rank=0, local_size=1, node=0, source="plain"
         )
     if rank is None or world_size is None:
-        raise UsageError(f"rank={rank} and world_size={world_size}: give both or neither")
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise UsageError(
-            f"rank={rank} and world_size={world_size}: ranks go from 0 to world_size - 1"
-        )
+        given, lacking = f"rank={rank}", "world_size"
+        if rank is None:
+            given, lacking = f"world_size={world_size}", "rank"
+        raise UsageError("incomplete-settings", given=given, lacking=lacking)
+    check_rank("rank", rank, "world_size", world_size)
     if found := _place_of(rank, world_size):
         return found
     local = int(os.environ.get("LOCAL_RANK", rank))

@@ -261,8 +261,8 @@ def test_a_node_with_another_version_is_named_with_both(nodes: Cluster, folder: 
     ended = nodes.python(*command, cwd=folder).end()
     assert (ended[0], ended[2].count("\n")) == (2, 1), ended[2]
     assert re.match(
-        r"error: lockstep is \S+ on node \S+ \(127\.0\.0\.1, \w{6}\) and 9\.9 at the driver",
-        ended[2],
+        r"error: lockstep is \S+ on node \S+ \(127\.0\.0\.1, \w{6}\) and 9\.9 at the driver.*\[version-differs\]$",
+        ended[2].rstrip(),
     ), ended[2]
     assert not (folder / "run").exists()
 
@@ -327,6 +327,7 @@ def test_code_that_nodes_do_not_see_is_brought_to_them(
     ).end()
     assert code == 2
     assert last(err).startswith("error: run directory ")
+    assert "[run-directory-not-shared]" in last(err)
 
 
 def test_evaluate_verify_and_doctor_run_on_the_nodes(nodes: Cluster, folder: Path) -> None:
@@ -359,6 +360,7 @@ def test_evaluate_verify_and_doctor_run_on_the_nodes(nodes: Cluster, folder: Pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (["--ray=127.0.0.1:1", "--workers", "2"], "[ray-not-reachable]"),
         (["--ray=127.0.0.1:1", "--workers", "2"], "127.0.0.1:1"),
         (["--ray", "--nodes", "2", "--workers", "2"], "--nodes 2"),
         (["--ray"], "--workers"),

@@ -45,7 +45,7 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
     Raises UsageError where Ray is not installed, and where there is no cluster.
     """
     if find_spec("ray") is None:
-        raise UsageError(f"--ray needs Ray, which is not installed: {extras.install('ray')}")
+        raise UsageError("missing-extra", what=RAY, package="Ray", install=extras.install("ray"))
     address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     if address != "auto" and "://" not in address:
         _check_reachable(address)
@@ -64,15 +64,10 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
                 runtime_env=brought,
             )
         except ray.exceptions.AuthenticationError as error:
-            raise UsageError(
-                f"the Ray cluster {where} wants its token: {_last_line(error)}"
-            ) from None
+            raise UsageError("ray-wants-token", where=where, why=_last_line(error)) from None
         except (ConnectionError, ValueError, RuntimeError) as error:
             why = str(error).strip().partition("\n")[0]
-            raise UsageError(
-                f"there is no Ray cluster {where}, or its token (RAY_AUTH_MODE, RAY_AUTH_TOKEN) is"
-                f" another one ({why}): start one with `ray start --head`, or give --ray HOST:PORT"
-            ) from None
+            raise UsageError("no-ray-cluster", where=where, why=why) from None
         try:
             yield
         finally:
@@ -97,10 +92,7 @@ class Head:
             self._heard = time.monotonic()
         except OSError:
             if time.monotonic() - self._heard > _HEAD_SECONDS:
-                raise LockstepError(
-                    f"the head node of the Ray cluster at {self.address} has gone, and with it the"
-                    " run: the same command resumes it on another cluster"
-                ) from None
+                raise LockstepError("ray-head-gone", address=self.address) from None
 
 
 def _check_reachable(address: str) -> None:
@@ -113,9 +105,7 @@ def _check_reachable(address: str) -> None:
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     except OSError as error:
         raise UsageError(
-            f"--ray {address}: nothing listens there ({error.strerror or error}): start a cluster"
-            " with `ray start --head`, or give the address of its head node and its port (6379 by"
-            " default)"
+            "ray-not-reachable", address=address, why=error.strerror or str(error)
         ) from None
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.errors import ExitCode, WorkerFailed
+from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
 from lockstep.launcher.ray import cluster
@@ -233,11 +233,7 @@ def call_on_cluster(job: Job) -> list[Any]:
     """
     outcome, group = _run(job, lambda size: None, reports=False)
     if outcome.failure is not None:
-        raise WorkerFailed(
-            failures.render(outcome.failure),
-            rank=outcome.failure.rank,
-            traceback=outcome.failure.traceback,
-        )
+        raise failures.worker_failed(outcome.failure)
     if outcome.exit_code:
         raise SystemExit(outcome.exit_code)
     return [pickle.loads(result) for member in group.members for result in member.results]

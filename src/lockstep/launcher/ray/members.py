@@ -171,7 +171,9 @@ class Members:
         """An actor answers no more."""
         lives = any(place.id == member.place.id for place in cluster.places(gpus=self._gpus))
         if isinstance(why, cluster.Unable) and not member.admitted and lives:
-            self._refuse(member, f"node {member.place.label} cannot take part: {why}")
+            self._refuse(
+                member, UsageError("node-cannot-take-part", node=member.place.label, why=str(why))
+            )
         else:
             yield from self._lost(member, why)
 
@@ -187,19 +189,14 @@ class Members:
         ):
             there, here = facts.versions[name], ours[name]
             self._refuse(
-                member,
-                f"{name} is {there} on node {label} and {here} at the driver: install the same"
-                " version on every node",
+                member, UsageError("version-differs", name=name, there=there, node=label, here=here)
             )
             return
         if self._job.folder and not facts.same_code:
             if self.first and self._job.call is None:
                 raise NoFolder
-            self._refuse(
-                member,
-                f"node {label} does not see {self._job.code or self._job.folder} as the driver"
-                " does",
-            )
+            path = str(self._job.code or self._job.folder)
+            self._refuse(member, UsageError("code-differs", node=label, path=path))
             return
         if abs(ahead := facts.seconds - time.time()) > _CLOCKS_SECONDS:
             say(
@@ -210,11 +207,11 @@ class Members:
         member.admitted = True
         member.actor.start.remote(self._job, member.place.address)
 
-    def _refuse(self, member: Member, why: str) -> None:
+    def _refuse(self, member: Member, error: UsageError) -> None:
         if self.first:
-            raise UsageError(why)
+            raise error
         self.bar(member, float("inf"))
-        say(f"warning: {why}; the run does without it")
+        say(f"warning: {error}; the run does without it")
 
     def missing(self, wanted: Mapping[Place, int], seconds: float) -> str:
         """A sentence about the resources or nodes that the run has waited for so long; "" if all

@@ -170,8 +170,7 @@ def _check_shared(file: Path, mark: str) -> None:
     """
     if not file.exists() or file.read_text(encoding="utf-8") != mark:
         raise UsageError(
-            f"run directory {file.parent} on {socket.gethostname()} is not the one that the driver"
-            " has claimed: give --run DIR in a folder that all nodes share"
+            "run-directory-not-shared", path=str(file.parent), host=socket.gethostname()
         )
 
 
