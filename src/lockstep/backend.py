@@ -29,7 +29,7 @@ from lockstep.collectives.shared_memory.operations import SharedMemory, possible
 from lockstep.collectives.shared_memory.segment import this_host
 from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
-from lockstep.runtime.local_peers import no_strangers
+from lockstep.runtime.host_store import no_strangers
 
 NAME = "lockstep"
 

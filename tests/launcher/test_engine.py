@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.launcher import engine
 from lockstep.launcher.engine import LocalRanks, Ranks
+from lockstep.launcher.failures import of_exit
 from lockstep.launcher.seat import Seat
 
 
@@ -48,7 +49,8 @@ def settling(
         server, LocalRanks(count=len(codes), size=len(codes), address="127.0.0.1", port=1)
     )  # type: ignore[arg-type]
     ranks.start(lambda rank, variables: Seat(work=print, environment=variables))
-    found = ranks.run(explained=lambda now: explained, stopping=lambda living: not living)
+    known = [of_exit(1, 0, 10)] if explained else []
+    found = ranks.run(failures=lambda now: known, stopping=lambda living: not living)
     assert found.codes == dict(enumerate(codes))
     return round(ended[0], 1)
 

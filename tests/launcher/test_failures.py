@@ -148,7 +148,7 @@ def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(
 ) -> None:
     error = _caught(SystemExit(argument))
     assert isinstance(error, SystemExit)
-    record = failures.of_exit_inside(error, 2)
+    record = failures.of_exception(error, 2, may_exit=False)
     assert (record.kind, record.code, record.message) == ("exit", code, called)
     last = failures.render(record).splitlines()[-1]
     assert f" was ended by {called} ({__file__}:" in last

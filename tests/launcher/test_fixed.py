@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.fixed import Nodes
-from lockstep.launcher.interfaces import host_and_port, towards
+from lockstep.launcher.fixed import Nodes, host_and_port, towards
 from lockstep.runtime.cores import cores
 from lockstep.runtime.process_lifetime import PARENT
 from tests.refused import refused
@@ -57,19 +56,24 @@ LACKS = "incomplete-settings"
 @pytest.mark.parametrize(
     ("given", "env", "code", "values"),
     [
-        ((None, 1, None, None), {}, LACKS, {"given": "--node-rank 1", "lacking": "--nodes"}),
+        (
+            (None, 1, None, None),
+            {},
+            LACKS,
+            {"given": "--node-rank 1", "lacking": "--nodes and --rdzv-endpoint"},
+        ),
         ((None, None, "a:1", None), {}, LACKS, {"given": "--rdzv-endpoint a:1"}),
         (
             (2, None, None, None),
             {},
             LACKS,
-            {"given": "--nodes 2", "lacking": "--node-rank K and --rdzv-endpoint HOST:PORT"},
+            {"given": "--nodes 2", "lacking": "--node-rank and --rdzv-endpoint"},
         ),
         (
             (2, 0, None, None),
             {},
             LACKS,
-            {"given": "--nodes 2", "lacking": "--rdzv-endpoint HOST:PORT"},
+            {"given": "--nodes 2", "lacking": "--rdzv-endpoint"},
         ),
         ((0, 0, "a:1", None), {}, "not-a-whole-number", {"name": "--nodes", "value": 0}),
         (
@@ -92,13 +96,13 @@ LACKS = "incomplete-settings"
             (None,) * 4,
             {"PET_NODE_RANK": "1"},
             LACKS,
-            {"given": "PET_NODE_RANK=1", "lacking": "PET_NNODES"},
+            {"given": "PET_NODE_RANK=1", "lacking": "PET_NNODES and PET_MASTER_ADDR"},
         ),
         (
             (None,) * 4,
             {"PET_MASTER_ADDR": "a"},
             LACKS,
-            {"given": "PET_MASTER_ADDR=a", "lacking": "PET_NNODES"},
+            {"given": "PET_MASTER_ADDR=a", "lacking": "PET_NNODES and PET_NODE_RANK"},
         ),
         (
             (None,) * 4,

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.launching import Launch
 from lockstep.launcher import failures, processes
+from lockstep.launcher.preemption import Stop
 from lockstep.launcher.processes import oom_kills
-from lockstep.launcher.stopping import Stop
-from lockstep.launcher.watch import Stalls, Watch
+from lockstep.launcher.supervise import Watch
 
 
 def group(folder: Path, kills: int) -> tuple[Path, Path]:
@@ -39,7 +40,7 @@ def test_a_kill_is_said_to_be_for_memory_only_where_it_was(
 ) -> None:
     counts = iter([5, 5 + more, 5 + more])
     monkeypatch.setattr(processes, "oom_kills", lambda: next(counts))
-    found = Watch(tmp_path, Stop(), Stalls()).explained(failures.of_exit(-number, 0, 100))
+    found = Watch(tmp_path, Stop(), Launch()).explained(failures.of_exit(-number, 0, 100))
     text = failures.render(found)
     assert (f"cgroup oom_kill +{more}: the host's memory ran out" in text) is said
     assert signal.Signals(number).name in text

@@ -16,8 +16,8 @@ from lockstep.launcher import processes
 from lockstep.launcher.rank import Target
 from lockstep.launcher.stalls import Sight, Slowness, Watcher, explain, suspects
 from lockstep.launcher.supervise import supervise
-from lockstep.launcher.watch import Stalls, timeout_for_ranks
 from lockstep.runtime import status
+from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.status import View
 from lockstep.runtime.step_clock import PHASES
 from tests.refused import refused
@@ -354,7 +354,7 @@ def hung(
         outcome = supervise(
             Target(script="script.py", args=[str(sample)]),
             2,
-            stalls=Stalls(**{"after": 2, **stalls}),
+            launch=Launch(**{"stall_after": 2, **stalls}),
         )
         out, err = capfd.readouterr()
         assert out == ""
@@ -404,7 +404,7 @@ def test_a_rank_that_cannot_answer_is_found_too(
 def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
     hung: Callable[..., tuple[int, list[str]]],
 ) -> None:
-    code, lines = hung("slow_at(1, 3, 'forward', 0.3)", stop=30, after=3)
+    code, lines = hung("slow_at(1, 3, 'forward', 0.3)", stop=30, stall_after=3)
     assert code == 0
     assert len(lines) == 1, lines
     assert re.match(
@@ -412,7 +412,7 @@ def test_waiting_on_is_possible_and_a_slow_rank_is_none_that_hangs(
         r" own in forward",
         lines[0],
     )
-    code, lines = hung("slow_at(1, 4, 'forward', 12)", stop=4, after=2, then="wait")
+    code, lines = hung("slow_at(1, 4, 'forward', 12)", stop=4, stall_after=2, on_stall="wait")
     assert code == 0
     assert any(
         line.startswith("STALL") and "Rank 1 never issued it: in forward" in line for line in lines
@@ -439,7 +439,7 @@ def test_who_does_not_come_to_our_collectives_is_named_also_in_a_process_group_o
 ) -> None:
     (tmp_path / "script.py").write_text(PLAIN.format(algorithm=algorithm))
     monkeypatch.chdir(tmp_path)
-    assert supervise(Target(script="script.py"), 2, stalls=Stalls(after=0.3)).exit_code == 76
+    assert supervise(Target(script="script.py"), 2, launch=Launch(stall_after=0.3)).exit_code == 76
     last = capfd.readouterr().err.splitlines()[-1]
     assert re.search(
         r"rank 0 waits in #2 \(all_reduce sum.* f32\[4\] at script.py:8\), step 0. Rank 1 never"

@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from lockstep import testing
 from lockstep.errors import LockstepError
-from lockstep.runtime.host_store import HostStore
-from lockstep.runtime.local_peers import no_strangers, owners
+from lockstep.runtime.host_store import HostStore, no_strangers, owners
 from lockstep.world.world import World
 from tests.refused import refused
 

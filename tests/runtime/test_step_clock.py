@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lockstep.runtime import status
-from lockstep.runtime.step_clock import INDEX, Event, Span, StepClock, StepTimes
+from lockstep.runtime.step_clock import INDEX, Event, PhaseSpan, StepClock, StepTimes
 
 
 class Time:
@@ -130,7 +130,7 @@ def test_spans_say_where_each_piece_lies_and_only_where_they_are_asked_for(
         ("reduce", False, 10, 11),
         ("reduce", True, 11, 13),
     ]
-    assert isinstance(second.spans[0], Span)
+    assert isinstance(second.spans[0], PhaseSpan)
 
 
 def test_what_another_stepper_did_meanwhile_is_not_ours(time: Time, clock: StepClock) -> None:

@@ -17,7 +17,7 @@ from lockstep.cli.over_run import JsonFile, TaskName
 from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config, Device, Settings
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.runtime.load import warn_if_busy
+from lockstep.runtime.cores import warn_if_busy
 from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)

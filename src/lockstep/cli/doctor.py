@@ -43,8 +43,7 @@ def doctor(
     to fix and exit code 1. Warnings do not count.
     """
     at_least_one(workers=workers)
-    from lockstep.launcher.foreign import rank_here, work_as
-    from lockstep.launcher.rank import Target
+    from lockstep.launcher.rank import Target, rank_here, work_as
     from lockstep.launcher.supervise import supervise
     from lockstep.tools.timing.output_files import check_writable, write_json
 

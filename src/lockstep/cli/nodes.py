@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.cli import options
+from lockstep.config.launching import Launch
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.config.settings import Settings
     from lockstep.launcher.fixed import Nodes
-    from lockstep.launcher.generations import Workers
     from lockstep.launcher.logs import Console
     from lockstep.launcher.rank import Target
-    from lockstep.launcher.ray.job import Job
-    from lockstep.launcher.supervise import Outcome, Share
-    from lockstep.launcher.watch import Stalls
+    from lockstep.launcher.ray.actor import Job
+    from lockstep.launcher.supervise import Outcome, Share, Workers
     from lockstep.training.run_directory import RunDirectory
 
 T = TypeVar("T")
@@ -70,10 +69,7 @@ def run_on_ray(
     *,
     console: Console = "joined",
     logs: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    debug: bool = False,
-    cold: bool = False,
-    stalls: Stalls | None = None,
+    launch: Launch | None = None,
     restarts: int = 0,
     gpus: bool | None = None,
     each: int | None = None,
@@ -83,19 +79,16 @@ def run_on_ray(
     for. `each`: at most so many ranks a node.
     """
     from lockstep.launcher.ray.driver import run_on_cluster
-    from lockstep.launcher.watch import Stalls
 
     job = replace(
-        _job(address, target, environment or {}, console),
+        _job(address, target, console),
         least=workers or 1,
         most=workers or sys.maxsize,
         each=each,
         gpus=gpus,
         restarts=restarts,
         logs=logs,
-        stalls=stalls or Stalls(),
-        debug=debug,
-        cold=cold,
+        launch=launch or Launch(),
     )
     return run_on_cluster(job, reports=reports)
 
@@ -110,7 +103,7 @@ def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., 
     from lockstep.launcher.rank import Target
 
     job = replace(
-        _job(address, Target(module="lockstep.training.worker", task=task), {}, "first"), gpus=gpus
+        _job(address, Target(module="lockstep.training.worker", task=task), "first"), gpus=gpus
     )
 
     def start(
@@ -123,11 +116,11 @@ def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., 
         imports: Sequence[str] = (),
         variables: Callable[[int], Mapping[str, str]] | None = None,
     ) -> list[Any]:
+        from lockstep.launcher.ray.actor import PickledCall
         from lockstep.launcher.ray.driver import call_on_cluster
-        from lockstep.launcher.ray.job import Call
 
         own = None if variables is None else [variables(rank) for rank in range(workers)]
-        call = Call(pickled=pickle.dumps((fn, args)), imports=imports, variables=own)
+        call = PickledCall(pickled=pickle.dumps((fn, args)), imports=imports, variables=own)
         return call_on_cluster(replace(job, call=call, least=workers, most=workers))
 
     return start
@@ -144,10 +137,7 @@ def train_on_ray(
     settings: Settings,
     workers: Workers,
     *,
-    environment: Mapping[str, str],
-    debug: bool,
-    cold: bool,
-    stalls: Stalls,
+    launch: Launch,
     restarts: int,
 ) -> Outcome:
     """`lockstep train` on a Ray cluster, whose nodes all see the run directory."""
@@ -159,7 +149,6 @@ def train_on_ray(
         _job(
             address,
             Target(module="lockstep.training.worker", args=[str(path)], task=settings.task),
-            environment,
             "first",
         ),
         least=workers.least,
@@ -170,9 +159,7 @@ def train_on_ray(
         mark=directory.leave_mark(),
         wanted=directory.wanted.absolute(),
         grow=directory.grow.absolute(),
-        stalls=stalls,
-        debug=debug,
-        cold=cold,
+        launch=launch,
         heeds=True,
     )
 
@@ -188,11 +175,11 @@ _OF_A_HOST = re.compile(
 )
 
 
-def _job(address: str, target: Target, environment: Mapping[str, str], console: Console) -> Job:
+def _job(address: str, target: Target, console: Console) -> Job:
     """One rank that does `target`, in the folder in which this command was given. Ranks have its
     variables, but for those about its own host.
     """
-    from lockstep.launcher.ray.job import Job
+    from lockstep.launcher.ray.actor import Job
 
     code = target.script or target.task
     return Job(
@@ -201,8 +188,7 @@ def _job(address: str, target: Target, environment: Mapping[str, str], console: 
         most=1,
         target=target,
         environment={
-            **{name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)},
-            **environment,
+            name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)
         },
         folder="" if target.ours and target.task is None else os.getcwd(),
         code=None if code is None or not code.endswith(".py") else Path(code).resolve(),
@@ -240,7 +226,7 @@ def placed(
         yield None, {}
         return
     from lockstep.launcher.engine import store
-    from lockstep.launcher.interfaces import gloo_and_nccl
+    from lockstep.launcher.fixed import gloo_and_nccl
     from lockstep.launcher.server import server
     from lockstep.launcher.supervise import Share
 

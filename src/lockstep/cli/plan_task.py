@@ -17,7 +17,7 @@ from lockstep.cli.plan_options import PlanChoice
 from lockstep.config.knob import knobs
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import ExitCode, UsageError, WorkerFailed
-from lockstep.runtime.load import warn_if_busy
+from lockstep.runtime.cores import warn_if_busy
 from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 if TYPE_CHECKING:

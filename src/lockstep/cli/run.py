@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,7 +19,6 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.rank import Target
-    from lockstep.launcher.watch import Stalls
     from lockstep.runtime.environment import Placement
 
 # Everything from the script's name on belongs to the script, also what looks like an option of
@@ -81,12 +79,9 @@ def run(
         )
     if launch.on_stall == "restart":
         raise UsageError("restart-needs-checkpoints")
-    from lockstep.launcher.foreign import rank_here
     from lockstep.launcher.logs import directory_for_logs
-    from lockstep.launcher.watch import Stalls, timeout_for_ranks
+    from lockstep.launcher.rank import rank_here
 
-    stalls = Stalls(then=launch.on_stall, after=launch.stall_after)
-    environment = timeout_for_ranks(launch.timeout)
     if launch.max_restarts is not None and cluster.ray is None:
         raise UsageError(
             "no-restarts-here",
@@ -97,8 +92,6 @@ def run(
     script = _Script(
         target=target,
         logs=directory_for_logs(log),
-        environment=environment,
-        stalls=stalls,
         launch=launch,
     )
     if cluster.ray is not None:
@@ -131,8 +124,6 @@ class _Script:
 
     target: Target
     logs: Path | None
-    environment: Mapping[str, str]
-    stalls: Stalls
     launch: Launch
 
     def on_ray(self, address: str, workers: int) -> int:
@@ -142,22 +133,19 @@ class _Script:
             self.target,
             workers,
             logs=self.logs,
-            environment=self.environment,
-            debug=self.launch.debug,
-            cold=self.launch.cold,
-            stalls=self.stalls,
+            launch=self.launch,
             restarts=self.launch.max_restarts or 0,
         ).exit_code
 
     def as_rank(self, here: Placement) -> None:
         """As the rank that srun or mpirun has started."""
-        from lockstep.launcher.foreign import refuse_watching, work_as
         from lockstep.launcher.logs import redirect
-        from lockstep.launcher.watch import Stalls
-        from lockstep.runtime.job_step import exported
+        from lockstep.launcher.rank import refuse_watching, work_as
+        from lockstep.runtime.environment import exported, timeout_for_ranks
 
-        refuse_watching(here, self.launch.debug or self.launch.cold or self.stalls != Stalls())
-        os.environ.update({**exported(here, os.environ), **self.environment})
+        refuse_watching(here, self.launch)
+        timeout = timeout_for_ranks(self.launch.timeout)
+        os.environ.update({**exported(here, os.environ), **timeout})
 
         def program() -> None:
             redirect(here.rank, "all", self.logs)
@@ -178,9 +166,7 @@ class _Script:
                 workers if share is None else share.ranks.count,
                 logs=self.logs,
                 console="joined",
-                environment={**network, **self.environment},
-                debug=self.launch.debug,
-                cold=self.launch.cold,
-                stalls=self.stalls,
+                environment=network,
+                launch=self.launch,
                 share=share,
             ).exit_code

@@ -22,15 +22,12 @@ from lockstep.cli.over_run import TaskName
 from lockstep.config.launching import Cluster, Launch, RunChoice
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
-from lockstep.runtime.cores import cores
-from lockstep.runtime.load import busy
+from lockstep.runtime.cores import busy, cores
 
 if TYPE_CHECKING:
     from lockstep.launcher.failures import Failure
     from lockstep.launcher.fixed import Nodes
-    from lockstep.launcher.generations import Workers
-    from lockstep.launcher.supervise import Outcome
-    from lockstep.launcher.watch import Stalls
+    from lockstep.launcher.supervise import Outcome, Workers
     from lockstep.runtime.environment import Placement
     from lockstep.training.run_directory import RunDirectory
     from lockstep.training.tuned import Tuned
@@ -58,11 +55,8 @@ def train(
         choice, run=latest.run_of(choice.run) if choice.resume else latest.refused(choice.run)
     )
     workers = _workers(choice, config)
-    from lockstep.launcher.foreign import rank_here
-    from lockstep.launcher.watch import Stalls, timeout_for_ranks
+    from lockstep.launcher.rank import rank_here
 
-    stalls = Stalls(then=launch.on_stall, after=launch.stall_after)
-    environment = timeout_for_ranks(launch.timeout)
     here, fixed = None, None
     if cluster.ray is not None:
         many.refuse_beside_ray(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint)
@@ -73,7 +67,7 @@ def train(
         )
         workers = None if count is None else str(count)
     if here is not None:
-        _listen(here, launch, stalls, environment)
+        _listen(here, launch)
     place, overrides = task_of(task, choice.overrides)
     tuned = (
         None
@@ -95,14 +89,12 @@ def train(
     if here is not None:
         _train_here(here, settings, choice)
     elif fixed is not None:
-        _train_on_nodes(fixed, settings, choice, launch, stalls, environment)
+        _train_on_nodes(fixed, settings, choice, launch)
     elif not _finished(settings, choice):
         run = _Run(
             settings=settings,
             choice=choice,
             launch=launch,
-            stalls=stalls,
-            environment=environment,
             ray=cluster.ray,
         )
         run.train(task, workers, tuned)
@@ -128,7 +120,7 @@ def _workers(choice: RunChoice, config: Config) -> str | None:
 
 def _ranks(workers: str | None, here: Placement | None, fixed: Nodes | None) -> int:
     """Over all nodes, as far as is known."""
-    from lockstep.launcher.generations import Workers
+    from lockstep.launcher.supervise import Workers
 
     if here is not None:
         return here.size
@@ -140,22 +132,18 @@ def _ranks(workers: str | None, here: Placement | None, fixed: Nodes | None) -> 
 # -- as one rank, or as one node -----------------------------------------------------------------
 
 
-def _listen(
-    here: Placement, launch: Launch, stalls: Stalls, environment: Mapping[str, str]
-) -> None:
-    from lockstep.launcher import asked
-    from lockstep.launcher.foreign import refuse_watching
-    from lockstep.launcher.watch import Stalls
+def _listen(here: Placement, launch: Launch) -> None:
+    from lockstep.launcher import preemption
+    from lockstep.launcher.rank import refuse_watching
+    from lockstep.runtime.environment import timeout_for_ranks
 
-    asked.listen()  # from the first moment on: what it has to load takes seconds
-    refuse_watching(
-        here, launch.debug or launch.cold or launch.max_restarts is not None or stalls != Stalls()
-    )
-    os.environ.update(environment)
+    preemption.listen()  # from the first moment on: what it has to load takes seconds
+    refuse_watching(here, launch)
+    os.environ.update(timeout_for_ranks(launch.timeout))
 
 
 def _train_here(here: Placement, settings: Settings, choice: RunChoice) -> None:
-    from lockstep.launcher.foreign import work_as
+    from lockstep.launcher.rank import work_as
     from lockstep.training.as_rank import train_as_rank  # imports torch
 
     work_as(
@@ -170,8 +158,6 @@ def _train_on_nodes(
     settings: Settings,
     choice: RunChoice,
     launch: Launch,
-    stalls: Stalls,
-    environment: Mapping[str, str],
 ) -> None:
     if launch.max_restarts is not None:
         raise UsageError(
@@ -183,14 +169,11 @@ def _train_on_nodes(
 
     target = many.as_rank(settings, choice.run, resume=choice.resume, fresh=choice.fresh)
     with many.placed(fixed, launch.timeout) as (share, network):
-        variables = {**network, **environment}
         outcome = supervise(
             target,
-            environment=variables,
-            debug=launch.debug,
-            cold=launch.cold,
+            environment=network,
+            launch=launch,
             heeds=True,
-            stalls=stalls,
             share=share,
         )
     raise typer.Exit(outcome.exit_code)
@@ -227,15 +210,13 @@ class _Run:
     settings: Settings
     choice: RunChoice
     launch: Launch
-    stalls: Stalls
-    environment: Mapping[str, str]
     ray: str | None
 
     def train(self, task: str, workers: str | None, tuned: AppliedTuning | None) -> None:
         """All of it, up to the last line. Leaves with the ranks' own exit code where they
         failed.
         """
-        from lockstep.launcher.generations import RESTARTS, Workers
+        from lockstep.launcher.supervise import RESTARTS, Workers
         from lockstep.training.run_directory import claimed
 
         choice, settings = self.choice, self.settings
@@ -261,7 +242,7 @@ class _Run:
                 if workers is None
                 else Workers.read(workers)
             )
-            usual = RESTARTS if allowed.elastic or self.stalls.then == "restart" else 0
+            usual = RESTARTS if allowed.elastic or self.launch.on_stall == "restart" else 0
             restarts = usual if self.launch.max_restarts is None else self.launch.max_restarts
             outcome = replace(self, settings=settings)._start(directory, allowed, restarts)
             if not outcome.exit_code:
@@ -281,15 +262,11 @@ class _Run:
                 directory,
                 self.settings,
                 allowed,
-                environment=self.environment,
-                debug=self.launch.debug,
-                cold=self.launch.cold,
-                stalls=self.stalls,
+                launch=self.launch,
                 restarts=restarts,
             )
-        from lockstep.launcher.generations import run_generations
         from lockstep.launcher.rank import Target
-        from lockstep.launcher.supervise import supervise
+        from lockstep.launcher.supervise import run_generations, supervise
 
         path = directory.path.absolute()
         target = Target(
@@ -305,12 +282,9 @@ class _Run:
                 count,
                 logs=path,
                 console="first",
-                environment=self.environment,
-                debug=self.launch.debug,
-                cold=self.launch.cold,
+                launch=self.launch,
                 again=restarts > 0,
                 heeds=True,
-                stalls=self.stalls,
                 passing=lambda failure: self._leaves_nothing(directory, failure),
             )
 
@@ -319,7 +293,7 @@ class _Run:
             allowed,
             restarts,
             directory.grow.exists,
-            after_stalls=self.stalls.then == "restart",
+            after_stalls=self.launch.on_stall == "restart",
         )
 
     def _leaves_nothing(self, directory: RunDirectory, failure: Failure) -> bool:

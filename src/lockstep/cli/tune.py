@@ -23,7 +23,7 @@ from lockstep.config.knob import knobs
 from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
-from lockstep.runtime.load import warn_if_busy
+from lockstep.runtime.cores import warn_if_busy
 
 if TYPE_CHECKING:
     from lockstep.tools.tune.micro_batch import Size

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.launcher.interfaces import gloo_and_nccl
-from lockstep.launcher.watch import TIMEOUT
+from lockstep.launcher.fixed import gloo_and_nccl
 from lockstep.runtime import extras
+from lockstep.runtime.environment import TIMEOUT
 from lockstep.world.world import World
 
 try:

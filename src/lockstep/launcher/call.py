@@ -30,7 +30,7 @@ from lockstep.launcher.rank import modules_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class FunctionCall:
     """The work of a rank: read a call from the first inherited file, and leave what it returns
     in the second.
     """
@@ -57,7 +57,7 @@ class Call:
         return () if path is None else modules_in(Path(path))
 
     @classmethod
-    def here(cls) -> Call:
+    def here(cls) -> FunctionCall:
         """From this process's main program."""
         main = sys.modules["__main__"]
         origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]  # the folder in which this program was started

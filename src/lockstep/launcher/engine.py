@@ -10,12 +10,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, LockstepError
 from lockstep.launcher import fork_server, processes
+from lockstep.launcher.failures import Failure, first
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.server import Server
 from lockstep.runtime import private
@@ -34,6 +35,14 @@ class Ended:
     pids: Mapping[int, int]
     codes: Mapping[int, int | None]
     """By rank: exit code, minus the signal that killed it, or None if it was still running."""
+
+
+def explained(failures: Iterable[Failure], now: Ended) -> bool:
+    """Whether they tell the cause."""
+    cause = first(failures)
+    if cause is not None and cause.code == ExitCode.PREEMPTED:
+        return None not in now.codes.values()  # the others are leaving too
+    return cause is not None and cause.standing == "cause"
 
 
 class Stopped(Exception):
@@ -127,7 +136,7 @@ class Ranks:
     def run(
         self,
         *,
-        explained: Callable[[Ended], bool],
+        failures: Callable[[Ended], Iterable[Failure]],
         stopping: Callable[[Mapping[int, int]], bool],
         spared: Callable[[Ended], Collection[int]] = lambda now: (),
         called_off: Callable[[], bool] = lambda: False,
@@ -135,11 +144,12 @@ class Ranks:
     ) -> Ended:
         """Wait until all have ended well or the first has not; how they stood then.
 
-        When a rank fails, `explained` is asked whether what is known tells the cause; if not, it is
-        asked again for a second. Then the others are stopped: SIGTERM, `grace` seconds, SIGKILL to
-        each rank's process group.
+        When a rank fails, and what is known does not tell the cause, the others have a second to
+        leave it. Then they are stopped: SIGTERM, `grace` seconds, SIGKILL to each rank's process
+        group.
 
         Args:
+            failures: what is known now.
             stopping: asked 20 times a second, of the pids of those that live by rank, whether to
                 stop.
             spared: which of the ranks that have failed are done without: the others go on.
@@ -163,7 +173,7 @@ class Ranks:
             if failed:
                 settled_at = settled_at or time.monotonic()
                 if (
-                    explained(now)
+                    explained(failures(now), now)
                     or not living
                     or time.monotonic() - settled_at > self._patience(now)
                 ):

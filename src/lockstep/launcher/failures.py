@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from traceback import TracebackException, extract_tb
@@ -110,13 +110,25 @@ def note_time(error: BaseException) -> int:
     return now
 
 
-def of_exception(error: BaseException, rank: int) -> Failure:
-    """The record of an exception that ended this process, to be written by this process."""
+def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> Failure:
+    """The record of an exception that ended this process, to be written by this process.
+
+    `may_exit`: the program is the user's own, and may end with sys.exit(0). Elsewhere a sys.exit
+    has left Lockstep's own work in its middle: the run fails, whatever its code.
+    """
     record = partial(Failure, rank=rank, monotonic_ns=note_time(error))
     if isinstance(error, UsageError):
         shown, where = readable_traceback(error), _user_line(error)
         return record(
             kind="usage", message=_text(error), code=ExitCode.USAGE, traceback=shown, where=where
+        )
+    if type(error) is SystemExit and not may_exit:
+        return record(
+            kind="exit",
+            message=f"sys.exit({'' if error.code is None else repr(error.code)})",
+            code=exit_code(error)[0] or ExitCode.FAILED,
+            traceback=readable_traceback(error),
+            where=_user_line(error),
         )
     if isinstance(error, SystemExit | KeyboardInterrupt):
         code, message = exit_code(error)
@@ -134,20 +146,6 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         code=code,
         traceback=readable_traceback(error),
         standing=_standing(error),
-    )
-
-
-def of_exit_inside(error: SystemExit, rank: int) -> Failure:
-    """The record of a sys.exit with which the user's code left this rank in the middle of
-    Lockstep's own work. The run fails, whatever its code.
-    """
-    failure = of_exception(error, rank)
-    called = f"sys.exit({'' if error.code is None else repr(error.code)})"
-    return replace(
-        failure,
-        code=failure.code or ExitCode.FAILED,
-        message=called,
-        traceback=readable_traceback(error),
     )
 
 
@@ -261,7 +259,7 @@ def summary(failure: Failure) -> str:
         return failure.message + (f" Its log: {failure.log}" if failure.log else "")
     if failure.kind == "exit":
         where = f" ({failure.where})" if failure.where else ""
-        if failure.traceback:  # of_exit_inside
+        if failure.traceback:  # it has left Lockstep's own work
             return (
                 f"{who} was ended by {text}{doing}{where}: the other ranks cannot go on without it"
             )

@@ -8,15 +8,17 @@ run never trains alone because a number was missing.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import psutil
+
 from lockstep.config.knob import value_of, whole
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
-from lockstep.launcher.interfaces import host_and_port, towards
 from lockstep.runtime.cores import cores
 from lockstep.runtime.environment import check_rank
 from lockstep.runtime.process_lifetime import PARENT
@@ -55,35 +57,15 @@ class Nodes:
         """Of the options (`workers`: ranks over all nodes), else of `env`; None for one node.
         Raises UsageError for what does not add up.
         """
-        if nodes is None:
-            given = [
-                f"{name} {value}"
-                for name, value in (("--node-rank", node_rank), ("--rdzv-endpoint", endpoint))
-                if value is not None
-            ]
-            if given:
-                raise UsageError("incomplete-settings", given=given[0], lacking="--nodes")
+        options = {"--nodes": nodes, "--node-rank": node_rank, "--rdzv-endpoint": endpoint}
+        if not _complete(options):
             return _of_variables(workers, env)
-        whole("--nodes", nodes)
-        if node_rank is None or endpoint is None:
-            lacking = " and ".join(
-                name
-                for name, value in (
-                    ("--node-rank K", node_rank),
-                    ("--rdzv-endpoint HOST:PORT", endpoint),
-                )
-                if value is None
-            )
-            raise UsageError("incomplete-settings", given=f"--nodes {nodes}", lacking=lacking)
+        assert nodes is not None
+        assert node_rank is not None
         check_rank("--node-rank", node_rank, "--nodes", nodes)
-        host, port = host_and_port(endpoint, "--rdzv-endpoint")
-        return cls(
-            count=nodes,
-            rank=node_rank,
-            host=host,
-            port=port,
-            workers=_share(workers, nodes, "--nodes"),
-        )
+        host, port = host_and_port(str(endpoint), "--rdzv-endpoint")
+        share = _share(workers, nodes, "--nodes")
+        return cls(count=nodes, rank=node_rank, host=host, port=port, workers=share)
 
     def address_here(self, seconds: float | None = None) -> str:
         """This node's address on the way to node 0, whose name may be unknown for a while, as that
@@ -131,44 +113,46 @@ class Nodes:
         )
 
 
+def _complete(values: Mapping[str, object]) -> bool:
+    """Whether they are given. Raises UsageError where some are, and others are not."""
+    given = {name: value for name, value in values.items() if value is not None}
+    lacking = [name for name in values if name not in given]
+    if given and lacking:
+        name, value = next(iter(given.items()))
+        shown = f"{name} {value}" if name.startswith("-") else f"{name}={value}"
+        raise UsageError("incomplete-settings", given=shown, lacking=" and ".join(lacking))
+    return bool(given)
+
+
 def _of_variables(workers: str | int | None, env: Mapping[str, str]) -> Nodes | None:
     found = {name: env[name].strip() for name in VARIABLES if env.get(name, "").strip()}
-    if not found or PARENT in env:  # a rank's own commands are about its node
+    if PARENT in env:  # a rank's own commands are about its node
         return None
-    if _NODES not in found:
-        if (name := next((name for name in (_RANK, _HOST) if name in found), None)) is not None:
-            raise UsageError("incomplete-settings", given=f"{name}={found[name]}", lacking=_NODES)
+    if found.get(_NODES) == "1":
+        found = {_RANK: "0", _HOST: "127.0.0.1", **found}
+    if not _complete({name: found.get(name) for name in (_NODES, _RANK, _HOST)}):
         return None
-    count = whole(_NODES, value_of(found[_NODES]))
-    asked_for = found.get(_EACH, "auto")
-    each = (
-        None
-        if asked_for in ("auto", "gpu")
-        else cores()
-        if asked_for == "cpu"
-        else whole(_EACH, value_of(asked_for))
-    )
-    if count > 1 and (lacking := [name for name in (_RANK, _HOST) if name not in found]):
-        raise UsageError(
-            "incomplete-settings", given=f"{_NODES}={count}", lacking=" and ".join(lacking)
-        )
-    rank = whole(_RANK, value_of(found.get(_RANK, "0")), least=0)
+    count, rank = (whole(name, value_of(found[name]), -math.inf) for name in (_NODES, _RANK))
     check_rank(_RANK, rank, _NODES, count)
-    asked = _share(workers, count, _NODES)
-    if asked is not None and each is not None and asked != each:
+    asked_for = found.get(_EACH, "auto")
+    each = None
+    if asked_for == "cpu":
+        each = cores()
+    elif asked_for not in ("auto", "gpu"):
+        each = whole(_EACH, value_of(asked_for))
+    share = _share(workers, count, _NODES)
+    if share is not None and each is not None and share != each:
         raise UsageError(
             "workers-differ-from-variables",
             workers=workers,
             nodes_name=_NODES,
             nodes=count,
-            share=asked,
+            share=share,
             each_name=_EACH,
             each=each,
         )
-    host, port = host_and_port(
-        f"{found.get(_HOST, '127.0.0.1')}:{found.get(_AT, _PORT)}", f"{_HOST} and {_AT}"
-    )
-    return Nodes(count=count, rank=rank, host=host, port=port, workers=each or asked)
+    host, port = host_and_port(f"{found[_HOST]}:{found.get(_AT, _PORT)}", f"{_HOST} and {_AT}")
+    return Nodes(count=count, rank=rank, host=host, port=port, workers=each or share)
 
 
 def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
@@ -179,3 +163,51 @@ def _share(workers: str | int | None, nodes: int, name: str) -> int | None:
     if not text.isdigit() or int(text) < 1 or int(text) % nodes:
         raise UsageError("workers-not-divisible", workers=text, nodes=nodes, name=name)
     return int(text) // nodes
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has this address."""
+    return next(
+        (
+            name
+            for name, found in psutil.net_if_addrs().items()
+            for each in found
+            if each.address == address
+        ),
+        None,
+    )
+
+
+def towards(peer: str) -> str:
+    """This host's address on the interface over which packets go to `peer`. Sends nothing.
+    Raises OSError where there is no way.
+    """
+    family, kind, _, _, there = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(there)
+        return str(way.getsockname()[0])
+
+
+def gloo_and_nccl(address: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks: gloo and NCCL use the interface that reaches the other hosts, unless
+    `env` names another.
+    """
+    interface = interface_of(address)
+    names = (
+        {}
+        if interface is None
+        else {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    )
+    return {name: value for name, value in names.items() if name not in env}
+
+
+def host_and_port(text: str, option: str) -> tuple[str, int]:
+    """`node1:29400`, `[fd00::1]:29400`. Raises UsageError, which names `option`, for anything
+    else.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    named = colon and host and (":" not in host or "[" in text)
+    if not named or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise UsageError("not-an-endpoint", name=option, value=text)
+    return host, int(port)

@@ -38,7 +38,6 @@ from typing import Any
 
 import psutil
 
-from lockstep.launcher import interpreter
 from lockstep.launcher import seat as seats
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.successor import Warmth
@@ -224,7 +223,7 @@ def _execute(pickled: bytes, server: int, descriptors: list[int]) -> None:
     numbers = map(str, (server, file, *descriptors))
     command = [
         sys.executable,
-        *interpreter.flags(),
+        *seats.flags(),
         "-P",
         "-m",
         "lockstep.launcher.fork_server",

@@ -23,7 +23,7 @@ from lockstep.config.knob import whole
 from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher import seat as seats
-from lockstep.launcher.call import Call
+from lockstep.launcher.call import FunctionCall
 from lockstep.launcher.early import open_streams
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
 from lockstep.launcher.failures import Failure
@@ -98,7 +98,7 @@ def start_ranks(
     open_streams()
     deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
     with ExitStack() as at_end:
-        call = Call.here()
+        call = FunctionCall.here()
         question, *answers = (_file(at_end) for _ in range(1 + workers))
         handed_over = call.write(question, fn, args, kwargs)
         records = at_end.enter_context(run_directory())
@@ -133,7 +133,7 @@ def start_ranks(
                 descriptors=lambda rank: (question, left.answers[rank], *handed_over),
             )
             ended = ranks.run(
-                explained=left.explain,
+                failures=left.failures,
                 stopping=stopping,
                 spared=lambda now: left.answered,
                 grace=0.0,
@@ -192,11 +192,6 @@ class _Left:
             ),
             *early,
         ]
-
-    def explain(self, now: Ended) -> bool:
-        """Whether they tell the cause."""
-        cause = failures.first(self.failures(now))
-        return cause is not None and cause.standing == "cause"
 
 
 def _explained(found: Sequence[Failure], finished: Iterable[int]) -> Exception:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, cast
 
 from lockstep.errors import UsageError
-from lockstep.launcher.forward import connect
+from lockstep.launcher.console import connect
 from lockstep.runtime.private import new_directory, owner_lives, user_directory
 
 Console = Literal["first", "all", "joined"]

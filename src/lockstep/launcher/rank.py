@@ -22,18 +22,20 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import asked, ending, failures, interpreter, logs, processes, stalls
+from lockstep.launcher import ending, failures, logs, preemption, processes, stalls
 from lockstep.launcher import seat as seats
 from lockstep.launcher.logs import Console
 from lockstep.runtime import status
+from lockstep.runtime.environment import Placement, started_by_others
 from lockstep.runtime.private import sockets_into
 
 
@@ -104,7 +106,7 @@ class Target:
 
 def _set_arguments(arguments: list[str], *option: str) -> None:
     sys.argv = arguments
-    sys.orig_argv = [sys.executable, *interpreter.flags(), *option, *arguments]
+    sys.orig_argv = [sys.executable, *seats.flags(), *option, *arguments]
 
 
 def _run_file(script: str) -> None:
@@ -181,7 +183,7 @@ class Rank:
         processes.name_this(f"rank {self.rank}")
         records, place = Path(self.records), None if self.logs is None else Path(self.logs)
         if self.heeds:
-            asked.listen()
+            preemption.listen()
         if self.debug and place is not None:
             logs.switch_debug_on(self.rank, place)
         logs.redirect(
@@ -198,10 +200,8 @@ class Rank:
         try:
             self.work.run()
         except BaseException as error:
-            failure = failures.of_exception(error, self.rank)
-            if type(error) is SystemExit and self.work.ours:
-                failure = failures.of_exit_inside(error, self.rank)
-            elif failure.kind == "exit" and failure.code == ExitCode.OK:
+            failure = failures.of_exception(error, self.rank, may_exit=not self.work.ours)
+            if failure.kind == "exit" and failure.code == ExitCode.OK:
                 self._over(records)
                 if seats.forked:
                     error.__traceback__ = None  # it holds what the program has left
@@ -257,7 +257,92 @@ def _flush_files() -> None:
 
 
 def _leave(code: int) -> NoReturn:
+    """At once: threads of a communication library must not keep the process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
     os._exit(code)
+
+
+# -- a command that torchrun, srun, mpirun or a cluster has started once for each rank -------------
+#
+# There is no launcher of ours then that would say in the end what went wrong. Every rank says it for
+# itself: its own failure in full, and in one line what is only the consequence of another rank's.
+
+
+def rank_here(workers: str | int | None) -> Placement | None:
+    """This process's place if another launcher has started it as one of several ranks; `workers` is
+    what the command was asked for.
+
+    Raises UsageError where another number was asked for, and in a shell of a job whose tasks nobody
+    has started, unless a number was asked for.
+    """
+    try:
+        place = started_by_others(os.environ)
+    except UsageError:
+        if workers is not None:  # then this command starts them
+            return None
+        raise
+    if place is not None and workers is not None and str(workers) != str(place.size):
+        sizes = place.source.split(" and ")[1]
+        raise UsageError(
+            "workers-differ-from-launcher",
+            workers=workers,
+            size_name=sizes,
+            size=place.size,
+            rank=place.rank,
+        )
+    return place
+
+
+def refuse_watching(place: Placement, launch: Launch) -> None:
+    """Options of a launcher of ours, which starts its ranks and watches them. Raises UsageError
+    where one was given.
+    """
+    if replace(launch, timeout=None) != Launch():
+        raise UsageError(
+            "options-of-a-launcher", source=place.source, rank=place.rank, size=place.size
+        )
+
+
+def work_as(place: Placement, work: Callable[[], object], *, may_exit: bool = True) -> None:
+    """Do the rank's work. Where it fails the process says so and ends at once, with the exit code
+    that `lockstep run` would pass on.
+
+    `may_exit`: the work is the user's own program, which may end with sys.exit(0).
+    """
+    terminal = os.dup(2)  # the work may send stderr elsewhere
+    try:
+        work()
+    except BaseException as error:
+        failure = failures.of_exception(error, place.rank)
+        if failure.code == ExitCode.OK and not may_exit:
+            failure = failures.of_exception(error, place.rank, may_exit=False)
+        if failure.code == ExitCode.OK:
+            ending.announce_to_terminal(place.rank)
+            raise
+        with suppress(OSError):
+            os.write(terminal, said(failure).encode())
+        _leave(failure.code)
+    else:
+        ending.note_groups()
+        if place.rank == 0 and place.size > 1 and not status.was_opened():
+            os.write(terminal, f"{ending.never_joined(place.size)}\n".encode())
+        ending.announce_to_terminal(place.rank)
+    finally:
+        os.close(terminal)
+
+
+def said(failure: failures.Failure) -> str:
+    """What a rank has to say of its end: nothing where it was told to exit, and has said why."""
+    if failure.kind == "exit" and not failure.message:
+        return ""
+    if failure.kind == "usage":
+        return (
+            f"error (rank {failure.rank}): {failure.message}\n"
+            if failure.rank
+            else f"{failures.render(failure)}\n"
+        )
+    if failure.standing == "consequence":
+        return f"{failures.summary(failure)}\n"
+    return f"{failures.render(failure)}\n"

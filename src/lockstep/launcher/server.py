@@ -27,7 +27,7 @@ from typing import BinaryIO
 import psutil
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launcher import interpreter, processes
+from lockstep.launcher import processes
 from lockstep.launcher import seat as seats
 from lockstep.launcher.early import open_streams
 from lockstep.launcher.failures import signal_name
@@ -340,7 +340,7 @@ def _started(
 ) -> psutil.Process:
     # else that thread's end would be its parent's
     parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-    command = [sys.executable, *interpreter.flags(), "-P", "-m", "lockstep.launcher.fork_server"]
+    command = [sys.executable, *seats.flags(), "-P", "-m", "lockstep.launcher.fork_server"]
     options = [
         str(control.fileno()),
         str(parent),
@@ -361,7 +361,7 @@ def alike(environment: Mapping[str, str]) -> str:
     variables, and namespaces of the kernel.
     """
     namespaces = sorted(os.readlink(entry) for entry in Path("/proc/self/ns").iterdir())
-    return json.dumps([interpreter.flags(), interpreter.acting(environment), namespaces])
+    return json.dumps([seats.flags(), seats.acting(environment), namespaces])
 
 
 def _served(environment: Mapping[str, str], control: socket.socket) -> psutil.Process | None:
@@ -395,8 +395,8 @@ def server(
     if there is none.
     """
     env = os.environ if environment is None else environment
-    cold = cold or not interpreter.forks(env)
-    key = cold, *interpreter.acting(env)
+    cold = cold or not seats.forks(env)
+    key = cold, *seats.acting(env)
     found = _servers.pop(key, None)
     if found is not None and (found.owner != os.getpid() or not found.alive):
         found.close()

@@ -9,6 +9,8 @@ quiet          no page has changed. How long that may last is learnt: five times
 who            a rank that waits for others is not to blame. The rest are, above all those that have
                issued the fewest collectives:
                the first that is missing is the one after their last
+several nodes  each node tells what it sees of its own ranks; once all have told, the driver explains
+               them together, by the same rules. Ranks that progress are slow, and not waited for
 slow           pages do change, but the others spend their time waiting for one rank: that is said,
                and is no stall
 """
@@ -21,15 +23,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary
-from typing import TYPE_CHECKING
 
 from lockstep.launcher import processes
 from lockstep.launcher.failures import is_users, named
 from lockstep.runtime import status
 from lockstep.runtime.status import View
-
-if TYPE_CHECKING:
-    from lockstep.launcher.ray.stalled import Asked
 
 FLOOR = 30.0  # seconds
 _LEARNT, _LENIENT = 5, 10
@@ -78,8 +76,6 @@ class Stall:
     message: str
     stack: str
     """Where that rank is, outermost first; "" where it cannot be seen."""
-    elsewhere: bool = False
-    """All ranks of this host wait: for another, or the network."""
 
 
 class Watcher:
@@ -92,7 +88,7 @@ class Watcher:
         directory: Path,
         floor: float = FLOOR,
         clock: Callable[[], float] = time.monotonic,
-        elsewhere: Asked | None = None,
+        elsewhere: OtherNodes | None = None,
     ) -> None:
         """`elsewhere`: the ranks of other hosts, without which nothing is said of these."""
         self._directory = directory
@@ -215,8 +211,13 @@ def suspects(sights: Mapping[int, Sight]) -> list[int]:
     return [rank for rank in sorted(among) if sights[rank].view.number == least]
 
 
-def explain(sights: Mapping[int, Sight], quiet: float) -> Stall | None:
-    """The sentences, from what was seen after `quiet` seconds without any change. Pure."""
+def explain(
+    sights: Mapping[int, Sight], quiet: float, nodes: Mapping[int, str] | None = None
+) -> Stall | None:
+    """The sentences, from what was seen after `quiet` seconds without any change. Pure.
+
+    `nodes`: these are the ranks of all nodes; the label of each one's.
+    """
     if not sights:
         return None
     guilty = suspects(sights)
@@ -243,15 +244,21 @@ def explain(sights: Mapping[int, Sight], quiet: float) -> Stall | None:
         parts = [
             f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} {where}, step {step}."
         ]
-    elif elsewhere:
+    elif elsewhere and nodes is None:
         parts = [
             f"all ranks of this host wait {where}, step {step}: for other hosts, or the network."
+        ]
+    elif elsewhere:
+        parts = [
+            f"all ranks of all nodes wait {where}, step {step}, which does not end: look at the"
+            " network."
         ]
     else:
         parts = [f"no rank gets on, step {step}."]
     if not elsewhere:
         parts += [f"Rank {rank} {never} {doing(sights[rank], quiet)}." for rank in guilty]
-    return Stall(guilty[0], " ".join([f"STALL {quiet:.0f} s:", *parts]), first.stack, elsewhere)
+        parts += [] if nodes is None else [f"Rank {guilty[0]} is on {nodes[guilty[0]]}."]
+    return Stall(guilty[0], " ".join([f"STALL {quiet:.0f} s:", *parts]), first.stack)
 
 
 def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> tuple[int, str]:
@@ -322,3 +329,79 @@ class Slowness:
             f" is alive and spends {100 * spent[phase] / max(1, sum(spent.values())):.0f} % of its"
             f" own {DOING[phase]}. This is said once."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """What a node tells of its ranks when none of them has progressed for `seconds`. Times are
+    on its own clock.
+    """
+
+    seconds: float
+    sights: Mapping[int, Sight]
+    now_ns: int
+
+
+class QuietNodes:
+    """What the nodes have told of the ranks that were started together, by their ids."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Quiet] = {}
+        self._explained = False
+
+    def quiet(self, node: str, told: Quiet) -> bool:
+        """Whether it is the first, so that the other nodes are to be asked."""
+        first = not self._told
+        shift = time.monotonic_ns() - told.now_ns
+        self._told[node] = replace(
+            told,
+            sights={
+                rank: replace(sight, view=replace(sight.view, since_ns=sight.view.since_ns + shift))
+                for rank, sight in told.sights.items()
+            },
+        )
+        return first
+
+    def moving(self, node: str) -> None:
+        self._told.pop(node, None)
+        self._explained = False
+
+    def verdict(self, labels: Mapping[str, str]) -> Stall | None:
+        """Once all nodes (`labels`, by id) have told, once."""
+        if self._explained or not labels or set(labels) - set(self._told):
+            return None
+        self._explained = True
+        told = {node: self._told[node] for node in labels}
+        sights = {rank: sight for quiet in told.values() for rank, sight in quiet.sights.items()}
+        nodes = {rank: labels[node] for node, quiet in told.items() for rank in quiet.sights}
+        return explain(sights, max(quiet.seconds for quiet in told.values()), nodes)
+
+
+class OtherNodes:
+    """A node's end: what it tells the driver (`send`), and what it has heard. `Watcher` tells it, and
+    asks it.
+    """
+
+    def __init__(self, send: Callable[[str, object], None]) -> None:
+        self._send = send
+        self._asked = False
+        self._verdict: Stall | None = None
+
+    def note(self, verdict: Stall | None) -> None:
+        """The driver asks, or has explained. Called in the thread that reads from it."""
+        self._asked = self._asked or verdict is None
+        self._verdict = verdict or self._verdict
+
+    def asked(self) -> bool:
+        return self._asked
+
+    def tell(self, sights: Mapping[int, Sight], quiet: float) -> None:
+        self._send("quiet", Quiet(quiet, sights, time.monotonic_ns()))
+
+    def moving(self) -> None:
+        self._asked = False
+        self._send("moving", None)
+
+    def verdict(self) -> Stall | None:
+        found, self._verdict = self._verdict, None
+        return found

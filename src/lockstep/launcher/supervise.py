@@ -8,29 +8,28 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.config.knob import whole
-from lockstep.errors import ExitCode
-from lockstep.launcher import ending, failures, interpreter
-from lockstep.launcher.asked import SPARE, mark
+from lockstep.config.launching import Launch
+from lockstep.errors import ExitCode, UsageError
+from lockstep.launcher import ending, failures, processes, stalls
+from lockstep.launcher import seat as seats
+from lockstep.launcher.console import forwarded
+from lockstep.launcher.ending import Endings
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
 from lockstep.launcher.failures import Failure, signal_name
-from lockstep.launcher.forward import forwarded
 from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
+from lockstep.launcher.preemption import SPARE, Stop, mark, noted, say
 from lockstep.launcher.rank import Program, Rank, Target
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.server import FOR_SCRIPTS, FOR_TRAININGS, Server, gpus, server
-from lockstep.launcher.stopping import Stop, noted
+from lockstep.launcher.stalls import OtherNodes, Stall, Watcher
 from lockstep.launcher.successor import Imports
-from lockstep.launcher.watch import Stalls, Watch
 from lockstep.runtime import status
+from lockstep.runtime.environment import timeout_for_ranks
 from lockstep.runtime.private import run_directory
-
-if TYPE_CHECKING:
-    from lockstep.launcher.ray.stalled import Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Share:
     ranks: LocalRanks
     called_off: Callable[[], bool] = lambda: False
     """Whether its ranks shall end, because the run has ended elsewhere."""
-    elsewhere: Asked | None = None
+    elsewhere: OtherNodes | None = None
     """What the other nodes know of their ranks, to find the rank that a stalled run waits for."""
 
 
@@ -62,10 +61,8 @@ def supervise(
     console: Console = "all",
     environment: Mapping[str, str] | None = None,
     heeds: bool = False,
-    stalls: Stalls | None = None,
-    debug: bool = False,
+    launch: Launch | None = None,
     share: Share | None = None,
-    cold: bool = False,
     again: bool = False,
     passing: Callable[[Failure], bool] = lambda failure: False,
     reports: bool = True,
@@ -83,17 +80,15 @@ def supervise(
             temporary one, which is kept if a rank fails.
         console: which ranks may write to the terminal. The others' output goes to their log only.
         environment: variables for the ranks, over this process's own.
-        stalls: what is done where the ranks do not get on; default: the run ends after half a
-            minute, naming who is waited for.
+        launch: how long a collective may take, what is done where the ranks do not get on, and
+            whether they start cold or say more; default: the run ends after half a minute without
+            progress, naming who is waited for.
         heeds: the target heeds signals from its first moment on, and can be begun anew where it was
             stopped before it has come to that.
-        debug: have libraries say in the logs what they do, and add a line for every collective.
         again: the ranks may be started again after a kill; what they import is warm then.
         passing: whether `logs` will be removed after this failure, and so is not named with it.
         share: this node's part where there are several.
         reports: print how the run ended; without, the caller does (`conclude`).
-        cold: start a fresh interpreter for each rank, where otherwise all are forked from one that
-            has imported torch.
 
     Raises:
         UsageError: workers < 1.
@@ -101,9 +96,9 @@ def supervise(
     if workers is not None:
         whole("workers", workers)
     with noted(speaks=reports) as stop, run_directory() as directory, log_place(logs) as place:
-        watch = Watch(
-            directory, stop, stalls or Stalls(), share.elsewhere if share is not None else None
-        )
+        launch = launch or Launch()
+        elsewhere = None if share is None else share.elsewhere
+        watch = Watch(directory, stop, launch, elsewhere)
         rank = Rank(
             rank=0,
             work=target,
@@ -111,10 +106,17 @@ def supervise(
             console=console,
             logs=str(place.path),
             heeds=heeds,
-            debug=debug,
+            debug=launch.debug,
         )
+        variables = {**timeout_for_ranks(launch.timeout), **(environment or {})}
+        cold = launch.cold or launch.debug
         generation = _Generation(
-            rank, watch, environment or {}, share, cold=cold or debug, again=again
+            rank=rank,
+            watch=watch,
+            environment=variables,
+            share=share,
+            cold=cold,
+            to_warm=again and not cold,
         )
         try:
             outcome = generation.run(workers)
@@ -150,35 +152,96 @@ def conclude(outcome: Outcome, stop: Stop, *, heeds: bool) -> Outcome:
     return outcome
 
 
+class Watch:
+    """Of one generation, whose ranks leave their pages and records in `directory`."""
+
+    def __init__(
+        self, directory: Path, stop: Stop, launch: Launch, elsewhere: OtherNodes | None = None
+    ) -> None:
+        """`elsewhere`: the other hosts, whose ranks these might be waiting for."""
+        self.directory = directory
+        self.stop = stop
+        self._launch = launch
+        self._elsewhere = elsewhere
+        self._watcher = Watcher(directory, launch.stall_after, elsewhere=elsewhere)
+        self._endings = Endings(directory)
+        self._oom_kills = processes.oom_kills()
+        self.failure: Failure | None = None
+        """A rank that was waited for, once the ranks are to be ended because of it."""
+
+    def must_end(self, pids: Mapping[int, int]) -> bool:
+        """Whether the ranks, of which `pids` live, are to be ended now."""
+        if self.stop.now(self.directory, pids):
+            return True
+        for text in self._endings.look(pids):
+            say(text)
+        stall = self._watcher.look(pids)
+        if self._elsewhere is not None:
+            stall = self._elsewhere.verdict()
+        if stall is not None:
+            if self._launch.on_stall != "wait":
+                if stall.rank not in pids and self._elsewhere is not None:
+                    return False  # its own host ends the run
+                self.failure = _failure(stall, pids)
+                return True
+            say("\n".join(part for part in (stall.stack, stall.message) if part))
+        if (slow := self._watcher.slow(pids)) is not None:
+            say(slow)
+        return False
+
+    def explained(self, failure: Failure) -> Failure:
+        """With what the rank was doing last, and whether the kernel has killed for memory."""
+        view = status.read(status.file_of(self.directory, failure.rank))
+        doing = (
+            ""
+            if view is None or not view.step
+            else f"at step {view.step}, {stalls.DOING[view.phase]}"
+        )
+        killed = processes.oom_kills() - self._oom_kills if failure.code == 128 + 9 else 0
+        return replace(
+            failure,
+            doing=doing,
+            note=(
+                f"cgroup oom_kill +{killed}: the host's memory ran out"
+                if killed > 0
+                else failure.note
+            ),
+        )
+
+
+def _failure(stall: Stall, pids: Mapping[int, int]) -> Failure:
+    return Failure(
+        rank=stall.rank,
+        kind="stall",
+        message=stall.message,
+        code=ExitCode.HANG,
+        pid=pids.get(stall.rank, 0),
+        traceback=stall.stack,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
 class _Generation:
     """This host's ranks from their start to their end."""
 
-    def __init__(
-        self,
-        rank: Rank,
-        watch: Watch,
-        environment: Mapping[str, str],
-        share: Share | None,
-        *,
-        cold: bool,
-        again: bool,
-    ) -> None:
-        self._rank = rank
-        self._watch = watch
-        self._directory = watch.directory
-        self._share = share
-        self._cold = cold
-        self._environment = environment
-        self._to_warm = again and not cold  # what ranks import, once they train
-        self._spared: set[int] = set()
+    rank: Rank
+    """What each of them does, but for its number."""
+    watch: Watch
+    environment: Mapping[str, str]
+    share: Share | None
+    cold: bool
+    to_warm: bool
+    """Have a server warm up what ranks import, once they train."""
+    spared: set[int] = field(default_factory=set)
+    """Ranks that were killed, and that the others go on without."""
 
     def run(self, workers: int | None) -> Outcome:
         """Raises Stopped where the ranks were ended because they were asked to stop, or hung."""
         self._heed()
         forking = server(
-            FOR_TRAININGS if self._rank.work.ours else FOR_SCRIPTS,
-            {**os.environ, **self._environment},
-            cold=self._cold,
+            FOR_TRAININGS if self.rank.work.ours else FOR_SCRIPTS,
+            {**os.environ, **self.environment},
+            cold=self.cold,
         )
         forking.ready(self._heed)
         count = gpus() or 1 if workers is None else workers
@@ -189,22 +252,26 @@ class _Generation:
         ):
 
             def seat(number: int, variables: Mapping[str, str]) -> Seat:
-                work = replace(self._rank, rank=number, pipes=pipes)
-                own = {**variables, **self._environment, failures.DIRECTORY: str(self._directory)}
+                work = replace(self.rank, rank=number, pipes=pipes)
+                own = {
+                    **variables,
+                    **self.environment,
+                    failures.DIRECTORY: str(self.watch.directory),
+                }
                 return Seat(work=work, environment={**os.environ, **own})
 
             def stopping(living: Mapping[int, int]) -> bool:
                 self._warm(forking, place)
-                return self._watch.must_end(living)
+                return self.watch.must_end(living)
 
-            called_off = (lambda: False) if self._share is None else self._share.called_off
+            called_off = (lambda: False) if self.share is None else self.share.called_off
             ranks.start(
                 seat,
-                cold=self._cold or _sets_variables(self._rank.work),
-                beside=self._rank.work.beside(),
+                cold=self.cold or _sets_variables(self.rank.work),
+                beside=self.rank.work.beside(),
             )
             ended = ranks.run(
-                explained=self._known,
+                failures=self._failures,
                 stopping=stopping,
                 spared=self._do_without,
                 called_off=called_off,
@@ -212,7 +279,7 @@ class _Generation:
         return self._outcome(ended, place.size)
 
     def _heed(self) -> None:
-        if self._watch.must_end({}):
+        if self.watch.must_end({}):
             raise Stopped
 
     @contextmanager
@@ -220,8 +287,8 @@ class _Generation:
         """With the store that the ranks meet through: this host's own, or that of the first of
         several.
         """
-        if self._share is not None:
-            yield self._share.ranks
+        if self.share is not None:
+            yield self.share.ranks
             return
         with store(forking) as (address, port):
             yield LocalRanks(count=count, size=count, address=address, port=port)
@@ -231,55 +298,47 @@ class _Generation:
         """Print what ranks say, joined, where that is asked for and there are several; gives
         where they find the pipes for it.
         """
-        if self._rank.console != "joined" or ranks == range(1):
+        if self.rank.console != "joined" or ranks == range(1):
             yield None
             return
-        with forwarded(self._directory, ranks):
-            yield str(self._directory)
+        with forwarded(self.watch.directory, ranks):
+            yield str(self.watch.directory)
 
     def _warm(self, forking: Server, place: LocalRanks) -> None:
         """Where ranks may be started again: have the server warm up what they have imported,
         once they train.
         """
-        if not self._to_warm:
+        if not self.to_warm:
             return
-        view = status.read(status.file_of(self._directory, place.first_rank))
+        view = status.read(status.file_of(self.watch.directory, place.first_rank))
         if (
             view is not None
             and view.step > 1
-            and (imports := Imports.read(self._directory)) is not None
+            and (imports := Imports.read(self.watch.directory)) is not None
         ):
-            self._to_warm = False
+            self.to_warm = False
             forking.prepare_successor(imports, [*place.variables(0)])
 
     def _do_without(self, now: Ended) -> set[int]:
         """The ranks that were killed, and that the rest go on without. Each is said once."""
         for rank, code in now.codes.items():
             if (
-                rank not in self._spared
+                rank not in self.spared
                 and code is not None
                 and code < 0
-                and mark(self._directory, rank, SPARE).exists()
+                and mark(self.watch.directory, rank, SPARE).exists()
             ):
-                self._spared.add(rank)
+                self.spared.add(rank)
                 how = f"was killed by {signal_name(-code)}: the rest go on without it"
                 print(f"rank {rank} (pid {now.pids[rank]}) {how}", file=sys.stderr, flush=True)
-        return self._spared
-
-    def _known(self, now: Ended) -> bool:
-        """Whether what ranks have left by now tells the cause."""
-        self._do_without(now)
-        cause = failures.first(self._failures(now))
-        if cause is not None and cause.code == ExitCode.PREEMPTED:
-            return None not in now.codes.values()  # the others are leaving too
-        return cause is not None and cause.standing == "cause"
+        return self.spared
 
     def _failures(self, ended: Ended) -> Sequence[Failure]:
         """Less those of ranks that could be done without; unless what the others say is that
         they could not.
         """
-        found = failures.of_ranks(self._directory, ended.codes, ended.pids)
-        others = [failure for failure in found if failure.rank not in self._spared]
+        found = failures.of_ranks(self.watch.directory, ended.codes, ended.pids)
+        others = [failure for failure in found if failure.rank not in self.spared]
         cause = failures.first(others)
         return others if cause is None or cause.standing == "cause" else found
 
@@ -287,13 +346,13 @@ class _Generation:
         found = self._failures(ended)
         cause = failures.first(found)
         if cause is None:
-            if text := ending.of_strangers(self._directory, ended.pids, size):
+            if text := ending.of_strangers(self.watch.directory, ended.pids, size):
                 print(text, file=sys.stderr, flush=True)
             return Outcome(ExitCode.OK)
         note = failures.finished_early(
             found, [rank for rank, code in ended.codes.items() if code == 0]
         )
-        return Outcome(cause.code, self._watch.explained(replace(cause, note=note)))
+        return Outcome(cause.code, self.watch.explained(replace(cause, note=note)))
 
 
 def _sets_variables(work: Program) -> bool:
@@ -301,7 +360,7 @@ def _sets_variables(work: Program) -> bool:
     rank. That is said.
     """
     script = work.script if isinstance(work, Target) else None
-    name = "" if script is None else interpreter.set_by(Path(script))
+    name = "" if script is None else seats.set_by(Path(script))
     if name:
         what = f"{script} sets {name}, which acts as torch is imported"
         print(
@@ -327,3 +386,71 @@ def _with_log(
     return replace(
         failure, log=log, tail=tail(file) if console == "first" and failure.rank > 0 else ""
     )
+
+
+RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How many there may be."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def read(cls, text: str) -> Workers:
+        """`4`, or `1:4`. Raises UsageError for anything else."""
+        first, colon, last = text.partition(":")
+        last = last if colon else first
+        if first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last):
+            return cls(int(first), int(last))
+        raise UsageError("not-a-range-of-workers", value=text)
+
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most
+
+
+def run_generations(
+    start: Callable[[int], Outcome],
+    workers: Workers,
+    restarts: int,
+    stopped_to_grow: Callable[[], bool],
+    *,
+    after_stalls: bool = False,
+) -> Outcome:
+    """Call `start(count)` for one generation after the other, and return how the last one ended.
+    `after_stalls`: also after one that hung.
+
+    `stopped_to_grow()` says whether a generation that ended well did so at a checkpoint, for more
+    workers.
+    """
+    count, left = workers.most, restarts
+    while True:
+        outcome = start(count)
+        if outcome.exit_code == 0 and stopped_to_grow():
+            count = workers.most
+            _say(f"going on with {_counted(count)} again")
+            continue
+        failure = outcome.failure
+        if (
+            failure is None
+            or left == 0
+            or not (failure.killed or (after_stalls and failure.kind == "stall"))
+        ):
+            return outcome
+        left -= 1
+        count = max(workers.least, count - 1)
+        _say(
+            f"going on with {_counted(count)} from the newest checkpoint (restart {restarts - left}"
+            f" of {restarts})"
+        )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _counted(count: int) -> str:
+    return f"{count} worker{'s' * (count > 1)}"

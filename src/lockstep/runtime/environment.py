@@ -1,7 +1,7 @@
 """Where this process stands among the ranks, read from what a launcher left in the environment.
 
 Launchers have their own spellings of the same numbers; this is the only file that knows them (what
-SLURM means by its own stands in slurm.py). Pure: an environment goes in, a `Placement` or nothing
+SLURM means by its own stands in slurm_step.py). Pure: an environment goes in, a `Placement` or nothing
 comes out, and a contradiction is refused here, before anyone waits for a rank that cannot exist.
 """
 
@@ -15,9 +15,12 @@ from dataclasses import dataclass
 
 from lockstep.config.knob import whole
 from lockstep.errors import UsageError
-from lockstep.runtime import slurm
+from lockstep.runtime import slurm_step
 from lockstep.runtime.process_lifetime import PARENT
-from lockstep.runtime.slurm import number_of
+from lockstep.runtime.slurm_step import number_of
+
+TIMEOUT = "LOCKSTEP_TIMEOUT"
+"""Environment variable: seconds that a collective may take, where `init` is not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +168,18 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def _of_slurm(env: Mapping[str, str]) -> Placement | None:
-    step = slurm.step(env)
+    step = slurm_step.step(env)
     if step is None:
         return None
-    check_rank(slurm.RANK, step.rank, slurm.SIZE, step.size)
-    check_rank(slurm.LOCAL_RANK, step.local_rank, "tasks on this node", step.local_size)
+    check_rank(slurm_step.RANK, step.rank, slurm_step.SIZE, step.size)
+    check_rank(slurm_step.LOCAL_RANK, step.local_rank, "tasks on this node", step.local_size)
     return Placement(
         step.rank,
         step.size,
         step.local_rank,
         step.local_size,
         step.node,
-        f"{slurm.RANK} and {slurm.SIZE}",
+        f"{slurm_step.RANK} and {slurm_step.SIZE}",
     )
 
 
@@ -200,3 +203,42 @@ def check_rank(rank_name: str, rank: int, size_name: str, size: int) -> None:
             size=size,
             last=size - 1,
         )
+
+
+def step_of(place: Placement, env: Mapping[str, str]) -> slurm_step.Step | None:
+    """The job step whose task `place` is, unless MASTER_ADDR or MASTER_PORT name another place
+    to meet.
+    """
+    if place.source == "arguments":
+        return None
+    try:
+        step = slurm_step.step(env)
+    except UsageError:  # another launcher's ranks, in a job's shell
+        return None
+    if step is None or (step.rank, step.size) != (place.rank, place.size):
+        return None
+    given = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
+    return step if given in ((None, None), slurm_step.address(step)) else None
+
+
+def timeout_for_ranks(seconds: float | None) -> dict[str, str]:
+    """What has `lockstep.init()` allow a collective so many seconds."""
+    return {} if seconds is None else {TIMEOUT: str(seconds)}
+
+
+def exported(place: Placement, env: Mapping[str, str]) -> dict[str, str]:
+    """What scripts for torchrun read, for a rank that another launcher has started: variables to
+    add to `env`.
+    """
+    found = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "GROUP_RANK": place.node,
+    }
+    values = {name: str(value) for name, value in found.items()}
+    step = step_of(place, env)
+    if step is not None:
+        values["MASTER_ADDR"], values["MASTER_PORT"] = slurm_step.address(step)
+    return {name: value for name, value in values.items() if name not in env}

@@ -13,9 +13,10 @@ rank is. Nothing here takes a lock or may raise.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,21 +26,44 @@ from pathlib import Path
 
 from lockstep.runtime.step_clock import INDEX, PHASES, StepClock
 
-# grows with everything that is noted: whoever sees it stand still sees a rank that does
-_TICKS = struct.Struct("=Q")
-# ticks, phase, waits (1 in a collective, 2 for messages), step, since (monotonic ns), latest
-# collective
-_STATE = struct.Struct("=QIIqQQ")
-_WAITED = struct.Struct("=Q")  # ns, in all
-_TOTALS = struct.Struct(f"={len(PHASES)}Q")  # ns spent in each phase, in all
-_AT_WAITED = 64
-_AT_OPENED = 72
-_AT_TOTALS = 128
-_AT_RING = 256
 _RING = 16
-_ENTRY = 240  # bytes: 8 of number, the rest text
-_SIZE = _AT_RING + _RING * _ENTRY
-_NUMBER = struct.Struct("=Q")
+_TEXT = 232  # bytes
+
+
+class _Collective(ctypes.Structure):
+    number: int
+    text: bytes
+    _fields_ = (("number", ctypes.c_uint64), ("text", ctypes.c_char * _TEXT))
+
+
+class _Fields(ctypes.Structure):
+    """A page. All times in ns."""
+
+    ticks: int
+    """Grows with everything that is noted: whoever sees it stand still sees a rank that does."""
+    phase: int
+    waits: int
+    """1 in a collective, 2 for messages."""
+    step: int
+    since: int
+    """When the phase began, on the monotonic clock."""
+    number: int
+    """Of the latest collective."""
+    waited: int
+    """In all."""
+    opened: int
+    totals: ctypes.Array[ctypes.c_uint64]
+    """In each phase, in all."""
+    ring: ctypes.Array[_Collective]
+    """The last collectives."""
+    _fields_ = (
+        ("ticks", ctypes.c_uint64),
+        ("phase", ctypes.c_uint32),
+        ("waits", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("step", "since", "number", "waited", "opened")),
+        ("totals", ctypes.c_uint64 * len(PHASES)),
+        ("ring", _Collective * _RING),
+    )
 
 
 class Page:
@@ -48,60 +72,46 @@ class Page:
     def __init__(self, file: Path) -> None:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(handle, _SIZE)
-            self._memory = mmap.mmap(handle, _SIZE)
+            os.ftruncate(handle, ctypes.sizeof(_Fields))
+            self._fields = _Fields.from_buffer(mmap.mmap(handle, ctypes.sizeof(_Fields)))
         finally:
             os.close(handle)
         self._owner = threading.get_ident()
-        self._ticks, self.phase, self._waits, self._step = 0, 0, 0, 0
-        self._since, self._number = time.monotonic_ns(), 0
-        self._began_to_wait, self._waited = 0, 0
-        self._totals = [0] * len(PHASES)
-        self._put()
+        self._began_to_wait = 0
+        self.enter(INDEX["start"], time.monotonic_ns())
 
-    def _put(self) -> None:
-        self._ticks += 1
-        _STATE.pack_into(
-            self._memory,
-            0,
-            self._ticks,
-            self.phase,
-            self._waits,
-            self._step,
-            self._since,
-            self._number,
-        )
+    @property
+    def phase(self) -> int:
+        return self._fields.phase
 
     def enter(self, phase: int, now: int) -> None:
-        self._totals[self.phase] += now - self._since
-        _NUMBER.pack_into(self._memory, _AT_TOTALS + 8 * self.phase, self._totals[self.phase])
-        self.phase, self._since = phase, now
-        self._put()
+        fields = self._fields
+        if fields.since:
+            fields.totals[fields.phase] += now - fields.since
+        fields.phase, fields.since = phase, now
+        fields.ticks += 1
 
     def step(self, number: int) -> None:
-        self._step = number
-        self._put()
+        self._fields.step = number
+        self._fields.ticks += 1
 
     def collective(self, number: int, text: str) -> None:
-        start = _AT_RING + number % _RING * _ENTRY
-        octets = text.encode(errors="replace")[: _ENTRY - 8]
-        _NUMBER.pack_into(self._memory, start, 0)  # not to be read while it changes
-        self._memory[start + 8 : start + _ENTRY] = octets.ljust(_ENTRY - 8, b"\0")
-        _NUMBER.pack_into(self._memory, start, number)
-        self._number = number
-        self._put()
+        entry = self._fields.ring[number % _RING]
+        entry.number = 0  # not to be read while it changes
+        entry.text = text.encode(errors="replace")[:_TEXT]
+        entry.number = self._fields.number = number
+        self._fields.ticks += 1
 
     def waits(self, begun: bool, now: int, messages: bool = False) -> None:
         if begun:
             self._began_to_wait = now
         else:
-            self._waited += now - self._began_to_wait
-            _WAITED.pack_into(self._memory, _AT_WAITED, self._waited)
-        self._waits = int(begun) + int(messages)
-        self._put()
+            self._fields.waited += now - self._began_to_wait
+        self._fields.waits = int(begun) + int(messages)
+        self._fields.ticks += 1
 
     def opened(self) -> None:
-        _NUMBER.pack_into(self._memory, _AT_OPENED, 1)
+        self._fields.opened = 1
 
     @property
     def mine(self) -> bool:
@@ -247,40 +257,32 @@ def read_ticks(file: Path) -> int | None:
     """Whether something was noted since: a number that grows. None where there is no page yet."""
     try:
         with file.open("rb", buffering=0) as stream:
-            octets = stream.read(_TICKS.size)
+            octets = stream.read(8)
     except OSError:
         return None
-    return int(_TICKS.unpack(octets)[0]) if len(octets) == _TICKS.size else None
+    return int.from_bytes(octets, sys.byteorder) if len(octets) == 8 else None
 
 
 def read(file: Path) -> View | None:
     """What stands on a page; None where there is none yet."""
     try:
-        octets = file.read_bytes()
-    except OSError:
+        page = _Fields.from_buffer_copy(file.read_bytes())
+    except (OSError, ValueError):  # ValueError: it is being made
         return None
-    if len(octets) < _SIZE:
+    if page.phase >= len(PHASES):
         return None
-    ticks, phase, waiting, number_of_step, since, number = _STATE.unpack_from(octets)
-    if phase >= len(PHASES):
-        return None
-    collectives = {}
-    for start in range(_AT_RING, _SIZE, _ENTRY):
-        (each,) = _NUMBER.unpack_from(octets, start)
-        if each:
-            collectives[each] = (
-                octets[start + 8 : start + _ENTRY].rstrip(b"\0").decode(errors="replace")
-            )
     return View(
-        ticks=ticks,
-        phase=PHASES[phase],
-        step=number_of_step,
-        since_ns=since,
-        number=number,
-        waits=bool(waiting),
-        waited_ns=_WAITED.unpack_from(octets, _AT_WAITED)[0],
-        totals_ns=dict(zip(PHASES, _TOTALS.unpack_from(octets, _AT_TOTALS), strict=True)),
-        collectives=collectives,
-        messages=waiting == 2,
-        opened=bool(_NUMBER.unpack_from(octets, _AT_OPENED)[0]),
+        ticks=page.ticks,
+        phase=PHASES[page.phase],
+        step=page.step,
+        since_ns=page.since,
+        number=page.number,
+        waits=bool(page.waits),
+        waited_ns=page.waited,
+        totals_ns=dict(zip(PHASES, page.totals, strict=True)),
+        collectives={
+            each.number: each.text.decode(errors="replace") for each in page.ring if each.number
+        },
+        messages=page.waits == 2,
+        opened=bool(page.opened),
     )

@@ -41,7 +41,7 @@ _MOST = 64  # steps whose events have not passed; more means that nobody reads t
 _MOST_MARKS = 10_000  # of a step
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """A piece of a step, in seconds of this process's monotonic clock."""
 
     phase: str
@@ -75,7 +75,7 @@ class StepTimes:
     """Communication that went on while this rank computed; None where it is not known."""
     evaluate: float = 0.0
     checkpoint: float = 0.0
-    spans: Sequence[Span] = ()
+    spans: Sequence[PhaseSpan] = ()
     """Where they were asked for, and known."""
 
     @property
@@ -225,11 +225,11 @@ def _on_device(marks: Sequence[_Mark]) -> list[_Mark]:
     ]
 
 
-def _spans(marks: Sequence[_Mark]) -> list[Span]:
+def _spans(marks: Sequence[_Mark]) -> list[PhaseSpan]:
     """The pieces between the marks; neighbours that are alike are one."""
-    found: list[Span] = []
+    found: list[PhaseSpan] = []
     for mark, following in itertools.pairwise(marks):
-        span = Span(PHASES[mark.phase], mark.waits, mark.ns / _SECOND, following.ns / _SECOND)
+        span = PhaseSpan(PHASES[mark.phase], mark.waits, mark.ns / _SECOND, following.ns / _SECOND)
         if found and found[-1].phase == span.phase and found[-1].waits == span.waits:
             span = span._replace(begin=found.pop().begin)
         found.append(span)
@@ -241,7 +241,7 @@ def _times(
     spent: Sequence[int],
     waited: Sequence[int],
     hidden: float | None,
-    spans: Sequence[Span],
+    spans: Sequence[PhaseSpan],
 ) -> StepTimes:
     own = {name: (spent[number] - waited[number]) / _SECOND for number, name in enumerate(PHASES)}
     return StepTimes(

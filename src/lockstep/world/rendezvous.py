@@ -6,17 +6,21 @@ Everything here happens once, before there is a World; `lockstep.init()` puts it
 
 from __future__ import annotations
 
+import errno
 import gc
+import hashlib
+import ipaddress
 import os
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,14 +28,11 @@ import torch.distributed as dist
 from lockstep.collectives import store_barrier as meeting
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, LockstepWarning, UsageError
-from lockstep.launcher.watch import TIMEOUT
-from lockstep.runtime import siblings
 from lockstep.runtime.cores import cores
-from lockstep.runtime.environment import Placement
-from lockstep.runtime.host_store import HostStore
-from lockstep.runtime.job_step import step_of
-from lockstep.runtime.local_peers import no_strangers
-from lockstep.world import slurm_store
+from lockstep.runtime.environment import TIMEOUT, Placement, step_of
+from lockstep.runtime.host_store import HostStore, no_strangers
+from lockstep.runtime.private import owner_lives, start_time, user_directory
+from lockstep.runtime.slurm_step import Step, address
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Set where a launcher has the store, and rank 0 is a client of it as the others are."""
@@ -79,10 +80,10 @@ def find_store(
             )[0]
         return store
     if step is not None and place.local_size != place.size:
-        return slurm_store.across_hosts(step, timeout or timedelta(minutes=5))
+        return across_hosts(step, timeout or timedelta(minutes=5))
     if place.local_size != place.size:
         raise UsageError("rank-0-host-unknown", source=place.source, size=place.size)
-    key = siblings.key(os.environ) if step is None else f"slurm-{step.name}"
+    key = siblings_key(os.environ) if step is None else f"slurm-{step.name}"
     return _store_among_siblings(place, key, timeout or timedelta(minutes=5), at_end)
 
 
@@ -115,17 +116,17 @@ def _store_among_siblings(
 ) -> dist.Store:
     if place.rank > 0:
         store = dist.TCPStore(
-            "127.0.0.1", siblings.find(key, timeout), place.size, is_master=False, timeout=timeout
+            "127.0.0.1", find_port(key, timeout), place.size, is_master=False, timeout=timeout
         )
         store.add("found", 1)
         return store
     host = HostStore(place.size, timeout)
     at_end.callback(host.close)
-    siblings.publish(key, host.port)
+    publish_port(key, host.port)
     try:
         meeting.wait_for_count(host.store, "found", place.size - 1, timeout)
     finally:
-        siblings.withdraw(key)
+        withdraw_port(key)
     return host.store
 
 
@@ -208,3 +209,136 @@ def _threads_set_by_user() -> bool:
     value = os.environ.get("OMP_NUM_THREADS")
     # torchrun sets it to 1 where the user did not, which wastes cores on CPUs.
     return value is not None and not (value == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
+
+
+_JOB_NAMES = ("PMIX_NAMESPACE", "PMI_PORT", "OMPI_MCA_ess_base_jobid")
+_SIBLINGS_PAUSE_SECONDS = 0.01
+
+
+def siblings_key(env: Mapping[str, str]) -> str:
+    """A name that all ranks of this job compute alike, and no other job does.
+
+    MPI launchers name the job in `env` (their ranks may have different parents); otherwise it is
+    this process's parent.
+    """
+    for name in _JOB_NAMES:
+        if env.get(name):
+            return hashlib.sha256(f"{name}={env[name]}".encode()).hexdigest()[:32]
+    parent = os.getppid()
+    return f"{parent}-{start_time(parent)}"
+
+
+def publish_port(key: str, port: int) -> None:
+    """Rank 0: leave `port` for the others. Replaces what it has left under this key, and removes
+    what dead processes have left under any.
+    """
+    withdraw_port(key)
+    for file in user_directory().glob("port-*"):
+        if not owner_lives(file):
+            file.unlink(missing_ok=True)
+    Path(user_directory(), f"port-{os.getpid()}-{start_time(os.getpid())}-{port}-{key}").touch()
+
+
+def find_port(key: str, timeout: timedelta) -> int:
+    """The others: the port that a living rank 0 has left, waiting for it up to `timeout`.
+
+    Raises:
+        LockstepError: nothing was left in time.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while (file := next(filter(owner_lives, _files(key)), None)) is None:
+        if time.monotonic() > deadline:
+            raise LockstepError("rank-0-not-found", seconds=timeout.total_seconds())
+        time.sleep(_SIBLINGS_PAUSE_SECONDS)
+    return int(file.name.split("-")[3])
+
+
+def withdraw_port(key: str) -> None:
+    """Rank 0: remove the file, if it is this process's."""
+    for file in _files(key, os.getpid()):
+        file.unlink(missing_ok=True)
+
+
+def _files(key: str, pid: int | str = "*") -> Iterator[Path]:
+    return user_directory().glob(f"port-{pid}-*-*-{key}")
+
+
+_KNOWN_WITHIN = timedelta(seconds=10)
+
+
+@cache
+def across_hosts(step: Step, timeout: timedelta) -> dist.Store:
+    """The store of a step on several hosts, one for all worlds of this process.
+
+    Raises a sentence within ten seconds of reaching something that is not of this step.
+    """
+    host, port = address(step)[0], step.port
+    if step.rank == 0:
+        listener = _listen(host, port, step)
+        store = dist.TCPStore(
+            host,
+            port,
+            step.size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        store.set(_mark(step), step.name)
+    else:
+        _look_up(host)
+        store = dist.TCPStore(host, port, step.size, is_master=False, timeout=timeout)
+        deadline = time.monotonic() + _KNOWN_WITHIN.total_seconds()
+        while not store.check([_mark(step)]):
+            if time.monotonic() > deadline:
+                raise LockstepError(
+                    "slurm-port-taken",
+                    port=port,
+                    host=host,
+                    step=step.name,
+                    why="belongs to another program",
+                )
+            time.sleep(0.02)
+    return dist.PrefixStore(f"slurm/{step.name}", store)
+
+
+def _mark(step: Step) -> str:
+    return f"lockstep/runtime/slurm/{step.name}"
+
+
+def _listen(host: str, port: int, step: Step) -> socket.socket:
+    """On the address that the others will use; everywhere if this host takes its own name for
+    loopback, as Debian's do.
+    """
+    found = _look_up(host)
+    where = "" if found.is_loopback and not _is_address(host) else str(found)
+    try:
+        return socket.create_server(
+            (where, port), family=socket.AF_INET6 if found.version == 6 else socket.AF_INET
+        )
+    except OSError as error:
+        why = (
+            "is in use"
+            if error.errno == errno.EADDRINUSE
+            else f"cannot be listened on ({os.strerror(error.errno or 0)})"
+        )
+        raise UsageError(
+            "slurm-port-taken", port=port, host=host, step=step.name, why=why
+        ) from None
+
+
+def _look_up(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        return ipaddress.ip_address(
+            str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        )
+    except OSError:
+        raise UsageError("host-not-found", host=host, here=socket.gethostname()) from None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -30,7 +30,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.tags import call_site
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launcher import asked
+from lockstep.launcher import preemption
 from lockstep.runtime import status
 from lockstep.runtime.determinism import Determinism
 from lockstep.runtime.environment import Placement, check_rank, placement
@@ -247,12 +247,12 @@ class World:
         Save then, and leave with exit code 75 (`lockstep train` does). The launcher tells all ranks
         when it or one of them gets such a signal.
         """
-        self.own(ExitStack()).callback(asked.listen())
+        self.own(ExitStack()).callback(preemption.listen())
 
     @property
     def asked_to_stop(self) -> bool:
         """Whether this rank was. The others may not know yet."""
-        return asked.to_stop()
+        return preemption.to_stop()
 
     # -- lifetime ---------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
 from multiprocessing import Pipe
@@ -20,8 +20,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import lockstep
+from lockstep.config.launching import Launch
 from lockstep.launcher.failures import signal_name
-from lockstep.launcher.ray.job import Job
+from lockstep.launcher.logs import Console
+from lockstep.launcher.rank import Target
 
 _PIECE = 2**16
 _NOT_FOR_RANKS = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONUNBUFFERED", "RAY_AUTH_TOKEN")
@@ -31,7 +33,7 @@ for its own workers. The last opens the cluster.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class NodeFacts:
     """What the driver asks a node before it takes part."""
 
     versions: Mapping[str, str]
@@ -57,14 +59,14 @@ def digest(file: Path) -> str:
 
 class Node:
     """Of two groups of threads: one passes orders on, in their order, the other waits for what
-    comes. First it says ("facts", Facts).
+    comes. First it says ("facts", NodeFacts).
     """
 
     def __init__(self, folder: str, code: str | None, code_digest: str) -> None:
         """`folder`: the driver's, in which the file `code` has this digest."""
         self._said: SimpleQueue[tuple[str, object]] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
-        facts = Facts(
+        facts = NodeFacts(
             versions=versions(),
             seconds=time.time(),
             monotonic_ns=time.monotonic_ns(),
@@ -150,3 +152,79 @@ def _read(descriptor: int) -> bytes | None:
         return os.read(descriptor, _PIECE)
     except BlockingIOError:
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PickledCall:
+    """A function that every rank calls, in the place of a program. What it returns goes to the
+    driver, pickled.
+    """
+
+    pickled: bytes
+    """The function and its arguments. Only ranks and the driver know the modules of what is
+    pickled: importing them takes seconds.
+    """
+    imports: Sequence[str]
+    variables: Sequence[Mapping[str, str]] | None = None
+    """Of each rank, if they have some of their own: then each is a fresh interpreter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One for the whole run, the same for all nodes."""
+
+    cluster: str
+    """Its address."""
+    least: int
+    most: int
+    """Ranks over all nodes."""
+    each: int | None = None
+    """Ranks of a node, at most."""
+    gpus: bool | None = None
+    """Whether each rank takes a GPU, or a CPU; None: a GPU where the cluster has one."""
+    restarts: int = 0
+
+    target: Target
+    call: PickledCall | None = None
+    environment: Mapping[str, str]
+    """Variables for ranks, over the node's own."""
+    folder: str
+    """Where the ranks work; relative paths of `target` begin here. On a node without it, "":
+    where the actor does, to which Ray has brought the code.
+    """
+    code: Path | None = None
+    """The file of the task or script."""
+    console: Console
+    logs: Path | None = None
+    mark: tuple[str, str] | None = None
+    """A file in the run directory, and what the driver has written into it: all nodes must see
+    it.
+    """
+    wanted: Path | None = None
+    """The driver touches it when more nodes are ready: ranks end at their next checkpoint."""
+    grow: Path | None = None
+    """There where the ranks have ended for that."""
+    launch: Launch = field(default_factory=Launch)
+    heeds: bool = False
+    """Ranks save and leave when they are asked to stop."""
+
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most and self.wanted is not None
+
+    @property
+    def brought(self) -> Path:
+        """The folder that Ray brings to a node which has no folder in common with the driver."""
+        return Path(self.folder) if self.code is None else self.code.parent
+
+    def without_folder(self) -> Job:
+        """The same for such nodes."""
+        if self.code is None:
+            return replace(self, folder="")
+        target, name = self.target, self.code.name
+        moved = (
+            replace(target, script=name)
+            if target.script is not None
+            else replace(target, args=[*target.args, name], task=name)
+        )
+        return replace(self, folder="", target=moved)

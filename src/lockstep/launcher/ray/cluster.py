@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, UsageError
-from lockstep.launcher.interfaces import host_and_port
+from lockstep.launcher.fixed import host_and_port
 from lockstep.runtime import extras
 
 RAY = "--ray"

@@ -24,11 +24,11 @@ from typing import Any, TextIO
 from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks
+from lockstep.launcher.preemption import Stop, noted, say
 from lockstep.launcher.ray import cluster
-from lockstep.launcher.ray.job import Job
+from lockstep.launcher.ray.actor import Job
 from lockstep.launcher.ray.members import Member, Members, NoFolder
 from lockstep.launcher.ray.worker_group import WorkerGroup
-from lockstep.launcher.stopping import Stop, noted, say
 from lockstep.launcher.supervise import Outcome, conclude
 
 _LOOK_SECONDS = 0.2
@@ -190,7 +190,7 @@ class Driver:
             )
             return "continuing with more nodes" if grown else None
         comes_back = failure.killed or (
-            self._job.stalls.then == "restart" and failure.kind == "stall"
+            self._job.launch.on_stall == "restart" and failure.kind == "stall"
         )
         if not comes_back or self._left == 0:
             return None

@@ -14,11 +14,10 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.launcher.engine import LocalRanks
+from lockstep.launcher.preemption import say
 from lockstep.launcher.ray import cluster
-from lockstep.launcher.ray.actor import Facts, Node, digest, versions
+from lockstep.launcher.ray.actor import Job, Node, NodeFacts, digest, versions
 from lockstep.launcher.ray.cluster import Place
-from lockstep.launcher.ray.job import Job
-from lockstep.launcher.stopping import say
 from lockstep.launcher.supervise import Outcome
 
 # that an actor waits for something to tell, before it answers that there is nothing
@@ -181,7 +180,7 @@ class Members:
         self.bar(member)
         yield member, "gone", why
 
-    def _admit(self, member: Member, facts: Facts) -> None:
+    def _admit(self, member: Member, facts: NodeFacts) -> None:
         """Have a node that fits start its process."""
         label, ours = member.place.label, versions()
         if name := next(

@@ -26,11 +26,11 @@ from queue import SimpleQueue
 from lockstep.errors import ExitCode, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.engine import LocalRanks, store
-from lockstep.launcher.interfaces import gloo_and_nccl
+from lockstep.launcher.fixed import gloo_and_nccl
 from lockstep.launcher.launch import start_ranks
-from lockstep.launcher.ray.job import Call, Job
-from lockstep.launcher.ray.stalled import Asked
+from lockstep.launcher.ray.actor import Job, PickledCall
 from lockstep.launcher.server import FOR_SCRIPTS, FOR_TRAININGS, server
+from lockstep.launcher.stalls import OtherNodes
 from lockstep.launcher.supervise import Outcome, Share, supervise
 
 
@@ -42,7 +42,7 @@ class _Orders:
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, threading.Lock()
         self._waiting: SimpleQueue[tuple[str, object]] = SimpleQueue()
-        self.asked = Asked(self.send)
+        self.asked = OtherNodes(self.send)
         self._called_off = False
         threading.Thread(target=self._read, name="lockstep-orders", daemon=True).start()
 
@@ -75,7 +75,7 @@ class _Orders:
                 os.kill(os.getpid(), content)
             else:
                 if kind == "start":
-                    self._called_off, self.asked = False, Asked(self.send)
+                    self._called_off, self.asked = False, OtherNodes(self.send)
                 self._waiting.put((kind, content))
 
 
@@ -92,7 +92,7 @@ def main(descriptor: int, address: str) -> None:
         os.chdir(job.folder)
     if job.call is not None:
         os.environ.update(environment)
-    cold = job.cold or (job.call is not None and job.call.variables is not None)
+    cold = job.launch.cold or (job.call is not None and job.call.variables is not None)
     forking = server(
         FOR_TRAININGS if job.target.ours else FOR_SCRIPTS, {**os.environ, **environment}, cold=cold
     )
@@ -127,10 +127,8 @@ def _outcome(
             console=job.console,
             environment=environment,
             heeds=job.heeds,
-            stalls=job.stalls,
-            debug=job.debug,
+            launch=job.launch,
             share=orders.share(ranks),
-            cold=job.cold,
             again=job.restarts > 0,
             reports=False,
         )
@@ -145,7 +143,7 @@ def _outcome(
         sys.stderr.flush()
 
 
-def _called(call: Call, ranks: LocalRanks) -> list[bytes]:
+def _called(call: PickledCall, ranks: LocalRanks) -> list[bytes]:
     own = None if call.variables is None else call.variables.__getitem__
     return start_ranks(
         _on_rank,

@@ -13,7 +13,7 @@ from lockstep.errors import ExitCode
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.ray.members import Member
-from lockstep.launcher.ray.stalled import Quiet, Told
+from lockstep.launcher.stalls import Quiet, QuietNodes
 from lockstep.launcher.supervise import Outcome
 
 
@@ -23,7 +23,7 @@ class WorkerGroup:
 
     members: Sequence[Member]
     """By the numbers of their ranks."""
-    told: Told = field(default_factory=Told)
+    told: QuietNodes = field(default_factory=QuietNodes)
     lost: list[Failure] = field(default_factory=list)
     stopping: bool = False
     asked_to_grow: bool = False

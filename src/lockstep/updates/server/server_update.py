@@ -24,7 +24,7 @@ from lockstep.data.draws import Drawn
 from lockstep.data.windows import Plan, Window
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
-from lockstep.launcher import asked
+from lockstep.launcher import preemption
 from lockstep.runtime import status
 from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.optimizer_state import CutOptimizer, elementwise_pieces
@@ -167,7 +167,7 @@ class ServerUpdate(Update):
     def _may_be_missed(self, yes: bool) -> None:
         """Tell the launcher whether the rest can go on if this rank dies now."""
         if self._missable:
-            asked.spare(yes)
+            preemption.spare(yes)
 
     # -- a draw -----------------------------------------------------------------------------------
 

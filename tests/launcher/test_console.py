@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launcher import forward
-from lockstep.launcher.forward import Joiner, Lines, forwarded, pipe_of, spans, write_all
+from lockstep.launcher import console
+from lockstep.launcher.console import Joiner, Lines, forwarded, pipe_of, spans, write_all
 
 _SPEAK = """
 import os, sys
@@ -274,7 +274,7 @@ def test_whatever_comes_every_ranks_lines_come_out_in_their_order_and_in_time(
         out += joiner.ready(now)
         out += joiner.take(rank, line, now)
         due = joiner.due()
-        assert due is None or now < due <= now + forward.WINDOW
+        assert due is None or now < due <= now + console.WINDOW
     out += joiner.end()
     for rank in range(4):
         assert [_text(line) for line in out if rank in _ranks(line)] == [
@@ -285,7 +285,7 @@ def test_whatever_comes_every_ranks_lines_come_out_in_their_order_and_in_time(
 def test_a_flood_does_not_wait() -> None:
     joiner = Joiner(2)
     left = sum(len(joiner.take(0, f"line {number}", now=0.0)) for number in range(5000))
-    assert 5000 - left == len(joiner.end()) == forward._MOST
+    assert 5000 - left == len(joiner.end()) == console._MOST
 
 
 def test_bytes_become_lines_whatever_the_cuts() -> None:
@@ -315,7 +315,7 @@ def test_a_bar_that_is_redrawn_for_hours_takes_no_memory_and_an_endless_line_com
     assert len(lines._rest) < 600
     pieces = lines.feed(b"x" * 200_000)
     assert "".join([*pieces, *lines.end()]).endswith("x" * 200_000)
-    assert max(map(len, pieces)) == forward._LONGEST
+    assert max(map(len, pieces)) == console._LONGEST
 
 
 def test_spans() -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher import processes
-from lockstep.launcher.ray.stalled import Asked, Quiet, Told
-from lockstep.launcher.stalls import Sight, Watcher
+from lockstep.launcher.stalls import OtherNodes, Quiet, QuietNodes, Sight, Watcher
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import PHASES
 from tests.launcher.test_stalls import BUCKET, sight
@@ -29,7 +28,7 @@ def quiet(seconds: float, **ranks: Sight) -> Quiet:
 
 
 def test_the_rank_of_another_node_is_named_with_it() -> None:
-    told = Told()
+    told = QuietNodes()
     assert told.quiet("a", quiet(31, rank0=sight(**WAITING), rank1=sight(**WAITING)))
     assert told.verdict(LABELS) is None
     late = Sight(
@@ -42,7 +41,7 @@ def test_the_rank_of_another_node_is_named_with_it() -> None:
     assert not told.quiet("b", quiet(30, rank2=sight(**WAITING), rank3=late))
     found = told.verdict(LABELS)
     assert found is not None
-    assert (found.rank, found.elsewhere, found.stack) == (3, False, late.stack)
+    assert (found.rank, found.stack) == (3, late.stack)
     assert "ranks 0, 1 and 2 wait in #8" in found.message
     assert "dataset.py:88 read_shard" in found.message
     assert found.message.endswith("Rank 3 is on bert (10.0.0.2).")
@@ -50,12 +49,11 @@ def test_the_rank_of_another_node_is_named_with_it() -> None:
 
 
 def test_where_all_wait_for_each_other_it_is_the_network() -> None:
-    told = Told()
+    told = QuietNodes()
     told.quiet("a", quiet(31, rank0=sight(**WAITING)))
     told.quiet("b", quiet(31, rank1=sight(**WAITING)))
     found = told.verdict(LABELS)
     assert found is not None
-    assert not found.elsewhere
     assert (
         found.message
         == f"STALL 31 s: all ranks of all nodes wait in #8 ({BUCKET}), step 5, which does not end:"
@@ -64,7 +62,7 @@ def test_where_all_wait_for_each_other_it_is_the_network() -> None:
 
 
 def test_ranks_that_move_again_take_back_what_was_told() -> None:
-    told = Told()
+    told = QuietNodes()
     told.quiet("a", quiet(31, rank0=sight(**WAITING)))
     told.moving("a")
     told.quiet("b", quiet(31, rank1=sight(phase="data")))
@@ -78,7 +76,7 @@ def test_times_are_put_on_the_drivers_clock() -> None:
     hour = 3600 * 10**9
     theirs = time.monotonic_ns() - hour
     seen = sight(phase="data")
-    told = Told()
+    told = QuietNodes()
     told.quiet(
         "a",
         Quiet(
@@ -96,7 +94,7 @@ def test_a_node_that_is_asked_tells_of_ranks_that_it_would_leave_alone(
     """One that is in the user's own code between steps, and that nobody on this node waits for."""
     monkeypatch.setattr(processes, "ask_for_stack", lambda pid, file: "")
     sent: list[str] = []
-    asked = Asked(lambda kind, content: sent.append(kind))
+    asked = OtherNodes(lambda kind, content: sent.append(kind))
     now = 0.0
     page = status.Page(status.file_of(tmp_path, 0))
     page.step(5)

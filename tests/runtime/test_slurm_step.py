@@ -4,13 +4,17 @@ environments as SLURM 22.05 sets them.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.runtime.slurm import port, step
+from lockstep.errors import UsageError
+from lockstep.runtime import slurm_step
+from lockstep.runtime.environment import Placement, exported, placement, step_of
+from lockstep.runtime.slurm_step import first_host, port, step
 from tests.refused import refused
 
 JOB = {
@@ -156,3 +160,132 @@ def test_a_port_is_neither_privileged_nor_ephemeral(job: int, number: int) -> No
 def test_steps_of_a_job_and_the_next_jobs_do_not_share_a_port(job: int) -> None:
     ports = [port(str(job + more), number) for more in range(20) for number in range(50)]
     assert len(set(ports)) == len(ports)
+
+
+ONE_HOST = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "n[03-04]",
+}
+TWO_HOSTS = {
+    **ONE_HOST,
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+PORT = str(slurm_step.port("7", 2))
+
+
+def place_in(env: dict[str, str]) -> Placement:
+    place = placement(env)
+    assert place is not None
+    return place
+
+
+@pytest.mark.parametrize(
+    ("env", "host", "local"),
+    [(ONE_HOST, "127.0.0.1", ("1", "2", "0")), (TWO_HOSTS, "n03", ("0", "1", "1"))],
+)
+def test_what_scripts_for_torchrun_read(
+    env: dict[str, str], host: str, local: tuple[str, str, str]
+) -> None:
+    variables = exported(place_in(env), env)
+    assert variables == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": local[0],
+        "LOCAL_WORLD_SIZE": local[1],
+        "GROUP_RANK": local[2],
+        "MASTER_ADDR": host,
+        "MASTER_PORT": PORT,
+    }
+    both = {**env, **variables}
+    # lockstep.init() meets as it would without them
+    assert step_of(place_in(both), both) == slurm_step.step(env)
+
+
+def test_what_the_user_set_stays() -> None:
+    env = {**TWO_HOSTS, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    assert step_of(place_in(env), env) is None
+    assert exported(place_in(env), env).keys() & {"MASTER_ADDR", "MASTER_PORT"} == set()
+
+
+def test_ranks_of_another_launcher_inside_of_a_step_are_not_its_tasks() -> None:
+    inner = {**ONE_HOST, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    assert step_of(place_in(inner), inner) is None
+    given = Placement(rank=1, size=2, local_rank=1, local_size=2, node=0, source="arguments")
+    assert step_of(given, ONE_HOST) is None
+
+
+def test_a_step_without_hosts() -> None:
+    env = {name: value for name, value in TWO_HOSTS.items() if name != "SLURM_STEP_NODELIST"}
+    with refused("rank-0-host-unknown", source="SLURM_STEP_NODELIST and SLURM_JOB_NODELIST"):
+        exported(place_in(env), env)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "expected"),
+    [
+        ("a1", "a1"),
+        ("n[01-03,07]", "n01"),
+        ("b[2-3],a1", "b2"),
+        ("rack[1-2]n[1-2]", "rack1n1"),
+        ("n[1-2].cluster.local,x", "n1.cluster.local"),
+        ("n[08-11]", "n08"),
+        (",a,,b,", "a"),
+        ("[1-2]", "1"),
+        ("a[0-9999]b[0-9999]c[0-9999]", "a0b0c0"),
+    ],
+)
+def test_first_host_of_a_nodelist(nodelist: str, expected: str) -> None:
+    assert first_host(nodelist) == expected
+
+
+_NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,5}", fullmatch=True)
+_NUMBERS = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=3
+)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """One entry, written short, and the hosts that it means."""
+    text = ""
+    choices: list[list[str]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(_NAMES)
+        text, choices = text + name, [*choices, [name]]
+        if draw(st.booleans()):
+            ranges, numbers = [], []
+            for low, more, width in draw(_NUMBERS):
+                written = f"{low:0{width}d}"
+                ranges.append(written if more == 0 else f"{written}-{low + more}")
+                numbers += [f"{number:0{len(written)}d}" for number in range(low, low + more + 1)]
+            text, choices = f"{text}[{','.join(ranges)}]", [*choices, numbers]
+    return text, ["".join(parts) for parts in itertools.product(*choices)]
+
+
+@given(st.lists(entries(), min_size=1, max_size=3))
+def test_first_host_of_any_nodelist(found: list[tuple[str, list[str]]]) -> None:
+    assert first_host(",".join(text for text, _ in found)) == found[0][1][0]
+
+
+@given(st.text("n1-,[] a", max_size=8))
+def test_anything_names_a_host_or_is_refused_in_a_sentence(nodelist: str) -> None:
+    message = ""
+    try:
+        host = first_host(nodelist)
+    except UsageError as error:
+        host, message = "", str(error)
+    assert bool(host) != (repr(nodelist) in message)
+    assert not set(host) & set("[], ")
+
+
+@pytest.mark.parametrize("nodelist", ["", ",", "n[1-3", "n[1,,2]", "n[a-b]", "n1 n2"])
+def test_what_is_not_a_nodelist(nodelist: str) -> None:
+    with refused("slurm-list-unreadable", value=nodelist):
+        first_host(nodelist)

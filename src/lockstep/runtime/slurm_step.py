@@ -23,6 +23,7 @@ _STEP = "SLURM_STEP_ID"
 _SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 # numbers of steps that are a batch script, an interactive shell and the like
 _SHELLS = range(2**32 - 16, 2**32)
+_ENTRY = re.compile(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+")
 _PORTS = range(10_000, 32_749)  # neither privileged nor ephemeral, and a prime number of them
 
 
@@ -161,3 +162,30 @@ def number_of(env: Mapping[str, str], name: str) -> int | None:
     if not text:
         return None
     return whole(name, value_of(text), -math.inf)
+
+
+def address(step: Step) -> tuple[str, str]:
+    """MASTER_ADDR and MASTER_PORT of a step. Raises UsageError where SLURM names no hosts."""
+    if step.local_size == step.size:
+        return "127.0.0.1", str(step.port)
+    if not step.nodelist:
+        raise UsageError(
+            "rank-0-host-unknown",
+            source="SLURM_STEP_NODELIST and SLURM_JOB_NODELIST",
+            size=step.size,
+        )
+    return first_host(step.nodelist), str(step.port)
+
+
+def first_host(nodelist: str) -> str:
+    """Where rank 0 of a job runs that has `nodelist`, as SLURM writes it: n03 of `n[03-04,07],b2`.
+
+    `scontrol show hostnames` says the same, but is not there in every container, and costs a
+    process in every rank.
+    """
+    first = _ENTRY.match(nodelist.lstrip(","))
+    if first is None or not _ENTRY.sub("", nodelist).strip(",") == "":
+        raise UsageError(
+            "slurm-list-unreadable", name="nodelist", value=nodelist, form="n[01-03,07],b2"
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])

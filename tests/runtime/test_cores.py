@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runtime.load import busy
+from lockstep.runtime.cores import busy
 
 CORES = os.cpu_count() or 1
 

@@ -1,5 +1,11 @@
-"""A launcher's side of being asked to stop: at once, or after a step, with a checkpoint, where the
-ranks have said that they do that.
+"""Asked to stop, by a scheduler or with Ctrl-C: ranks stop after a step, with a checkpoint, where they
+have said that they do that, and at once elsewhere.
+
+    SIGTERM, SIGUSR1 -> noted by a rank, and told to its launcher, which tells the other ranks
+                     -> all stop after the same step, save, and leave with 75
+
+A rank's handler only notes, since a signal may meet it anywhere. Without a launcher of ours the other
+ranks hear of it in the facts of their next step. The launcher's side:
 
 first signal    ranks that heed are told, all of them, also where only one of them was; they agree
                 on a step, save, and leave
@@ -14,18 +20,77 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from lockstep.errors import ExitCode
-from lockstep.launcher import ending
-from lockstep.launcher.asked import ASKED, HEEDS, mark
+from lockstep.launcher import ending, failures
 from lockstep.launcher.failures import signal_name
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+HEEDS, ASKED, SPARE = "heeds", "asked", "spare"
+"""Files that a rank leaves for the launcher: it will stop by itself when asked; it has been
+asked; the others can do without it if it is killed.
+"""
+
+_asked = False
+
+
+def listen() -> Callable[[], None]:
+    """Heed signals from now on, in place of dying of them; gives what ends that. Handlers belong
+    to the main thread: from another nothing is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, _note) for number in SIGNALS}
+    _tell(HEEDS)
+
+    def restore() -> None:
+        global _asked
+        _asked = False
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return restore
+
+
+def to_stop() -> bool:
+    """Whether this process was asked to stop."""
+    return _asked
+
+
+def spare(yes: bool) -> None:
+    """Tell the launcher whether the other ranks go on if this one is killed now."""
+    directory = os.environ.get(failures.DIRECTORY)
+    if directory is None:
+        return
+    file = mark(Path(directory), int(os.environ.get("RANK", "0")), SPARE)
+    with suppress(OSError):
+        file.touch() if yes else file.unlink(missing_ok=True)
+
+
+def mark(directory: Path, rank: int, what: str) -> Path:
+    """The file by which a rank tells its launcher so."""
+    return directory / f"rank-{rank}.{what}"
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _asked
+    if not _asked:
+        _asked = True
+        _tell(ASKED)
+
+
+def _tell(what: str) -> None:
+    directory = os.environ.get(failures.DIRECTORY)
+    if directory is not None:
+        with suppress(OSError):
+            mark(Path(directory), int(os.environ.get("RANK", "0")), what).touch()
 
 
 class Stop:
@@ -83,7 +148,7 @@ class Stop:
         from its checkpoint, else 128 + n.
         """
         assert self.number is not None
-        return ExitCode.PREEMPTED if saved and self.number in _PREEMPTION else 128 + self.number
+        return ExitCode.PREEMPTED if saved and self.number in SIGNALS else 128 + self.number
 
 
 def say(text: str) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher import asked, failures
-from lockstep.launcher.stopping import HANDLED, Stop, noted
+from lockstep.launcher import failures, preemption
+from lockstep.launcher.preemption import HANDLED, Stop, noted
 from tests.ending import end
 
 
@@ -33,7 +33,7 @@ PIDS = {0: 100, 1: 101}
 
 def heeding(directory: Path, *ranks: int) -> None:
     for rank in ranks:
-        asked.mark(directory, rank, asked.HEEDS).touch()
+        preemption.mark(directory, rank, preemption.HEEDS).touch()
 
 
 def test_ranks_that_heed_are_told_once_and_let_go_on(
@@ -78,7 +78,7 @@ def test_one_rank_that_is_asked_is_enough(tmp_path: Path, told: list[tuple[int, 
     """Also while the others are not listening yet: they are waited for."""
     stop = Stop()
     heeding(tmp_path, 1)
-    asked.mark(tmp_path, 1, asked.ASKED).touch()
+    preemption.mark(tmp_path, 1, preemption.ASKED).touch()
     assert not stop.now(tmp_path, PIDS)
     assert told == []
     heeding(tmp_path, 0)
@@ -89,19 +89,19 @@ def test_one_rank_that_is_asked_is_enough(tmp_path: Path, told: list[tuple[int, 
 def test_a_rank_notes_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(failures.DIRECTORY, str(tmp_path))
     monkeypatch.setenv("RANK", "3")
-    before = [signal.getsignal(number) for number in asked.SIGNALS]
-    restore = asked.listen()
+    before = [signal.getsignal(number) for number in preemption.SIGNALS]
+    restore = preemption.listen()
     try:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.heeds"]
-        assert not asked.to_stop()
+        assert not preemption.to_stop()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGUSR1)
-        assert asked.to_stop()
+        assert preemption.to_stop()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-3.asked", "rank-3.heeds"]
     finally:
         restore()
-    assert not asked.to_stop()
-    assert [signal.getsignal(number) for number in asked.SIGNALS] == before
+    assert not preemption.to_stop()
+    assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
 
 
 def test_handlers_are_put_back_and_what_was_ignored_stays_so() -> None:

@@ -1,0 +1,185 @@
+"""Ranks without an address: those of a SLURM step on several hosts meet on a port that nobody told
+them; those of one parent find rank 0 by a file that only they can read.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from lockstep.errors import LockstepError
+from lockstep.runtime import private
+from lockstep.runtime.slurm_step import Step
+from lockstep.world import rendezvous
+from lockstep.world.rendezvous import across_hosts
+from tests.refused import refused
+
+SOON = timedelta(seconds=20)
+
+
+def task(rank: int, nodelist: str = "localhost,elsewhere") -> Step:
+    return Step(
+        rank=rank,
+        size=2,
+        local_rank=0,
+        local_size=1,
+        node=rank,
+        job=str(os.getpid()),
+        number=0,
+        nodelist=nodelist,
+    )
+
+
+def test_they_meet_and_keep_apart_from_other_steps() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        stores = [
+            each.result()
+            for each in [pool.submit(across_hosts, task(rank), SOON) for rank in (1, 0)]
+        ]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    assert across_hosts(task(0), SOON) is stores[1]  # of a second world
+    raw = dist.TCPStore("127.0.0.1", task(0).port, is_master=False, timeout=SOON)
+    assert not raw.check(["key"])
+    across_hosts.cache_clear()
+
+
+def test_rank_0_finds_its_port_taken() -> None:
+    step = task(0, "127.0.0.1,elsewhere")
+    with (
+        socket.create_server(("127.0.0.1", step.port)),
+        refused(
+            "slurm-port-taken", port=step.port, host="127.0.0.1", step=step.name, why="is in use"
+        ),
+    ):
+        across_hosts(step, SOON)
+
+
+def test_a_strangers_store_on_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_KNOWN_WITHIN", timedelta(seconds=0.2))
+    step = task(1)
+    stranger = dist.TCPStore(
+        "127.0.0.1", step.port, is_master=True, wait_for_workers=False, timeout=SOON
+    )
+    of_another_step = replace(step, number=1)
+    stranger.set(rendezvous._mark(of_another_step), of_another_step.name)
+    with refused(
+        "slurm-port-taken",
+        LockstepError,
+        port=step.port,
+        host="localhost",
+        step=step.name,
+        why="belongs to another program",
+    ):
+        across_hosts(step, SOON)
+
+
+def test_a_host_that_cannot_be_looked_up() -> None:
+    for rank in (0, 1):
+        with refused("host-not-found", host="nowhere.invalid"):
+            across_hosts(task(rank, "nowhere.invalid"), SOON)
+
+
+AT_ONCE = timedelta(seconds=0.05)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return private.user_directory()
+
+
+def _dead_process() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def _file(home: Path, pid: int, port: int = 1, started: int | None = None) -> Path:
+    return home / f"port-{pid}-{private.start_time(pid) if started is None else started}-{port}-job"
+
+
+def test_published_found_withdrawn() -> None:
+    rendezvous.publish_port("job", 4711)
+    assert rendezvous.find_port("job", AT_ONCE) == 4711
+    rendezvous.publish_port("job", 4712)
+    assert rendezvous.find_port("job", AT_ONCE) == 4712
+    rendezvous.withdraw_port("job")
+    with refused("rank-0-not-found", LockstepError, seconds=0.05):
+        rendezvous.find_port("job", AT_ONCE)
+
+
+def test_whoever_looks_first_waits() -> None:
+    found: list[int] = []
+    other = threading.Thread(
+        target=lambda: found.append(rendezvous.find_port("job", timedelta(seconds=20)))
+    )
+    other.start()
+    rendezvous.publish_port("job", 4711)
+    other.join()
+    assert found == [4711]
+
+
+@pytest.mark.parametrize("old", ["dead", "reused pid", "garbage"])
+def test_stale_files_are_ignored_and_removed(home: Path, old: str) -> None:
+    {
+        "dead": _file(home, _dead_process(), started=5),
+        "reused pid": _file(home, os.getppid(), started=1),
+        "garbage": home / "port-x-y-z-job",
+    }[old].touch()
+    with refused("rank-0-not-found", LockstepError):
+        rendezvous.find_port("job", AT_ONCE)
+    rendezvous.publish_port("job", 4711)
+    assert rendezvous.find_port("job", AT_ONCE) == 4711
+    assert len([*home.iterdir()]) == 1
+
+
+def test_publishing_keeps_what_the_living_have_left(home: Path) -> None:
+    living = home / _file(home, os.getppid(), port=99).name.replace("job", "other")
+    living.touch()
+    rendezvous.publish_port("job", 4711)
+    assert rendezvous.find_port("other", AT_ONCE) == 99
+
+
+def test_only_the_owner_withdraws(home: Path) -> None:
+    _file(home, os.getppid()).touch()
+    rendezvous.withdraw_port("job")
+    assert rendezvous.find_port("job", AT_ONCE) == 1
+
+
+def test_the_directory_is_private(home: Path) -> None:
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    home.chmod(0o755)
+    with refused("directory-not-private", LockstepError, path=str(home)):
+        rendezvous.publish_port("job", 1)
+
+
+def test_the_key_is_the_parents_unless_a_launcher_names_the_job() -> None:
+    code = "import os; from lockstep.runtime import siblings; print(rendezvous.siblings_key(os.environ))"
+    keys = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for _ in range(2)
+    ]
+    assert keys == [f"{os.getpid()}-{private.start_time(os.getpid())}"] * 2
+    assert rendezvous.siblings_key({}) != keys[0]
+    one, same, other = ({"PMIX_NAMESPACE": name} for name in ("a", "a", "../b"))
+    assert (
+        rendezvous.siblings_key(one)
+        == rendezvous.siblings_key(same)
+        != rendezvous.siblings_key(other)
+    )
+    assert "/" not in rendezvous.siblings_key(other)
