@@ -298,7 +298,7 @@ def test_what_is_no_text_sets_none(tmp_path: Path) -> None:
 
 def _says(*flags: str, **environment: str) -> object:
     program = (
-        "import json; from lockstep.launcher import interpreter as i; print(json.dumps([i.flags(),"
+        "import json; from lockstep.launcher import seat as i; print(json.dumps([i.flags(),"
         f" i.forks({environment!r})]))"
     )
     done = subprocess.run(

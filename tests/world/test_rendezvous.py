@@ -167,7 +167,7 @@ def test_the_directory_is_private(home: Path) -> None:
 
 
 def test_the_key_is_the_parents_unless_a_launcher_names_the_job() -> None:
-    code = "import os; from lockstep.runtime import siblings; print(rendezvous.siblings_key(os.environ))"
+    code = "import os; from lockstep.world import rendezvous; print(rendezvous.siblings_key(os.environ))"
     keys = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.runtime.job_step import first_host
+from lockstep.runtime.slurm_step import first_host
 from tests.launcher.slurm.cluster import Cluster
 from tests.test_launchers import SCRIPT
 
