@@ -58,7 +58,7 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
                 world.group.all_reduce(torch.zeros(1)).wait()
                 world.group.tags = None if kind == "untagged" else tags
                 status._page = page if kind == "noted" else None
-                before = page._ticks
+                before = page.ticks
                 begin = time.perf_counter()
                 stepper = steppers[kind]
                 for micro in stepper.micro_batches([batch]):
@@ -66,7 +66,7 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
                 stepper.step()
                 if step >= 3:
                     seconds[kind].append(time.perf_counter() - begin)
-                    notes += page._ticks - before
+                    notes += page.ticks - before
                 world.group.tags = tags
         slowest = torch.tensor([seconds[kind] for kind in VARIANTS], dtype=torch.float64)
         world.group.all_reduce(slowest, "max").wait()

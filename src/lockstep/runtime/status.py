@@ -84,6 +84,10 @@ class Page:
     def phase(self) -> int:
         return self._fields.phase
 
+    @property
+    def ticks(self) -> int:
+        return self._fields.ticks
+
     def enter(self, phase: int, now: int) -> None:
         fields = self._fields
         if fields.since:
