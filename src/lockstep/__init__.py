@@ -32,9 +32,9 @@ _HOME = {  # public name -> the module that defines it; tests/test_public.py pin
     "launch": "lockstep.launcher.launch",
     "predict": "lockstep.training.inference.prediction",
     "scale_lr": "lockstep.step.learning_rate",
-    "seed": "lockstep.runtime.streams",
+    "seed": "lockstep.runtime.randomness",
     "shared_memory_hook": "lockstep.step.comm_hook",
-    "stream": "lockstep.runtime.streams",
+    "stream": "lockstep.runtime.randomness",
     "train": "lockstep.training.train",
 }
 _MODULES = ("backend", "collectives", "errors", "testing")
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from lockstep.data.loader import Loader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.launcher.launch import launch
-    from lockstep.runtime.streams import seed, stream
+    from lockstep.runtime.randomness import seed, stream
     from lockstep.step.checkpointing import Checkpoints
     from lockstep.step.comm_hook import shared_memory_hook
     from lockstep.step.data_parallel import DistributedDataParallel

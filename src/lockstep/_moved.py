@@ -24,7 +24,7 @@ NOW = {
     "lockstep.settings": "lockstep.config.settings",
     "lockstep.sharded_optimizer": "lockstep.step.sharded_optimizer",
     "lockstep.stepper": "lockstep.step.stepper",
-    "lockstep.streams": "lockstep.runtime.streams",
+    "lockstep.streams": "lockstep.runtime.randomness",
     "lockstep.task": "lockstep.config.task",
 }
 

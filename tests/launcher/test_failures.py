@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import BarrierTimeout, PeerFailed, ReplicaDivergence, UsageError
+from lockstep.errors import BarrierTimeout, LockstepError, PeerFailed, ReplicaDivergence, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 
@@ -153,6 +153,18 @@ def test_a_sys_exit_in_the_middle_of_our_work_is_a_failure_with_its_line(
     last = failures.render(record).splitlines()[-1]
     assert f" was ended by {called} ({__file__}:" in last
     assert __file__ in record.traceback
+
+
+def test_the_code_of_a_ranks_error_survives_and_any_other_failure_has_one() -> None:
+    ours = failures.of_exception(_caught(LockstepError("store-not-started")), 2)
+    error = failures.worker_failed(ours)
+    assert (error.code, error.rank) == ("store-not-started", 2)
+    assert failures.render(ours).splitlines()[-1].endswith(" [store-not-started]")
+    other = failures.worker_failed(failures.of_exception(_caught(ValueError("boom")), 1))
+    assert other.code == "rank-failed"
+    first, *rest = str(other).splitlines()
+    assert first.endswith("failed: ValueError: boom [rank-failed]")
+    assert "\n".join(rest).strip() == other.traceback.strip()
 
 
 def test_a_signal_is_named_and_gives_128_plus_n() -> None:

@@ -330,7 +330,7 @@ class _Generation:
             ):
                 self.spared.add(rank)
                 how = f"was killed by {signal_name(-code)}: the rest go on without it"
-                print(f"rank {rank} (pid {now.pids[rank]}) {how}", file=sys.stderr, flush=True)
+                _say(f"rank {rank} (pid {now.pids[rank]}) {how}")
         return self.spared
 
     def _failures(self, ended: Ended) -> Sequence[Failure]:
@@ -347,7 +347,7 @@ class _Generation:
         cause = failures.first(found)
         if cause is None:
             if text := ending.of_strangers(self.watch.directory, ended.pids, size):
-                print(text, file=sys.stderr, flush=True)
+                _say(text)
             return Outcome(ExitCode.OK)
         note = failures.finished_early(
             found, [rank for rank, code in ended.codes.items() if code == 0]
@@ -363,11 +363,9 @@ def _sets_variables(work: Program) -> bool:
     name = "" if script is None else seats.set_by(Path(script))
     if name:
         what = f"{script} sets {name}, which acts as torch is imported"
-        print(
+        _say(
             f"lockstep: ranks are started cold, which takes longer: {what}; set it for the command"
-            " instead",
-            file=sys.stderr,
-            flush=True,
+            " instead"
         )
     return bool(name)
 

@@ -11,6 +11,15 @@ A stream is entered by seeding torch, numpy and `random` with a number derived f
 ordinary code draws from it. Adding the rank to a seed instead makes collisions (seed 0 rank 1 =
 seed 1 rank 0) and ties the training to the number of ranks. What cannot be keyed: generators that
 seed themselves from the operating system, such as `numpy.random.default_rng()` without a seed.
+
+For plain scripts, one seed for all ranks, and blocks that draw from a stream of their own:
+
+    lockstep.seed(0)                            # the model is built equal on all ranks
+    model = Net()
+    with lockstep.stream("rank"):               # on purpose different on every rank
+        noise = torch.randn(8)
+    with lockstep.stream("sample", epoch, 17):  # the same on whichever rank draws it, in this epoch
+        image = augment(image)
 """
 
 from __future__ import annotations
@@ -27,6 +36,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from lockstep.runtime.host_generators import Generator
+
+import math
+from typing import Literal
+
+from lockstep.config.knob import chosen, whole
+from lockstep.errors import UsageError
+from lockstep.runtime.environment import rank_and_size
 
 _MASK = 2**64 - 1
 # part of every recorded run: add to them, never renumber
@@ -221,3 +237,51 @@ def uniforms(key: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         mixed ^= mixed >> np.uint64(31)
     return ((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+Kind = Literal["rank", "step", "sample"]
+_KEYS = {
+    "rank": "any whole numbers",
+    "step": "step and, if you like, slot",
+    "sample": "epoch and index",
+}
+_LENGTHS: dict[str, range] = {"rank": range(100), "step": range(1, 3), "sample": range(2, 3)}
+_seed: int | None = None
+
+
+def seed(seed: int) -> None:
+    """Seed torch (GPUs too), numpy's global generator and `random`, equal on all ranks, and the
+    streams of `stream`.
+
+    Raises UsageError for what is not a whole number.
+    """
+    global _seed
+    number = whole("seed", seed, -math.inf)
+    shared(number)
+    _seed = number
+
+
+@contextmanager
+def stream(kind: Kind, *key: int) -> Iterator[None]:
+    """Draw from a stream of its own within the block; afterwards the random states are what they
+    were, also when it raises.
+
+    "rank", *key: another on every rank. "step", step, slot=0: of a micro-batch's forward, as a
+    Stepper with this seed enters it. "sample", epoch, index: of one sample in one epoch, as a
+    Loader with this seed enters it (torch's CPU generator, numpy, `random`). Raises UsageError
+    before `lockstep.seed` was called, for an unknown kind and for a key of the wrong length.
+    """
+    if _seed is None:
+        raise UsageError("seed-not-set")
+    chosen("kind", kind, _KEYS)
+    numbers = [whole("key", each, -math.inf) for each in key]
+    if len(numbers) not in _LENGTHS[kind]:
+        raise UsageError("stream-key-wrong", kind=kind, key=list(key), expected=_KEYS[kind])
+    with preserved(devices=kind != "sample"):
+        if kind == "rank":
+            rank(_seed, rank_and_size()[0], *numbers)
+        elif kind == "step":
+            step(_seed, numbers[0], numbers[1] if len(numbers) > 1 else 0)
+        else:
+            sample(_seed, numbers[0], numbers[1])
+        yield

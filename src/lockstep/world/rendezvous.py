@@ -311,7 +311,7 @@ def _listen(host: str, port: int, step: Step) -> socket.socket:
     loopback, as Debian's do.
     """
     found = _look_up(host)
-    where = "" if found.is_loopback and not _is_address(host) else str(found)
+    where = "" if found.is_loopback and host != str(found) else str(found)
     try:
         return socket.create_server(
             (where, port), family=socket.AF_INET6 if found.version == 6 else socket.AF_INET
@@ -334,11 +334,3 @@ def _look_up(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         )
     except OSError:
         raise UsageError("host-not-found", host=host, here=socket.gethostname()) from None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
