@@ -148,10 +148,6 @@ def unseeded() -> Iterator[None]:
     randomness._seed = None
 
 
-def draw() -> tuple[float, float, float]:
-    return torch.rand(()).item(), float(np.random.rand()), random.random()
-
-
 def drawn(world: lockstep.World) -> dict[str, tuple[float, float, float]]:
     random.seed(world.rank)
     torch.manual_seed(world.rank)
