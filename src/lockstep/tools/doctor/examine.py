@@ -25,7 +25,7 @@ from lockstep import collectives
 from lockstep.collectives.group import Group
 from lockstep.collectives.texts import said_by
 from lockstep.errors import LaunchTimeout, WorkerFailed
-from lockstep.launcher.interfaces import towards
+from lockstep.launcher.fixed import towards
 from lockstep.launcher.launch import launch
 from lockstep.tools.doctor import host, links, software
 from lockstep.tools.doctor.links import MeasuredLink
