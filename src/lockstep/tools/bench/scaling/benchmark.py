@@ -20,8 +20,7 @@ from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.runtime.cores import cores, processor
-from lockstep.runtime.cores import busy
+from lockstep.runtime.cores import busy, cores, processor
 from lockstep.tools.bench.scaling.prediction import Carried, step_seconds
 from lockstep.tools.bench.scaling.remarks import remarks
 from lockstep.tools.bench.scaling.speedup import Scaling, ScalingRow, rows
