@@ -311,7 +311,7 @@ def test_all_flags_are_handed_on() -> None:
     assert _says("-O", "-X", "dev", "-X", "int_max_str_digits=5000", "-W", "error") == [
         [
             "-O",
-            *(["-B"] if sys.flags.dont_write_bytecode else []),
+            *(["-B"] if os.environ.get("PYTHONDONTWRITEBYTECODE") else []),
             "-Werror",
             "-X",
             "dev",
