@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.config.settings import Settings
 from lockstep.tools.tune import micro_batch
-from lockstep.tools.tune.comparison import PairedTimes
 from lockstep.tools.tune.micro_batch import Size, fastest, sizes, why
+from lockstep.tools.tune.search import PairedTimes
 from lockstep.tools.tune.table import advice
 
 

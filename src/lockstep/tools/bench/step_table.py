@@ -5,12 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lockstep.data.windows import counted
 from lockstep.tools.bench.training_step import StepComparison, StepRow
-from lockstep.tools.timing.output_files import pyplot, save
+from lockstep.tools.timing.output_files import picture
 from lockstep.tools.timing.tables import milliseconds, table
 
 _COLOURS = {"local": "0.75", "ddp": "tab:orange", "accelerate": "tab:pink", "fabric": "tab:purple"}
@@ -62,48 +63,46 @@ def plot(every: Sequence[StepComparison], file: Path) -> None:
     """A panel a task, a bar a way: the median, and a mark at the 25th percentile. Raises
     UsageError without matplotlib.
     """
-    plt = pyplot()
     most = max(len(found.rows) for found in every)
-    figure, axes = plt.subplots(
-        1, len(every), figsize=(1 + 4.5 * len(every), 1.6 + 0.34 * most), squeeze=False
+    with picture(file, len(every), 1 + 4.5 * len(every), 1.6 + 0.34 * most) as (figure, axes):
+        for axis, found in zip(axes, every, strict=True):
+            _panel(axis, found)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncol=2, frameon=False, fontsize=8)
+        figure.tight_layout(rect=(0, 0.05, 1, 1))
+
+
+def _panel(axis: Any, found: StepComparison) -> None:
+    names = [row.variant for row in found.rows]
+    medians = [1e3 * row.median for row in found.rows]
+    bars = axis.barh(
+        names, medians, color=[_COLOURS.get(name.partition(":")[0], _OURS) for name in names]
     )
-    for axis, found in zip(axes[0], every, strict=True):
-        names = [row.variant for row in found.rows]
-        medians = [1e3 * row.median for row in found.rows]
-        bars = axis.barh(
-            names, medians, color=[_COLOURS.get(name.partition(":")[0], _OURS) for name in names]
+    axis.plot(
+        [1e3 * row.p25 for row in found.rows],
+        names,
+        "|",
+        color="black",
+        markersize=10,
+        label="25th percentile",
+    )
+    axis.bar_label(
+        bars,
+        fmt="%.1f",
+        padding=4,
+        fontsize=8,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+    )
+    if found.best is not None:
+        axis.axvline(
+            1e3 * found.best.median,
+            color=_COLOURS["ddp"],
+            linewidth=1,
+            linestyle="--",
+            label="best DDP",
         )
-        axis.plot(
-            [1e3 * row.p25 for row in found.rows],
-            names,
-            "|",
-            color="black",
-            markersize=10,
-            label="25th percentile",
-        )
-        axis.bar_label(
-            bars,
-            fmt="%.1f",
-            padding=4,
-            fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
-        if found.best is not None:
-            axis.axvline(
-                1e3 * found.best.median,
-                color=_COLOURS["ddp"],
-                linewidth=1,
-                linestyle="--",
-                label="best DDP",
-            )
-        axis.set(xlim=(0, 1.18 * max(medians)), xlabel="ms a step, median of the slowest rank")
-        axis.set_title(
-            f"{found.task}, {counted(found.workers, 'rank')} on {found.device}", fontsize=10
-        )
-        axis.invert_yaxis()
-        axis.grid(axis="x", alpha=0.3)
-        axis.set_axisbelow(True)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=2, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    save(figure, file)
+    axis.set(xlim=(0, 1.18 * max(medians)), xlabel="ms a step, median of the slowest rank")
+    axis.set_title(f"{found.task}, {counted(found.workers, 'rank')} on {found.device}", fontsize=10)
+    axis.invert_yaxis()
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)

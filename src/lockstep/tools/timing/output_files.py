@@ -89,18 +89,15 @@ def picture(
     UsageError without matplotlib.
     """
     figure, axes = pyplot().subplots(1, panels, figsize=(width, height), squeeze=False)
-    yield figure, list(axes[0])
-    save(figure, file)
-
-
-def save(figure: Any, file: Path | str) -> None:
-    """Write the picture and forget the figure."""
     try:
-        figure.savefig(file, dpi=130)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            "cannot-write", name="--plot", file=str(file), reason=str(error)
-        ) from error
+        yield figure, list(axes[0])
+        try:
+            figure.savefig(file, dpi=130)
+        except (OSError, ValueError) as error:
+            reason = str(error)
+            raise UsageError(
+                "cannot-write", name="--plot", file=str(file), reason=reason
+            ) from error
     finally:
         pyplot().close(figure)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -33,10 +33,9 @@ from lockstep.launcher.launch import launch
 from lockstep.runtime.cores import cores
 from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
-from lockstep.tools.timing.in_turns import take_turns
+from lockstep.tools.timing.in_turns import Trial, take_turns
 from lockstep.tools.timing.machine import Peak
 from lockstep.tools.timing.profile import PhaseTimes, Profile, laid_out
-from lockstep.tools.timing.trial import Trial
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.journal import Journal
 from lockstep.training.loop import Training
@@ -242,17 +241,6 @@ def _message() -> float:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Phases:
-    """Of one step of one rank. Seconds: loading, forward and backward of a micro-batch."""
-
-    loading: float
-    forward: float
-    backward: float
-    optimizer: float
-    other: float
-
-
 def _on_rank(
     source: Callable[[], Task], seconds: float, device: Device, threads: int | None
 ) -> Profile:
@@ -336,7 +324,8 @@ class _Timed:
         self._training, self._world, self._record = training, world, record
         self._windows = self._walk()
         self._watch = Stopwatch(training.stepper.reducer.parameters, world.device)
-        self.steps: list[_Phases] = []
+        self.steps: list[dict[str, float]] = []
+        """Seconds of the phases of each, by their names in PhaseTimes."""
         self.whole: list[float] = []
         """Seconds of each step."""
         self.landed: list[list[float]] = []
@@ -414,19 +403,19 @@ class _Timed:
         forward = statistics.fmean(forwards[1:] or forwards)
         other = whole - optimizer - len(window) * (loading + forward + backward)
         self.steps.append(
-            _Phases(
-                loading=loading,
-                forward=forward,
-                backward=backward,
-                optimizer=optimizer,
-                other=other,
-            )
+            {
+                "loading": loading,
+                "forward": forward,
+                "backward": backward,
+                "optimizer": optimizer,
+                "other": other,
+            }
         )
         self.whole.append(whole)
 
     def side(self) -> PhaseTimes:
         """Medians over the steps, means over the ranks."""
-        rows = [asdict(step) for step in self.steps]
+        rows = self.steps
         medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         mine = torch.tensor(list(medians.values()), dtype=torch.float64)
         self._world.control.all_reduce(mine, "mean").wait()

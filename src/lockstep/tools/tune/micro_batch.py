@@ -22,11 +22,10 @@ from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.server import FOR_TRAININGS, server
 from lockstep.tools.timing.machine import free_memory
-from lockstep.tools.tune.comparison import PairedTimes
-from lockstep.tools.tune.search import NO_TIME
+from lockstep.tools.tune.search import NO_TIME, PairedTimes
 from lockstep.training.opening import backend_of
 
-_IMPORTS = ("lockstep.training.train", "lockstep.tools.tune.trials")
+_IMPORTS = ("lockstep.training.train", "lockstep.tools.tune.tune_rank")
 _SMALLER, _MOST = 2, 6  # sizes
 _FOR_MEMORY = 2  # steps: the second has the optimizer's state and the first one's buckets
 _SHARE_OF_FREE = 0.8  # of the memory that the host says is free
@@ -150,10 +149,9 @@ def on_rank(settings: Settings, size: int, own: int, seconds: float, began: floa
     """One rank's part: the same Size on all. A usage error is told as any other, since a size
     that cannot work is no mistake of the user's.
     """
-    from lockstep.tools.timing.in_turns import largest, take_turns
+    from lockstep.tools.timing.in_turns import Trial, largest, take_turns
     from lockstep.tools.timing.machine import Peak
-    from lockstep.tools.timing.trial import Trial
-    from lockstep.tools.tune.trials import FEWEST, WARM_UP
+    from lockstep.tools.tune.tune_rank import FEWEST, WARM_UP
     from lockstep.training.resolve import resolve
     from lockstep.world.world import init
 

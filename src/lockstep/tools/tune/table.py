@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lockstep.tools.timing.tables import table as text_table
-from lockstep.tools.tune.comparison import PairedTimes
 from lockstep.tools.tune.micro_batch import Size, fastest
-from lockstep.tools.tune.search import Found, KnobRow, Value
+from lockstep.tools.tune.search import Found, KnobRow, PairedTimes, Value
 
 _HEAD = ["knob", "value", "ms a step", "p25", "before", "p25", "ratio", "noise", "turns", ""]
 

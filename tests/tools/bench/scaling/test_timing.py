@@ -14,7 +14,7 @@ from lockstep.testing import run_ranks
 from lockstep.tools.bench.scaling.prediction import carried, in_memory, link_of
 from lockstep.tools.bench.scaling.timing import _Steps
 from lockstep.tools.bench.scaling.works import TimedWork
-from lockstep.tools.timing.trial import Trial
+from lockstep.tools.timing.in_turns import Trial
 from lockstep.world.world import World
 from tests.training import toy
 

@@ -12,10 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from time import perf_counter
 from typing import Any
-
-import torch
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
@@ -25,8 +22,7 @@ from lockstep.step.step_result import StepResult
 from lockstep.tools.bench.scaling.prediction import Carried, carried, link_of
 from lockstep.tools.bench.scaling.teams import TeamTurns
 from lockstep.tools.bench.scaling.works import TimedWork, order_of_turns
-from lockstep.tools.timing.in_turns import largest, settle
-from lockstep.tools.timing.trial import Trial
+from lockstep.tools.timing.in_turns import Trial, take_turns
 from lockstep.training.build import loader_of
 from lockstep.training.loop import Training
 from lockstep.training.opening import backend_of, computing, intra_op_threads
@@ -110,18 +106,12 @@ class _Steps:
         """Samples and seconds of so many steps, after one that is not timed; the same on all
         ranks.
         """
+        results: list[StepResult] = []
+        ways = {"step": lambda: results.append(self._training.step(next(self._windows)))}
         with intra_op_threads(self._work.threads):
-            self._step()
-            settle(self._world)
-            self._world.control.all_reduce(torch.zeros(1)).wait()  # all ranks are here
-            begin = perf_counter()
-            results = [self._step() for _ in range(steps)]
-            settle(self._world)
-            seconds = perf_counter() - begin
-        return sum(sum(result.samples_by_rank) for result in results), largest(seconds, self._world)
-
-    def _step(self) -> StepResult:
-        return self._training.step(next(self._windows))
+            seconds = take_turns(ways, 1, self._world, warm_up=0, steady=steps)["step"][0]
+        samples = sum(sum(result.samples_by_rank) for result in results[1:])
+        return samples, steps * seconds
 
     def close(self) -> None:
         self._loader.close()

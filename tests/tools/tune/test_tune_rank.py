@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.config.settings import Settings
 from lockstep.testing import run_ranks
-from lockstep.tools.timing.trial import Trial
+from lockstep.tools.timing.in_turns import Trial
 from lockstep.tools.tune import knobs as knobs_of
 from lockstep.tools.tune.knobs import knobs
 from lockstep.tools.tune.search import Refused
-from lockstep.tools.tune.trials import Trials
+from lockstep.tools.tune.tune_rank import Trials
 from lockstep.training.tuned import KNOBS
 from lockstep.world.world import World
 from tests.training import toy
