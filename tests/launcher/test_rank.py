@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 
 import pytest
 
+from lockstep.config.launching import Launch
 from lockstep.errors import PeerFailed, UsageError
 from lockstep.launcher import failures, server
 from lockstep.launcher.rank import Rank, Target, rank_here, refuse_watching, said
@@ -242,10 +243,19 @@ def test_in_a_batch_scripts_shell_the_number_must_be_meant(monkeypatch: pytest.M
 def test_what_only_a_launcher_of_ours_can_do_is_refused() -> None:
     place = placement(RANK)
     assert place is not None
-    refuse_watching(place, False)
-    with refused("options-of-a-launcher", source="RANK and WORLD_SIZE", rank=1, size=2) as caught:
-        refuse_watching(place, True)
-    assert "--debug and --cold are for the launcher" in str(caught.value)
+    refuse_watching(place, Launch(timeout=5))
+    for launch in (
+        Launch(debug=True),
+        Launch(cold=True),
+        Launch(on_stall="wait"),
+        Launch(stall_after=5),
+        Launch(max_restarts=1),
+    ):
+        with refused(
+            "options-of-a-launcher", source="RANK and WORLD_SIZE", rank=1, size=2
+        ) as caught:
+            refuse_watching(place, launch)
+        assert "--debug and --cold are for the launcher" in str(caught.value)
 
 
 def test_what_a_rank_says() -> None:
