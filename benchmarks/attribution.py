@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import namespaces
-from lockstep.tools.report.verdict.verdict import Verdict, verdict
+from lockstep.tools.report.verdict import Verdict, verdict
 from lockstep.training.timeline.lanes import read
 
 PLACES = ("loader", "forward", "backward", "optimizer", "network")

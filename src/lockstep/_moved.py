@@ -29,7 +29,7 @@ NOW = {
 }
 
 
-class Moved(MetaPathFinder, Loader):
+class OldPaths(MetaPathFinder, Loader):
     """Finds a module under its old path, and gives the one at the new path."""
 
     def find_spec(
@@ -56,4 +56,4 @@ class Moved(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
-sys.meta_path.insert(0, Moved())
+sys.meta_path.insert(0, OldPaths())

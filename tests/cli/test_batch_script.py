@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cli.batch_script import Job, batch_script, limit
+from lockstep.cli.batch_script import BatchJob, batch_script, limit
 from tests.refused import refused
 
-JOB = Job(
+JOB = BatchJob(
     job_name="digits",
     command=["/env/bin/python", "-m", "lockstep", "train", "digits", "--exact"],
     nodes=2,
@@ -95,7 +95,7 @@ def stub(folder: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
-def bash(job: Job, folder: Path, code: int) -> subprocess.CompletedProcess[str]:
+def bash(job: BatchJob, folder: Path, code: int) -> subprocess.CompletedProcess[str]:
     """Run the script where srun and scontrol only note what they were given."""
     stub(folder, "srun", f'printf "<%s>" "$@" > {folder}/srun.txt; exit {code}')
     stub(folder, "scontrol", f'echo "$@" > {folder}/scontrol.txt')
@@ -155,10 +155,10 @@ def test_setup_comes_first_and_must_succeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "code", "values"),
     [
-        ({"nodes": 0}, "below-one", {"option": "--nodes", "value": 0}),
-        ({"workers_per_node": -1}, "below-one", {"option": "--workers-per-node", "value": -1}),
-        ({"gpus_per_node": 0}, "below-one", {"option": "--gpus-per-node"}),
-        ({"cpus_per_task": 0}, "below-one", {"option": "--cpus-per-task"}),
+        ({"nodes": 0}, "not-a-whole-number", {"name": "nodes", "value": 0}),
+        ({"workers_per_node": -1}, "not-a-whole-number", {"name": "workers_per_node", "value": -1}),
+        ({"gpus_per_node": 0}, "not-a-whole-number", {"name": "gpus_per_node"}),
+        ({"cpus_per_task": 0}, "not-a-whole-number", {"name": "cpus_per_task"}),
         (
             {"job_name": "a\n#SBATCH --wrap=x"},
             "control-character",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from lockstep.cli.app import app
 from lockstep.cli.bench import _sizes
 from lockstep.collectives.choose import Tuning
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, WorkerFailed
 from lockstep.testing import run_ranks
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench import sampler_cost, training_step
@@ -327,8 +327,9 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
         "broken=true",
     )
     assert (done.exit_code, done.stdout) == (1, "")
-    assert "Task: loss returned a Tensor" in done.stderr
-    assert "[wrong-return-type]" in done.stderr
+    assert isinstance(done.exception, WorkerFailed)
+    assert "Task: loss returned a Tensor" in str(done.exception)
+    assert "[wrong-return-type]" in str(done.exception)
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -421,7 +422,7 @@ def test_sizes_that_are_no_range(sizes: str) -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--runs", 0), ("--runs", -1), ("--workers", 0)])
 def test_at_least_one_of_each(option: str, value: int) -> None:
-    with refused("below-one", option=option, value=value):
+    with refused("not-a-whole-number", name=option[2:].replace("-", "_"), value=value):
         command("bench", "collectives", f"{option}={value}")
 
 

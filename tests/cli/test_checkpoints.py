@@ -81,7 +81,7 @@ def test_diff_goes_by_bits(run: Path) -> None:
     found = called("diff", one, run)
     assert found.exit_code == 1
     assert found.stdout.splitlines() == [
-        "n: 1 of 1 elements differ, by 4 at most",
+        "n differs in 1 of 1 elements, by 4 at most",
         "step 4 and step 8: 1 of 3 tensors differ",
     ]
     write_model(
@@ -90,9 +90,9 @@ def test_diff_goes_by_bits(run: Path) -> None:
     other = called("diff", one, run)
     assert other.exit_code == 1
     assert other.stdout.splitlines() == [
-        "b: only in A",
-        "c: only in B",
-        "a.weight: [6] torch.float32 in A, [2] torch.float32 in B",
+        "a.weight is torch.float32 [6] and torch.float32 [2]",
+        "b is only in A",
+        "c is only in B",
         "step 4 and step 9: 3 of 4 tensors differ",
     ]
 

@@ -68,7 +68,10 @@ def test_the_verdict_counts_what_is_to_fix_and_not_what_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--workers", "0"], "error: --workers 0: give at least 1 [below-one]"),
+        (
+            ["--workers", "0"],
+            "error: --workers 0: give a whole number of at least 1. [not-a-whole-number]",
+        ),
         (
             ["--nodes", "2"],
             "error: --nodes 2: give --node-rank K and --rdzv-endpoint HOST:PORT too",

@@ -62,9 +62,17 @@ def test_a_counted_value_is_shown_with_its_word(capsys: pytest.CaptureFixture[st
     assert "<gpus> GPUs" in explained(capsys, "more-workers-than-gpus")
 
 
+def test_braces_of_the_sentence_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fn=(output, batch) -> {name: (sum, weight)}" in " ".join(
+        explained(capsys, "nothing-to-measure").split()
+    )
+
+
 def test_an_unknown_code_names_the_nearest() -> None:
-    with refused("unknown-code", value="no-sbach", near=" (did you mean no-sbatch?)"):
-        command("explain", "no-sbach")
+    for typed, near in (("no-sbach", "no-sbatch"), ("missing-arg", "missing-argument")):
+        with refused("unknown-code", value=typed) as caught:
+            command("explain", typed)
+        assert caught.value.values["near"].startswith(f" (did you mean {near}")
     with refused("unknown-code", value="qqq", near=""):
         command("explain", "qqq")
 

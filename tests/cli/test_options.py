@@ -12,7 +12,6 @@ from lockstep.cli import app
 from lockstep.cli.options import GivenNames, Only
 from lockstep.config.launching import Launch, RunChoice
 from lockstep.config.settings import Config
-from lockstep.errors import UsageError
 from tests.cli.command import taken
 from tests.refused import refused
 
@@ -151,27 +150,34 @@ def test_the_command_line_comes_first_and_says_so_once(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("text", "code", "values"),
     [
-        ("a.toml", "sync_evry = 4\n", "there is no option 'sync_evry'; did you mean sync_every?"),
         (
-            "a.toml",
-            'sync_every = "four"\n',
-            "sync_every='four': give a whole number of steps of at least 1",
+            "sync_evry = 4\n",
+            "unknown-name",
+            {"name": "sync_evry", "meant": "did you mean sync_every?"},
         ),
-        ("a.toml", "mesh = 2\n", "mesh=2: give AXIS=N,..."),
-        ("a.toml", "exact = 1\n", "exact=1: give true or false"),
-        ("a.toml", "set = 3\n", "overrides=3: give KEY=VALUE"),
+        (
+            'sync_every = "four"\n',
+            "not-a-whole-number",
+            {
+                "name": "sync_every",
+                "value": "four",
+                "expected": "a whole number of steps of at least 1",
+            },
+        ),
+        ("mesh = 2\n", "wrong-type", {"name": "mesh", "value": 2, "expected": "AXIS=N,..."}),
+        ("exact = 1\n", "wrong-type", {"name": "exact", "value": 1, "expected": "true or false"}),
+        ("set = 3\n", "wrong-type", {"name": "overrides", "value": 3, "expected": "KEY=VALUE"}),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(
-    tmp_path: Path, name: str, text: str, said: str
+    tmp_path: Path, text: str, code: str, values: dict[str, Any]
 ) -> None:
-    file = written(tmp_path, name, text)
-    with pytest.raises(UsageError) as refused:
+    file = written(tmp_path, "a.toml", text)
+    with refused(code, **values) as caught:
         taken(asked, "--config", file)
-    assert file in str(refused.value)
-    assert said in str(refused.value)
+    assert file in str(caught.value)
 
 
 @pytest.mark.parametrize(

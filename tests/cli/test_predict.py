@@ -7,10 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from lockstep.checkpoints import files, folders
-from lockstep.errors import UsageError
 from lockstep.training.inference.apply import fill
 from lockstep.training.resolve import resolve
 from tests.cli.command import command as given
@@ -59,5 +57,5 @@ def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
         suffixes=(".npy", ".parquet"),
     ):
         given("predict", "digits", run=tmp_path, out=Path("x.csv"))
-    with pytest.raises(UsageError, match=r"settings\.json cannot be read"):
+    with refused("not-a-run-directory", directory=str(tmp_path)):
         given("predict", "digits", run=tmp_path)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lockstep.cli.app import app
 from lockstep.errors import UsageError
 from tests.refused import refused
-from tests.tools.report.page.runs import anatomy, make, metrics
+from tests.tools.report.runs import anatomy, make, metrics
 
 
 def report(*words: str) -> str:
@@ -90,24 +90,25 @@ def test_it_can_be_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("option", "file", "reason"),
     [
-        (["{tmp}"], "is not a run directory of `lockstep train`"),
-        (
-            ["{tmp}/run", "--out", "/nowhere/page.html"],
-            "--out /nowhere/page.html cannot be written",
-        ),
-        (["{tmp}/run", "--out", "{tmp}"], "cannot be written: Is a directory"),
-        (
-            ["{tmp}/run", "--json", "/nowhere/page.json"],
-            "--json /nowhere/page.json cannot be written",
-        ),
+        ("--out", "/nowhere/page.html", "No such file"),
+        ("--out", "{tmp}", "Is a directory"),
+        ("--json", "/nowhere/page.json", "No such file"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+def test_a_file_that_cannot_be_written_is_refused(
+    tmp_path: Path, option: str, file: str, reason: str
+) -> None:
     make(tmp_path / "run", parts={})
-    with pytest.raises(UsageError, match=message):
-        report(*(word.format(tmp=tmp_path) for word in words))
+    file = file.format(tmp=tmp_path)
+    with pytest.raises(UsageError, match=f"{option} {file} cannot be written: {reason}"):
+        report(str(tmp_path / "run"), option, file)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    with refused("not-a-run-directory", directory=str(tmp_path)):
+        report(str(tmp_path))
 
 
 def test_it_needs_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,10 @@ def test_debug_writes_to_the_logs_and_what_the_user_set_wins(
         (["run"], "error: nothing to run: give a script (lockstep run train.py) or a module"),
         (["run"], "[nothing-to-run]"),
         (["run", "nowhere.py"], "[script-not-found]"),
-        (["run", "--workers", "0", "-m", "this"], "--workers 0: give at least 1 [below-one]"),
+        (
+            ["run", "--workers", "0", "-m", "this"],
+            "--workers 0: give a whole number of at least 1. [not-a-whole-number]",
+        ),
         (
             ["run", "--log", "/dev/null/x", "-m", "this"],
             "error: --log /dev/null/x cannot be made (Not a directory): choose another folder"

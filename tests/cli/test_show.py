@@ -234,11 +234,11 @@ def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
             "option-without-effect",
             {"option": "--ranks-per-node", "name": "ring"},
         ),
-        (["ring", "--workers", "0"], "below-one", {"option": "--workers", "value": 0}),
+        (["ring", "--workers", "0"], "not-a-whole-number", {"name": "workers", "value": 0}),
         (
             ["hierarchical", "--ranks-per-node", "0"],
-            "below-one",
-            {"option": "--ranks-per-node", "value": 0},
+            "not-a-whole-number",
+            {"name": "ranks_per_node", "value": 0},
         ),
     ],
 )

@@ -155,17 +155,12 @@ def test_a_tasks_own_error_is_the_users_traceback(folder: Path, place: str, last
 
 
 @pytest.mark.parametrize(
-    ("task", "options", "message"),
+    ("task", "options", "code", "values"),
     [
-        ("digit", {}, r"task 'digit' .* \[unknown-task\]"),
-        ("digits", {"workers": 0}, "workers=0: give a whole number of at least 1"),
-        ("digits", {"device": "tpu"}, r"device='tpu' .*\[unknown-choice\]"),
-        ("digits", {"set": ["lr"]}, "--set: write 'lr' as name=value"),
-        (
-            "digits",
-            {"out": Path("nowhere/tuned.json")},
-            "--out nowhere/tuned.json cannot be written: No such file or directory",
-        ),
+        ("digit", {}, "unknown-task", {"task": "digit"}),
+        ("digits", {"workers": 0}, "not-a-whole-number", {"name": "workers", "value": 0}),
+        ("digits", {"device": "tpu"}, "unknown-choice", {"name": "device", "value": "tpu"}),
+        ("digits", {"set": ["lr"]}, "not-a-pair", {"where": "--set", "text": "lr"}),
     ],
 )
 def test_mistakes_on_the_command_line_start_nothing(
@@ -173,12 +168,15 @@ def test_mistakes_on_the_command_line_start_nothing(
     monkeypatch: pytest.MonkeyPatch,
     task: str,
     options: dict[str, Any],
-    message: str,
+    code: str,
+    values: dict[str, Any],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(supervise, "supervise", None)
-    with pytest.raises(UsageError, match=message):
+    with refused(code, **values):
         given("tune", task, **{"device": "cpu", **options})
+    with pytest.raises(UsageError, match=r"--out nowhere/tuned.json cannot be written"):
+        given("tune", "digits", device="cpu", out=Path("nowhere/tuned.json"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +184,7 @@ def test_mistakes_on_the_command_line_start_nothing(
 def test_the_time_is_above_zero(seconds: str) -> None:
     with pytest.raises(UsageError) as caught:
         given("tune", "digits", device="cpu", seconds=seconds)
-    assert caught.value.code == "not-above-zero"
+    assert caught.value.code == "number-out-of-range"
     assert str(caught.value.values["value"]) == str(float(seconds))
 
 

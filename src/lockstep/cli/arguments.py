@@ -1,34 +1,147 @@
-"""What several commands check in the same way before they import torch: the task's name and
---set, and numbers that are too small.
+"""Arguments and options that several commands share, and what is checked of them before torch is
+imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
-from lockstep.cli.options import option_name
+import typer
+
+from lockstep.config.knob import whole
+from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 
+if TYPE_CHECKING:
+    from lockstep.launcher.supervise import Outcome
 
-def task_of(
-    task: str, override: Sequence[str] | Mapping[str, str] | None
-) -> tuple[str, dict[str, str]]:
+TaskName = Annotated[
+    str,
+    typer.Argument(
+        metavar="TASK", help="digits, text, or a Python file whose task() returns a lockstep.Task."
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 1."
+    ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON."),
+]
+
+
+def task_of(task: str, overrides: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """The task's place and the values of --set. Raises TaskError and UsageError for what the
     task's file shows to be wrong.
     """
-    from lockstep.config.settings import overrides_of
     from lockstep.training.resolve import located
 
-    overrides = (
-        dict(override) if isinstance(override, Mapping) else overrides_of(list(override or []))
-    )
-    return located(task, overrides), overrides
+    return located(task, overrides), dict(overrides)
 
 
-def at_least_one(**options: float | None) -> None:
+def at_least_one(**options: int | None) -> None:
     """Raises UsageError for an option, named as Python names it, that is below 1; None is not
     given.
     """
     for name, value in options.items():
-        if value is not None and value < 1:
-            raise UsageError("below-one", option=option_name(name), value=value)
+        if value is not None:
+            whole(name, value)
+
+
+def counts_of(text: str, wanted: str, least: int = 1) -> list[int]:
+    """`1,2,4`: numbers of ranks, at least so many of them. `wanted`: what to give, for the error."""
+    parts = [part.strip() for part in text.split(",")]
+    counts = [int(part) for part in parts if part.isdecimal()]
+    if len(counts) < max(least, len(parts)) or 0 in counts:
+        raise UsageError("not-a-list-of-counts", value=text, wanted=wanted)
+    return counts
+
+
+# -- ranks on this host --------------------------------------------------------------------------
+
+
+def fitted(settings: Settings, *, count_workers: bool) -> Settings:
+    """The settings with this host's GPUs counted. On a host with GPUs no two ranks share one,
+    and none falls back to the CPU unasked.
+    """
+    if settings.device == "cpu":
+        return settings
+    from lockstep.launcher import server
+
+    gpus = server.gpus()
+    if settings.device == "cuda" and not gpus:
+        raise UsageError("no-gpu-here")
+    workers = gpus or 1 if count_workers else settings.workers
+    if gpus and workers > gpus:
+        raise UsageError("more-workers-than-gpus", workers=workers, gpus=gpus)
+    return replace(settings, workers=workers)
+
+
+def fitted_to(workers: int | None, **settings: Any) -> Settings:
+    """Settings with so many ranks; None: one for each GPU, else one."""
+    asked = Settings(workers=1 if workers is None else workers, **settings)
+    return fitted(asked, count_workers=workers is None)
+
+
+def answer_of(outcome: Outcome, file: Path, task: str) -> dict[str, Any]:
+    """What rank 0 has written. The command ends here with the ranks' own exit code where they
+    failed.
+    """
+    if outcome.exit_code:
+        raise typer.Exit(outcome.exit_code)
+    if not file.exists():
+        raise UsageError("task-ended-its-process", task=task)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+# -- `latest`: the newest run, for commands that read one -----------------------------------------
+
+_LATEST, _RUNS = Path("latest"), Path("runs")
+
+
+@overload
+def run_of(run: Path) -> Path: ...
+@overload
+def run_of(run: Path | None) -> Path | None: ...
+def run_of(run: Path | None) -> Path | None:
+    """The directory that is meant: for `latest`, unless there is one of that name, the run under
+    runs/ that was begun or resumed last.
+
+    Raises UsageError where there is none.
+    """
+    if run != _LATEST or run.exists():
+        return run
+    found = [file for file in _RUNS.glob("*/settings.json") if file.is_file()]
+    if not found:
+        raise UsageError("latest-run-missing", runs=_RUNS, folder=Path.cwd())
+    return max(found, key=lambda file: file.stat().st_mtime_ns).parent
+
+
+def existing_run(run: Path) -> Path:
+    """The run directory that is meant. Raises UsageError where there is none."""
+    found = run_of(run)
+    if not found.is_dir():
+        raise UsageError("no-such-run", run=found, folder=Path.cwd())
+    return found
+
+
+def new_run(run: Path | None) -> Path | None:
+    """The directory as it is, for a training that may begin there. Raises UsageError for
+    `latest`.
+    """
+    if run == _LATEST:
+        raise UsageError(
+            "option-missing",
+            option="--run latest",
+            needed="--resume",
+            reason="latest names a run that is there already",
+        )
+    return run

@@ -6,21 +6,21 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli import over_run
-from lockstep.cli.arguments import at_least_one, task_of
+from lockstep.cli.arguments import JsonFile, TaskName, at_least_one, task_of
 from lockstep.cli.options import Only
 from lockstep.config.launching import RunChoice
 from lockstep.errors import ExitCode
+from lockstep.tools.timing.output_files import write_json
 
 
 def audit(
-    task: over_run.TaskName,
+    task: TaskName,
     choice: Annotated[RunChoice, Only("overrides")],
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Ranks to think of; none is started.")
     ] = 8,
     epochs: Annotated[int, typer.Option(help="Epochs to walk for coverage.")] = 2,
-    json: over_run.JsonFile = None,
+    json: JsonFile = None,
 ) -> None:
     """Look at how TASK's training data would reach its ranks: coverage, duplicates, balance,
     padding, augmentation.
@@ -43,7 +43,7 @@ def audit(
         collate=found.collate,
         order=found.order(found.train_data) if found.order is not None else None,
     )
-    over_run.write_json(json, {"task": found.name, **report.as_json()})
+    write_json(json, {"task": found.name, **report.as_json()})
     print(
         f"{found.name}: {report.samples} samples, {epochs} epoch{'s' * (epochs != 1)}, {workers}"
         f" worker{'s' * (workers != 1)}"

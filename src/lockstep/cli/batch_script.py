@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Annotated
 
-from lockstep.cli.arguments import at_least_one
+from lockstep.config import knob
 from lockstep.config.knob import Knob
 from lockstep.errors import ExitCode, UsageError
 
@@ -27,9 +27,9 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 class SlurmOptions:
     """What a user asks SLURM for."""
 
-    nodes: Annotated[int, Knob("cluster", unit="N")] = 1
+    nodes: Annotated[int, Knob("cluster", unit="N", least=1)] = 1
     """Hosts."""
-    workers_per_node: Annotated[int, Knob("cluster", unit="N")] = 1
+    workers_per_node: Annotated[int, Knob("cluster", unit="N", least=1)] = 1
     """Ranks on each of them: one task a rank."""
     time: Annotated[str, Knob("cluster", unit="LIMIT")] = "1:00:00"
     """Minutes (90), hours:minutes:seconds (1:30:00) or days-hours (2-12); 1:00 is one minute."""
@@ -37,16 +37,16 @@ class SlurmOptions:
     """Partition of the job."""
     account: Annotated[str | None, Knob("cluster", default="yours")] = None
     """Account of the job."""
-    gpus_per_node: Annotated[int | None, Knob("cluster", unit="N")] = None
+    gpus_per_node: Annotated[int | None, Knob("cluster", unit="N", least=1)] = None
     """GPUs on each host, usually as many as --workers-per-node."""
-    cpus_per_task: Annotated[int | None, Knob("cluster", unit="N")] = None
+    cpus_per_task: Annotated[int | None, Knob("cluster", unit="N", least=1)] = None
     """Cores of each rank."""
     setup: Annotated[Sequence[str], Knob("cluster", unit="LINE")] = ()
     """Line of shell before the ranks start, such as module load cuda; may be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job(SlurmOptions):
+class BatchJob(SlurmOptions):
     """What SLURM is asked for, and what runs there. Raises UsageError, naming the option, for
     what cannot work.
     """
@@ -63,10 +63,9 @@ class Job(SlurmOptions):
     """
 
     def __post_init__(self) -> None:
+        knob.check(self)
         for field in fields(self):
             value, option = getattr(self, field.name), "--" + field.name.replace("_", "-")
-            if isinstance(value, int):
-                at_least_one(**{field.name: value})
             for text in (
                 [value] if isinstance(value, str) else value if isinstance(value, Sequence) else []
             ):
@@ -93,12 +92,12 @@ def limit(time: str) -> timedelta:
     return span
 
 
-def batch_script(job: Job) -> str:
+def batch_script(job: BatchJob) -> str:
     """The script's text."""
     return "\n".join([*_head(job), "", *_setup(job), *_body(job), ""])
 
 
-def _head(job: Job) -> list[str]:
+def _head(job: BatchJob) -> list[str]:
     options = {
         "job-name": job.job_name,
         "nodes": job.nodes,
@@ -121,7 +120,7 @@ def _head(job: Job) -> list[str]:
     ]
 
 
-def _setup(job: Job) -> list[str]:
+def _setup(job: BatchJob) -> list[str]:
     if not job.setup:
         return []
     lines = []
@@ -134,7 +133,7 @@ def _setup(job: Job) -> list[str]:
     return [*lines, ""]
 
 
-def _body(job: Job) -> list[str]:
+def _body(job: BatchJob) -> list[str]:
     numbers = [
         f"--nodes={job.nodes}",
         f"--ntasks={job.nodes * job.workers_per_node}",

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.cli import bench_scaling
-from lockstep.cli.arguments import at_least_one, task_of
+from lockstep.cli.arguments import JsonFile, TaskName, at_least_one, fitted_to, task_of
 from lockstep.cli.options import GroupedCommand, Only, command_of, spread
-from lockstep.cli.over_run import JsonFile, TaskName
 from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config, Device, Settings
-from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime.cores import warn_if_busy
 from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
+if TYPE_CHECKING:
+    from lockstep.tools.bench.collectives import CollectiveTime
+
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.command("scaling", cls=GroupedCommand)(spread(bench_scaling.scaling))
+
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", show_default=False, help="Draw the times, .png or .svg."),
+]
 
 
 @app.command("sampler")
@@ -87,48 +94,46 @@ def collectives(
         ),
     ] = None,
     json_file: JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", show_default=False, help="Draw time against size, .png or .svg."
-        ),
-    ] = None,
+    plot: PlotFile = None,
 ) -> None:
-    """Time every algorithm beside the backend's own, in turns, each run checked. Columns as
-    nccl-tests define them.
-    """
+    """Time every algorithm beside the backend's, in turns, each run checked; nccl-tests' columns."""
     every = _sizes(sizes)
     at_least_one(workers=workers, runs=runs)
     if tune is not None:
         _refuse_with_tune({"--collective": collective, "--algorithms": algorithms, "--runs": runs})
+        check_writable(tune, "--tune")
     check_writable(json_file, "--json")
-    check_writable(tune, "--tune")
     check_plot(plot)
     warn_if_busy()
-    from lockstep.collectives.algorithms import algorithms_of
     from lockstep.tools.bench import collectives as measured  # imports torch
 
-    if tune is not None:
+    if tune is None:
+        found, then = _times(collective or "all_reduce", workers, every, algorithms, runs), ""
+    else:
         tuning, found = measured.tune(workers, every, str(tune))
         write_json(tune, tuning.as_json(), "--tune")
-    else:
-        found = []
-        for kind in (collective or "all_reduce").split(","):
-            every_name = ["native", *algorithms_of(kind)] if kind in measured.KINDS else []
-            names = (
-                every_name if algorithms is None or algorithms == "all" else algorithms.split(",")
-            )
-            measured.check(kind, names)
-            found += measured.measure(kind, workers, every, names, runs)  # type: ignore[arg-type]
-    print(measured.table(found))
-    if tune is not None:
-        print(
-            f"\nwritten to {tune}: use it with LOCKSTEP_TUNING={tune}, or"
-            f" lockstep.init(tuning={str(tune)!r})"
-        )
+        use = f"LOCKSTEP_TUNING={tune}, or lockstep.init(tuning={str(tune)!r})"
+        then = f"\n\nwritten to {tune}: use it with {use}"
+    print(measured.table(found) + then)
     write_json(json_file, {"rows": [row.as_json() for row in found]})
     if plot is not None:
         measured.plot(found, str(plot))
+
+
+def _times(
+    kinds: str, workers: int, sizes: list[int], algorithms: str | None, runs: int | None
+) -> list[CollectiveTime]:
+    """Of these collectives; algorithms=None: of all that each has."""
+    from lockstep.collectives.algorithms import algorithms_of
+    from lockstep.tools.bench import collectives as measured
+
+    found = []
+    for kind in kinds.split(","):
+        every = ["native", *algorithms_of(kind)] if kind in measured.KINDS else []
+        names = every if algorithms in (None, "all") else algorithms.split(",")
+        measured.check(kind, names)
+        found += measured.measure(kind, workers, sizes, names, runs)  # type: ignore[arg-type]
+    return found
 
 
 def _refuse_with_tune(given: dict[str, object]) -> None:
@@ -178,10 +183,7 @@ def train(
         ),
     ] = False,
     json_file: JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Draw the step times, .png or .svg."),
-    ] = None,
+    plot: PlotFile = None,
 ) -> None:
     """Time one training step of TASK as `lockstep train` takes it beside torch's DDP, in turns on
     the same ranks.
@@ -200,18 +202,14 @@ def train(
 
     names = measured.VARIANTS if variants is None else variants.split(",")
     source = partial(resolve, settings.task, settings.overrides)
-    try:
-        found = measured.measure(
-            source,
-            workers=settings.workers,
-            variants=names,
-            steps=steps,
-            device=settings.device,
-            memory=memory,
-        )
-    except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
+    found = measured.measure(
+        source,
+        workers=settings.workers,
+        variants=names,
+        steps=steps,
+        device=settings.device,
+        memory=memory,
+    )
     print(step_table.text(found))
     write_json(json_file, found.as_json())
     if plot is not None:
@@ -226,25 +224,11 @@ def _settings(
     """Checked, with this host's GPUs counted; without any, two ranks are the fewest that have
     something to say to each other.
     """
-    from lockstep.cli.hardware import fitted
-
-    settings = Settings(
-        task=place,
-        overrides=overrides,
-        workers=1 if workers is None else workers,
-        steps=steps,
-        device=device,
-    )
-    found = fitted(settings, count_workers=workers is None)
-    if workers is None and found.workers == 1 and not _has_gpu(device):
-        return replace(found, workers=2)
-    return found
-
-
-def _has_gpu(device: str) -> bool:
     from lockstep.launcher.server import gpus
 
-    return device != "cpu" and gpus() > 0
+    found = fitted_to(workers, task=place, overrides=overrides, steps=steps, device=device)
+    alone = workers is None and found.workers == 1 and (device == "cpu" or not gpus())
+    return replace(found, workers=2) if alone else found
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -252,17 +236,14 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 def _sizes(text: str) -> list[int]:
     """`4K..64M`: 4096, 16384, ...; a single size is itself."""
-    ends = [_bytes(part, text) for part in text.split("..")]
-    if len(ends) > 2 or ends[0] > ends[-1]:
+    size = r"([1-9]\d*)([KMG]?)"
+    parts = re.fullmatch(rf"{size}(?:\.\.{size})?", text.upper())
+    if parts is None:
+        raise UsageError("not-a-range-of-sizes", value=text)
+    ends = [int(parts[n]) * _UNITS[parts[n + 1]] for n in (1, 3) if parts[n]]
+    if ends[0] > ends[-1]:
         raise UsageError("not-a-range-of-sizes", value=text)
     found = [ends[0]]
     while found[-1] * 4 <= ends[-1]:
         found.append(found[-1] * 4)
     return found
-
-
-def _bytes(part: str, text: str) -> int:
-    number, unit = (part[:-1], part[-1].upper()) if part and not part[-1].isdigit() else (part, "")
-    if not number.isdigit() or unit not in _UNITS or int(number) == 0:
-        raise UsageError("not-a-range-of-sizes", value=text)
-    return int(number) * _UNITS[unit]

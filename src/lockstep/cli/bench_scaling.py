@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lockstep.cli.arguments import task_of
+from lockstep.cli.arguments import JsonFile, TaskName, counts_of, task_of
 from lockstep.cli.options import Only
-from lockstep.cli.over_run import JsonFile, TaskName
 from lockstep.config import knob
 from lockstep.config.knob import Knob
 from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config
-from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.errors import UsageError
 from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 
@@ -66,6 +64,12 @@ class ScalingOptions:
             )
         return given[0] if given else "strong"
 
+    def counts(self, device: str) -> list[int]:
+        """Numbers of ranks; where none are given 1, 2, 4, ... up to the device's."""
+        if self.workers is None:
+            return _powers_of_two(device)
+        return counts_of(self.workers, "numbers of workers of at least 1, such as 1,2,4")
+
 
 def scaling(
     task: TaskName,
@@ -88,53 +92,32 @@ def scaling(
     Efficiency is the speedup over how many times the base's workers there are. Beside it stands
     what was predicted, from one rank's work measured alone and the link between two ranks.
     """
-    mode, counts = turns.mode, _counts(turns.workers)
+    mode, counts = turns.mode, turns.counts(config.device)
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
     check_plot(plot)
     from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
 
-    try:
-        found = benchmark_scaling(
-            place,
-            counts or _powers_of_two(config.device),
-            mode=mode,
-            steps=turns.steps,
-            rounds=turns.rounds,
-            device=config.device,
-            threads=config.threads,
-            loading=turns.loading,
-            loader_workers=config.loader_workers,
-            reduce=config.reduce,
-            compress=config.compress,
-            update=config.update,
-            exact=config.exact,
-            overrides=overrides,
-        )
-    except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
+    found = benchmark_scaling(
+        place,
+        counts,
+        mode=mode,
+        steps=turns.steps,
+        rounds=turns.rounds,
+        device=config.device,
+        threads=config.threads,
+        loading=turns.loading,
+        loader_workers=config.loader_workers,
+        reduce=config.reduce,
+        compress=config.compress,
+        update=config.update,
+        exact=config.exact,
+        overrides=overrides,
+    )
     print(found.describe())
     write_json(json_file, found.as_json())
     if plot is not None:
         found.plot(plot)
-
-
-def _counts(text: str | None) -> list[int] | None:
-    """`1,2,4`."""
-    if text is None:
-        return None
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise UsageError(
-            "not-a-list-of-counts",
-            value=text,
-            wanted="numbers of workers of at least 1, such as 1,2,4",
-        )
-    return found
 
 
 def _powers_of_two(device: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli import latest
+from lockstep.cli.arguments import JsonFile, existing_run
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
 
 _TORCH = (".pt", ".pth")
@@ -35,10 +35,6 @@ Step = Annotated[
         help="The checkpoint of that step; default: the newest.",
     ),
 ]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON."),
-]
 
 
 @app.command("ls")
@@ -47,19 +43,23 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     `verify` does.
     """
     from lockstep.checkpoints.folders import best_name
-    from lockstep.cli.over_run import write_json
+    from lockstep.tools.timing.output_files import write_json
+    from lockstep.tools.timing.tables import table
 
     directory = _directory(run)
     best = best_name(directory)
     rows = [_row(folder, best=folder.name == best) for folder in _every(directory)]
-    width = max(len(row["name"]) for row in rows)
-    for row in rows:
-        metrics = ", ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items())
-        marks = "  best" if row["best"] else ""
-        print(
-            f"{row['name']:<{width}}  {row['bytes'] / 2**20:9.2f} MiB  {row['written']} "
-            f" {metrics}{marks}".rstrip()
-        )
+    shown = [
+        [
+            row["name"],
+            f"{row['bytes'] / 2**20:.2f} MiB",
+            row["written"],
+            ", ".join(f"{name} {float(value):.4f}" for name, value in row["metrics"].items()),
+            "best" if row["best"] else "",
+        ]
+        for row in rows
+    ]
+    print(table([""] * 5, shown, left=(0, 2, 3, 4)))
     write_json(json_file, rows)
 
 
@@ -101,32 +101,18 @@ def diff(
     differ.
     """
     folders = [_checkpoint(path) for path in (first, second)]
-    import torch
-
     from lockstep.checkpoints import files
+    from lockstep.tools.verify.finished_runs import tensor_differences  # imports torch
 
     a, b = map(files.read, folders)
-    ours, theirs = a.tensors, b.tensors
-    differing = sorted(ours.keys() ^ theirs.keys())
-    for name in differing:
-        print(f"{name}: only in {'A' if name in ours else 'B'}")
-    for name in sorted(ours.keys() & theirs.keys()):
-        x, y = ours[name], theirs[name]
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
-            differing.append(name)
-            print(f"{name}: {list(x.shape)} {x.dtype} in A, {list(y.shape)} {y.dtype} in B")
-        elif not torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8)):
-            differing.append(name)
-            wide = torch.complex128 if x.is_complex() else torch.float64
-            gap = (x.to(wide) - y.to(wide)).abs()
-            print(
-                f"{name}: {int((x != y).sum())} of {x.numel()} elements differ, by {gap.max():.3g}"
-                " at most"
-            )
+    differing = list(tensor_differences(a.tensors, b.tensors, ("A", "B")))
+    for sentence in differing:
+        print(sentence)
+    every = len(a.tensors | b.tensors)
     same = (
-        f"{len(ours)} tensors are equal to the bit"
-        if not differing
-        else f"{len(differing)} of {len(ours | theirs)} tensors differ"
+        f"{len(differing)} of {every} tensors differ"
+        if differing
+        else f"{every} tensors are equal to the bit"
     )
     print(f"step {a.step} and step {b.step}: {same}")
     raise typer.Exit(ExitCode.FAILED if differing else ExitCode.OK)
@@ -191,7 +177,7 @@ def export(
 
 
 def _directory(run: Path) -> Path:
-    run = latest.existing(run)
+    run = existing_run(run)
     inner = run / "checkpoints"
     return inner if inner.is_dir() else run
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import nodes as many
-from lockstep.cli.arguments import at_least_one
-from lockstep.cli.over_run import JsonFile
+from lockstep.cli.arguments import JsonFile, at_least_one
 from lockstep.config.launching import Cluster
 from lockstep.errors import ExitCode
 
@@ -53,7 +52,7 @@ def doctor(
         args=[] if json_file is None else [str(json_file.absolute())],
     )
     if cluster.ray is not None:
-        many.refuse_beside_ray(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint)
+        many.refuse_beside_ray(cluster)
         _leave(
             many.run_on_ray(
                 cluster.ray,
@@ -70,9 +69,7 @@ def doctor(
 
         work_as(here, lambda: sys.exit(not main(json_file)))
         return
-    fixed, workers = many.fixed_set(
-        cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers
-    )
+    fixed, workers = many.fixed_set(cluster, workers)
     if fixed is not None:
         with many.placed(fixed) as (share, network):
             _leave(

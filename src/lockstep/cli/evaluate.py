@@ -1,37 +1,62 @@
-"""`lockstep evaluate`: a run's weights on its task's eval_data, each sample once."""
+"""`lockstep evaluate`: a run's weights on its task's eval_data, each sample once. And what it
+shares with `lockstep predict`: find the run's checkpoint, start the ranks, read what they found.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
+
+import typer
 
 from lockstep.cli import nodes as many
-from lockstep.cli import over_run
+from lockstep.cli.arguments import (
+    JsonFile,
+    TaskName,
+    Workers,
+    answer_of,
+    existing_run,
+    fitted,
+    task_of,
+)
 from lockstep.cli.options import Only
 from lockstep.config.launching import Cluster, RunChoice
-from lockstep.config.settings import Config
+from lockstep.config.settings import Config, Settings
+from lockstep.errors import UsageError
+from lockstep.tools.timing.output_files import write_json
 
 COMMAND = many.Command
+Run = Annotated[
+    Path,
+    typer.Option(
+        metavar="DIR", help="The run directory of `lockstep train`; latest: the newest under runs/."
+    ),
+]
+Best = Annotated[
+    bool, typer.Option("--best", help="The checkpoint with the best metric, not the newest.")
+]
 
 
 def evaluate(
-    task: over_run.TaskName,
-    run: over_run.Run,
+    task: TaskName,
+    run: Run,
     config: Annotated[Config, Only("device", "loader_workers")],
     choice: Annotated[RunChoice, Only("overrides")],
     cluster: Annotated[Cluster, Only("ray")],
-    workers: over_run.Workers = None,
-    best: over_run.Best = False,
-    json: over_run.JsonFile = None,
+    workers: Workers = None,
+    best: Best = False,
+    json: JsonFile = None,
 ) -> None:
     """Evaluate a run's newest (or best) checkpoint on the task's eval_data.
 
     Every sample counts once, and the number of ranks does not change the result. Prints each
     metric, then one line.
     """
-    found = over_run.answer(
-        "evaluate", task, run, workers, best, choice.overrides, config, out=None, ray=cluster.ray
-    )
-    over_run.write_json(json, found)
+    applied = AppliedCheckpoint("evaluate", task, existing_run(run), workers, best)
+    found = applied.answer(config, choice, cluster)
+    write_json(json, found)
     metrics: dict[str, float] = found["metrics"]
     width = max(map(len, metrics))
     for name, value in metrics.items():
@@ -39,8 +64,87 @@ def evaluate(
     print(
         " | ".join(
             [
-                over_run.first_words(found, best),
+                applied.first_words(found),
                 *(f"{name} {value:.4f}" for name, value in metrics.items()),
             ]
         )
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedCheckpoint:
+    """A checkpoint of a run, applied to a task's eval_data."""
+
+    what: Literal["evaluate", "predict"]
+    task: str
+    run: Path
+    workers: int | None
+    best: bool
+    out: Path | None = None
+    """Of predictions."""
+
+    def answer(self, config: Config, choice: RunChoice, cluster: Cluster) -> dict[str, Any]:
+        """What rank 0 has to say. The nodes of a Ray cluster all see the run directory."""
+        trained = Settings.read(self.run)
+        place, overrides = task_of(self.task, {**trained.overrides, **choice.overrides})
+        settings = Settings(
+            task=place,
+            overrides=overrides,
+            workers=1 if self.workers is None else self.workers,
+            device=config.device,
+            loader_workers=config.loader_workers,
+            precision=trained.precision,
+        )
+        folder = self._checkpoint()
+        if cluster.ray is None:
+            settings = fitted(settings, count_workers=self.workers is None)
+        else:
+            many.ranks_on_ray(self.workers)
+        return {**self._ask(settings, folder, cluster.ray), "checkpoint": str(folder)}
+
+    def _ask(self, settings: Settings, folder: Path, ray: str | None) -> dict[str, Any]:
+        from lockstep.launcher.rank import Target
+        from lockstep.launcher.supervise import supervise
+        from lockstep.training.inference.apply import InferenceJob
+
+        seen_by_all = None if ray is None else self.run.absolute()
+        with TemporaryDirectory(prefix=".lockstep-", dir=seen_by_all) as scratch:
+            file = Path(scratch) / "answer.json"
+            job = InferenceJob(
+                what=self.what,
+                task=settings.task,
+                overrides=settings.overrides,
+                checkpoint=str(folder.absolute()),
+                answer=str(file),
+                out=None if self.out is None else str(self.out.absolute()),
+                device=settings.device,
+                precision=settings.precision,
+                loader_workers=settings.loader_workers,
+            )
+            target = Target(
+                module="lockstep.training.inference.apply",
+                args=[job.as_text()],
+                task=settings.task,
+            )
+            if ray is None:
+                outcome = supervise(target, settings.workers, console="first")
+            else:
+                gpus = many.gpus_for(settings.device)
+                outcome = many.run_on_ray(ray, target, settings.workers, console="first", gpus=gpus)
+            return answer_of(outcome, file, self.task)
+
+    def _checkpoint(self) -> Path:
+        from lockstep.checkpoints import files, folders
+
+        place = self.run / "checkpoints"
+        folder = files.best(place) if self.best else folders.newest(place)
+        if folder is None:
+            raise UsageError("no-best-checkpoint" if self.best else "no-checkpoint", run=self.run)
+        return folder
+
+    def first_words(self, found: dict[str, Any]) -> str:
+        """The line's beginning: what ran, on what."""
+        samples, workers = found["samples"], found["workers"]
+        kind = "best" if self.best else "newest"
+        counts = f"{samples} sample{'s' * (samples != 1)}, {workers} worker{'s' * (workers != 1)}"
+        return f"{found['task']}: {counts}, {kind} checkpoint (step {found['step']})"

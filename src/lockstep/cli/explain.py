@@ -6,11 +6,12 @@ import re
 import shutil
 import textwrap
 from collections.abc import Mapping
-from difflib import get_close_matches
+from string import Formatter
 from typing import Annotated
 
 import typer
 
+from lockstep.cli.refusals import meant
 from lockstep.errors import UsageError, catalog
 
 _WIDEST = 88  # columns
@@ -18,7 +19,7 @@ _PAGE = """# Errors
 
 Written by `lockstep explain > docs/guide/errors.md`.
 
-An error ends with its code: `error: --workers 0: ... [below-one]`. `lockstep explain CODE` prints its entry.
+An error ends with its code: `error: --workers 0: ... [not-a-whole-number]`. `lockstep explain CODE` prints its entry.
 """
 
 
@@ -38,9 +39,7 @@ def explain(
         return
     name = _code(" ".join(code))
     if name not in entries:
-        near = get_close_matches(name, entries, 1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise UsageError("unknown-code", value=name, near=meant)
+        raise UsageError("unknown-code", value=name, near=meant(name, entries.keys()))
     print(_text(name, entries[name], min(_WIDEST, shutil.get_terminal_size().columns)))
 
 
@@ -73,5 +72,8 @@ def _section(code: str, entry: Mapping[str, str]) -> str:
 
 def _shown(message: str) -> str:
     """The sentence, with <name> for what an error fills in: `{count:# rank}` is `<count> ranks`."""
-    counted = re.sub(r"{(\w+):#\s*([^{}]*)}", r"<\1> \2s", message)
-    return re.sub(r"{(\w+)[^{}]*}", r"<\1>", counted)
+    shown = ""
+    for text, name, spec, _ in Formatter().parse(message):
+        counted = f" {spec.lstrip('# ')}s" if spec and spec.startswith("#") else ""
+        shown += text + (f"<{name}>{counted}" if name else "")
+    return shown

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.over_run import JsonFile
+from lockstep.cli.arguments import JsonFile
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime import extras
 from lockstep.tools.timing.output_files import write_json

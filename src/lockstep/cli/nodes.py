@@ -20,6 +20,7 @@ from lockstep.config.launching import Launch
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    from lockstep.config.launching import Cluster
     from lockstep.config.settings import Settings
     from lockstep.launcher.fixed import Nodes
     from lockstep.launcher.logs import Console
@@ -199,15 +200,13 @@ def _job(address: str, target: Target, console: Console) -> Job:
 # -- a fixed set of nodes ------------------------------------------------------------------------
 
 
-def fixed_set(
-    nodes: int | None, node_rank: int | None, endpoint: str | None, workers: Any
-) -> tuple[Nodes | None, Any]:
+def fixed_set(cluster: Cluster, workers: Any) -> tuple[Nodes | None, Any]:
     """The set that options or variables speak of, and --workers. A set of one node is this host
     alone.
     """
     from lockstep.launcher.fixed import Nodes
 
-    found = Nodes.read(nodes, node_rank, endpoint, workers, os.environ)
+    found = Nodes.read(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers, os.environ)
     if found is None or found.count > 1:
         return found, workers
     return None, found.workers if workers is None else workers
@@ -246,15 +245,14 @@ def ranks_here(nodes: Nodes) -> int:
     return nodes.workers or gpus() or 1
 
 
-def refuse_beside_ray(nodes: int | None, node_rank: int | None, endpoint: str | None) -> None:
+def refuse_beside_ray(cluster: Cluster) -> None:
     """Raises UsageError where --ray stands beside options of a fixed set of nodes."""
-    options = {"--nodes": nodes, "--node-rank": node_rank, "--rdzv-endpoint": endpoint}
-    for name, value in options.items():
-        if value is not None:
+    for name in ("nodes", "node_rank", "rdzv_endpoint"):
+        if (value := getattr(cluster, name)) is not None:
             raise UsageError(
                 "options-exclude-each-other",
                 one="--ray",
-                other=f"{name} {value}",
+                other=f"{options.option_name(name)} {value}",
                 reason="Ray says which nodes there are",
             )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import KW_ONLY, dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -30,6 +30,18 @@ class Only:
 
     def __init__(self, *names: str) -> None:
         self.names = names
+
+
+@dataclass(frozen=True)
+class Says:
+    """Beside a configuration's type: how the command's help describes a knob, where it does less
+    than its field says.
+    """
+
+    name: str
+    _: KW_ONLY
+    help: str
+    unit: str = ""
 
 
 class GivenNames(frozenset[str]):
@@ -69,7 +81,10 @@ def spread(command: Callable[..., Any]) -> Callable[..., Any]:
     parameters = [_parameter(_CONTEXT, typer.Context)]
     for name, parameter in inspect.signature(command).parameters.items():
         if name in configurations:
-            parameters += map(_option, configurations[name][1].values())
+            said = {each.name: each for each in get_args(hints[name]) if isinstance(each, Says)}
+            parameters += [
+                _option(field, said.get(field.name)) for field in configurations[name][1].values()
+            ]
         elif hints[name] is not GivenNames:
             parameters.append(_parameter(name, hints[name], parameter.default))
     if takes_file:
@@ -115,8 +130,9 @@ def _parameter(
     )
 
 
-def _option(field: Field) -> inspect.Parameter:
+def _option(field: Field, said: Says | None) -> inspect.Parameter:
     """What Typer reads for a knob. Values that only our own checks refuse are texts here."""
+    said = said or Says(field.name, help=field.help)
     kind = next((each for each in (bool, int, float, Path) if field.type is each), str)
     default, flags = field.default, field.flags
     if field.is_mapping or field.is_repeated:
@@ -125,9 +141,9 @@ def _option(field: Field) -> inspect.Parameter:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
     option = typer.Option(
         *flags,
-        metavar=None if kind is bool else field.unit or None,
+        metavar=None if kind is bool else said.unit or field.unit or None,
         show_default=False,
-        help=field.help,
+        help=said.help,
         rich_help_panel=field.knob.group,
     )
     return _parameter(

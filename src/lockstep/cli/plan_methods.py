@@ -5,16 +5,13 @@ formulas.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-import typer
-
 from lockstep.cli.arguments import task_of
 from lockstep.cli.plan_options import PlanChoice
-from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.errors import UsageError
 from lockstep.tools.timing.output_files import check_writable, write_json
 
 if TYPE_CHECKING:
@@ -55,15 +52,11 @@ def run(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
     source = partial(resolve, place, overrides)
     task = source()
     micro_batches = -(-slots_of(task) // workers)
-    try:
-        seconds = (
-            asked.step_ms / 1e3
-            if asked.step_ms is not None
-            else _seconds(source, micro_batches, workers)
-        )
-    except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
+    seconds = (
+        asked.step_ms / 1e3
+        if asked.step_ms is not None
+        else _seconds(source, micro_batches, workers)
+    )
     work = work_of_module(model_of(task), seconds=seconds, micro_batches=micro_batches)
     found = method_rows(work, workers, link, beside)
     _say(name, work, workers, link, seconds, given=asked.step_ms is not None)

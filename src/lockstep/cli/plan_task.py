@@ -4,19 +4,16 @@ ranks on any network.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from lockstep.cli.arguments import task_of
 from lockstep.cli.plan_options import PlanChoice
 from lockstep.config.knob import knobs
 from lockstep.config.parallelism import Parallelism
-from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.errors import UsageError
 from lockstep.runtime.cores import warn_if_busy
 from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
@@ -43,11 +40,7 @@ def run(
     source = partial(resolve, place, overrides)
     if asked.profile is None:
         warn_if_busy()
-    try:
-        _answer(asked, question, source, short_name(place))
-    except WorkerFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
+    _answer(asked, question, source, short_name(place))
 
 
 def _question(asked: PlanChoice, method: Parallelism, loaders: int) -> Question:

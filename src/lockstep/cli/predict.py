@@ -7,18 +7,20 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli import latest, over_run
 from lockstep.cli import nodes as many
+from lockstep.cli.arguments import JsonFile, TaskName, Workers, existing_run, run_of
+from lockstep.cli.evaluate import AppliedCheckpoint, Best, Run
 from lockstep.cli.options import Only
 from lockstep.config.launching import Cluster, RunChoice
 from lockstep.config.settings import Config
+from lockstep.tools.timing.output_files import write_json
 
 COMMAND = many.Command
 
 
 def predict(
-    task: over_run.TaskName,
-    run: over_run.Run,
+    task: TaskName,
+    run: Run,
     config: Annotated[Config, Only("device", "loader_workers")],
     choice: Annotated[RunChoice, Only("overrides")],
     cluster: Annotated[Cluster, Only("ray")],
@@ -30,9 +32,9 @@ def predict(
             help="Ends in .npy or .parquet; default: DIR/predictions.npy.",
         ),
     ] = None,
-    workers: over_run.Workers = None,
-    best: over_run.Best = False,
-    json: over_run.JsonFile = None,
+    workers: Workers = None,
+    best: Best = False,
+    json: JsonFile = None,
 ) -> None:
     """Write what a run's newest (or best) checkpoint predicts for the task's eval_data, in its
     order.
@@ -41,10 +43,8 @@ def predict(
     """
     from lockstep.training.inference.apply import check_out
 
-    run = latest.run_of(run)
-    file = check_out(run / "predictions.npy" if out is None else out)
-    found = over_run.answer(
-        "predict", task, run, workers, best, choice.overrides, config, out=file, ray=cluster.ray
-    )
-    over_run.write_json(json, found)
-    print(f"{over_run.first_words(found, best)} | predictions in {file}")
+    file = check_out(run_of(run) / "predictions.npy" if out is None else out)
+    applied = AppliedCheckpoint("predict", task, existing_run(run), workers, best, file)
+    found = applied.answer(config, choice, cluster)
+    write_json(json, found)
+    print(f"{applied.first_words(found)} | predictions in {file}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -44,7 +44,7 @@ def of_parser(error: Any, line: Sequence[str]) -> UsageError:
             "unknown-option",
             option=error.option_name,
             command=path,
-            near=_meant(error.option_name, options),
+            near=meant(error.option_name, options),
         )
     if kind == "MissingParameter" and error.param is not None:
         return UsageError("missing-argument", name=_shown(error.param), command=path)
@@ -111,8 +111,8 @@ def _typed(names: Sequence[str], line: Sequence[str]) -> str | None:
     return None
 
 
-def _meant(name: str, options: Sequence[str]) -> str:
-    """What begins as `name` does comes first."""
+def meant(name: str, options: Collection[str]) -> str:
+    """` (did you mean ...?)`: what begins as `name` does comes first."""
     begun = sorted(each for each in options if each.startswith(name))
     close = [each for each in get_close_matches(name, options) if each not in begun]
     found = [*begun, *close][:3]

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli import latest
-from lockstep.cli.over_run import JsonFile
+from lockstep.cli.arguments import JsonFile, existing_run
 from lockstep.errors import UsageError
 
 NO_ANATOMY = (
@@ -41,14 +40,13 @@ def report(
     """Say where the time of RUN went, and write it up as one HTML page that needs nothing else;
     RUN/timeline.json is for Perfetto.
     """
-    from lockstep.cli.over_run import write_json
-    from lockstep.tools.report.page.page import FILE, as_json, page
-    from lockstep.tools.report.page.recorded import read
-    from lockstep.tools.report.verdict.verdict import verdict
-    from lockstep.tools.timing.output_files import check_writable
+    from lockstep.tools.recorded import read
+    from lockstep.tools.report.page import FILE, as_json, page
+    from lockstep.tools.report.verdict import verdict
+    from lockstep.tools.timing.output_files import check_writable, write_json
     from lockstep.training.timeline import perfetto
 
-    run = latest.existing(run)
+    run = existing_run(run)
     recorded = read(run)
     file = out or run / FILE
     check_writable(file, "--out")

@@ -13,6 +13,7 @@ import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import at_least_one
+from lockstep.cli.options import Says
 from lockstep.config.launching import Cluster, Launch
 from lockstep.errors import UsageError
 
@@ -28,7 +29,14 @@ COMMAND = many.Command
 
 
 def run(
-    launch: Launch,
+    launch: Annotated[
+        Launch,
+        Says("on_stall", unit="wait|abort", help="On a stall: warn, or abort. Default: abort."),
+        Says(
+            "max_restarts",
+            help="Restarts after a worker is killed or a node is lost, with --ray. Default: 0.",
+        ),
+    ],
     cluster: Cluster,
     command: Annotated[
         list[str] | None,
@@ -70,6 +78,24 @@ def run(
     if not command:
         raise UsageError("nothing-to-run")
     at_least_one(workers=workers)
+    _check(launch, log, on_ray=cluster.ray is not None)
+    from lockstep.launcher.logs import directory_for_logs
+    from lockstep.launcher.rank import rank_here
+
+    target = _target(command[0], command[1:], module=module)
+    script = _Script(target=target, logs=directory_for_logs(log), launch=launch)
+    if cluster.ray is not None:
+        many.refuse_beside_ray(cluster)
+        raise typer.Exit(script.on_ray(cluster.ray, many.ranks_on_ray(workers)))
+    if cluster.nodes is None and (here := rank_here(workers)) is not None:
+        script.as_rank(here)
+        return
+    fixed, workers = many.fixed_set(cluster, workers)
+    raise typer.Exit(script.on_nodes(fixed, workers))
+
+
+def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
+    """Raises UsageError for what is not for a script."""
     if launch.debug and log is None:
         raise UsageError(
             "option-missing",
@@ -79,31 +105,12 @@ def run(
         )
     if launch.on_stall == "restart":
         raise UsageError("restart-needs-checkpoints")
-    from lockstep.launcher.logs import directory_for_logs
-    from lockstep.launcher.rank import rank_here
-
-    if launch.max_restarts is not None and cluster.ray is None:
+    if launch.max_restarts is not None and not on_ray:
         raise UsageError(
             "no-restarts-here",
             restarts=launch.max_restarts,
             what="a script is restarted on a Ray cluster only",
         )
-    target = _target(command[0], command[1:], module=module)
-    script = _Script(
-        target=target,
-        logs=directory_for_logs(log),
-        launch=launch,
-    )
-    if cluster.ray is not None:
-        many.refuse_beside_ray(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint)
-        raise typer.Exit(script.on_ray(cluster.ray, many.ranks_on_ray(workers)))
-    if cluster.nodes is None and (here := rank_here(workers)) is not None:
-        script.as_rank(here)
-        return
-    fixed, workers = many.fixed_set(
-        cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers
-    )
-    raise typer.Exit(script.on_nodes(fixed, workers))
 
 
 def _target(name: str, args: list[str], *, module: bool) -> Target:

@@ -90,7 +90,7 @@ def _stages(task: str, stages: int) -> list[list[str]]:
     """The names of the layers in every stage of a task's model, balanced by parameters (a
     training measures, and tells in mesh.json).
     """
-    place, _ = task_of(task, None)
+    place, _ = task_of(task, {})
     from lockstep.model_parallel.layers import layers_of  # imports torch
     from lockstep.model_parallel.split import cut
     from lockstep.training.resolve import resolve

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.batch_script import Job, SlurmOptions, batch_script, limit
+from lockstep.cli.batch_script import BatchJob, SlurmOptions, batch_script, limit
 from lockstep.errors import ExitCode, UsageError
 
 
@@ -50,7 +50,7 @@ def slurm(
     ranks use the Python that runs this command.
     """
     name, command, run = _command(target, args or [])
-    job = Job(
+    job = BatchJob(
         **asdict(options),
         job_name=name if job_name is None else job_name,
         command=command,

@@ -8,17 +8,16 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from lockstep.cli import latest
 from lockstep.cli import nodes as many
-from lockstep.cli.arguments import task_of
-from lockstep.cli.hardware import fitted, torch_version
+from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
 from lockstep.cli.options import GivenNames
-from lockstep.cli.over_run import TaskName
 from lockstep.config.launching import Cluster, Launch, RunChoice
 from lockstep.config.settings import Config, Settings
 from lockstep.errors import UsageError
@@ -51,20 +50,16 @@ def train(
     on stdout is the last: what was trained, the metric, and a SHA-256 of the weights. Metrics, logs
     and checkpoints are in the run directory.
     """
-    choice = replace(
-        choice, run=latest.run_of(choice.run) if choice.resume else latest.refused(choice.run)
-    )
+    choice = replace(choice, run=run_of(choice.run) if choice.resume else new_run(choice.run))
     workers = _workers(choice, config)
     from lockstep.launcher.rank import rank_here
 
     here, fixed = None, None
     if cluster.ray is not None:
-        many.refuse_beside_ray(cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint)
+        many.refuse_beside_ray(cluster)
         workers = many.ranks_on_ray(workers)
     elif cluster.nodes is not None or (here := rank_here(workers)) is None:
-        fixed, count = many.fixed_set(
-            cluster.nodes, cluster.node_rank, cluster.rdzv_endpoint, workers
-        )
+        fixed, count = many.fixed_set(cluster, workers)
         workers = None if count is None else str(count)
     if here is not None:
         _listen(here, launch)
@@ -383,7 +378,7 @@ class AppliedTuning:
             "workers": settings.workers,
             "device": device,
         }
-        if differences := self.tuned.measured.differences(**here, torch=torch_version()):
+        if differences := self.tuned.measured.differences(**here, torch=_torch_version()):
             print(
                 f"warning: {settings.settings_file} was measured on something else"
                 f" ({'; '.join(differences)}): what is applied may not be the fastest here; run"
@@ -394,3 +389,13 @@ class AppliedTuning:
 
 def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _torch_version() -> str:
+    """torch.__version__, build included, read from torch's version.py: importing torch takes
+    over a second.
+    """
+    spec = find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])

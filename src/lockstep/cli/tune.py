@@ -4,7 +4,6 @@ as the command to use.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import lockstep
-from lockstep.cli import over_run
-from lockstep.cli.arguments import task_of
+from lockstep.cli.arguments import TaskName, Workers, answer_of, fitted_to, task_of
 from lockstep.cli.options import Only
-from lockstep.config.knob import knobs
+from lockstep.config.knob import knobs, number
 from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config, Settings
-from lockstep.errors import UsageError
 from lockstep.runtime.cores import warn_if_busy
 
 if TYPE_CHECKING:
@@ -33,10 +30,10 @@ _FOR_SEARCH = 0.7  # of the time; the rest is for the advice on micro_batch
 
 
 def tune(
-    task: over_run.TaskName,
+    task: TaskName,
     config: Annotated[Config, Only("device")],
     choice: Annotated[RunChoice, Only("overrides")],
-    workers: over_run.Workers = None,
+    workers: Workers = None,
     seconds: Annotated[
         float, typer.Option(help="Time for measuring, beside the start of the ranks.")
     ] = 60,
@@ -56,21 +53,13 @@ def tune(
     against the default, which it must beat. Nothing is applied: the last line is the command to
     use.
     """
-    from lockstep.cli.hardware import fitted
     from lockstep.tools.timing.output_files import check_writable
 
-    if not 0 < seconds < float("inf"):
-        raise UsageError("not-above-zero", name="seconds", value=seconds)
+    number("seconds", seconds, above=0)
     if out is not None:
         check_writable(out, "--out")
     place, overrides = task_of(task, choice.overrides)
-    settings = Settings(
-        task=place,
-        overrides=overrides,
-        workers=1 if workers is None else workers,
-        device=config.device,
-    )
-    settings = fitted(settings, count_workers=workers is None)
+    settings = fitted_to(workers, task=place, overrides=overrides, device=config.device)
     warn_if_busy()
     answer = _search(task, settings, _FOR_SEARCH * seconds)
     from lockstep.tools.tune.search import Found  # torch, which a failed start need not wait for
@@ -92,9 +81,7 @@ def tune(
 
 
 def _search(task: str, settings: Settings, seconds: float) -> dict[str, Any]:
-    """What rank 0 has to say; the command ends here with the ranks' own exit code where they
-    failed.
-    """
+    """What rank 0 has to say."""
     from lockstep.launcher.rank import Target
     from lockstep.launcher.supervise import supervise
 
@@ -104,13 +91,7 @@ def _search(task: str, settings: Settings, seconds: float) -> dict[str, Any]:
             module="lockstep.tools.tune.tune_rank", args=[scratch, str(seconds)], task=settings.task
         )
         outcome = supervise(target, settings.workers, console="first")
-        if outcome.exit_code:
-            raise typer.Exit(outcome.exit_code)
-        file = Path(scratch) / "answer.json"
-        if not file.exists():
-            raise UsageError("task-ended-its-process", task=task)
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
+        return answer_of(outcome, Path(scratch) / "answer.json", task)
 
 
 def _sizes(settings: Settings, answer: Mapping[str, Any], seconds: float) -> list[Size]:

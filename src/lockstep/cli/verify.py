@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import latest, over_run
 from lockstep.cli import nodes as many
-from lockstep.cli.arguments import task_of
+from lockstep.cli.arguments import JsonFile, counts_of, existing_run, fitted, task_of
 from lockstep.cli.options import GivenNames, Only, option_name
 from lockstep.config.launching import Cluster, RunChoice
 from lockstep.config.settings import Config, Settings
-from lockstep.errors import ExitCode, UsageError, WorkerFailed
+from lockstep.errors import ExitCode, UsageError
+from lockstep.tools.timing.output_files import write_json
 
 if TYPE_CHECKING:
     from lockstep.tools.verify.judge import Verified
@@ -50,7 +50,7 @@ def verify(
             help=f"Numbers of ranks; default: {_COUNTS}.",
         ),
     ] = None,
-    json: over_run.JsonFile = None,
+    json: JsonFile = None,
 ) -> None:
     """Train TASK at several numbers of workers and tell whether they agree, step by step; or
     compare two finished runs.
@@ -61,7 +61,7 @@ def verify(
     """
     if len(what) == 2:
         _refuse_with_runs(given - {"what", "json"})
-        _runs(latest.existing(Path(what[0])), latest.existing(Path(what[1])), json)
+        _runs(existing_run(Path(what[0])), existing_run(Path(what[1])), json)
         return
     if len(what) != 1:
         raise UsageError("task-or-two-runs", given=f"{len(what)} arguments")
@@ -80,14 +80,10 @@ def verify(
 
     # its mistakes are sentences here, before any rank starts
     name = resolve(settings.task, settings.overrides).name or "task"
-    try:
-        verdict = look(
-            settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True), **start
-        )
-    except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(ExitCode.FAILED) from None
-    over_run.write_json(json, {"task": name, **verdict.as_json()})
+    verdict = look(
+        settings, counts, say=lambda line: print(line, file=sys.stderr, flush=True), **start
+    )
+    write_json(json, {"task": name, **verdict.as_json()})
     print(_table(verdict))
     print(_last_line(name, verdict, counts, settings.steps or _STEPS))
     if verdict.difference is not None:
@@ -103,31 +99,19 @@ def _settings(
     fits_here: bool,
 ) -> tuple[Settings, list[int]]:
     """For the largest of the counts, and all of them. `fits_here`: their ranks are this host's."""
-    from lockstep.cli.hardware import fitted
-
     if Path(task).is_dir():
         raise UsageError("task-or-two-runs", given=f"the folder {task}")
-    counts = _counts(_COUNTS if workers is None else workers)
+    counts = counts_of(
+        _COUNTS if workers is None else workers,
+        'at least two whole numbers of at least 1, such as 1,2,4 ("2,2" trains twice alike)',
+        least=2,
+    )
     place, overrides = task_of(task, override)
     steps = _STEPS if config.steps is None else config.steps
     settings = Settings.of(
         replace(config, steps=steps), task=place, overrides=overrides, workers=max(counts)
     )
     return fitted(settings, count_workers=False) if fits_here else settings, counts
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if len(counts) < 2 or min(counts) < 1:
-        raise UsageError(
-            "not-a-list-of-counts",
-            value=text,
-            wanted="at least two whole numbers of at least 1, such as 1,2,4",
-        )
-    return counts
 
 
 def _refuse_with_runs(given: Collection[str]) -> None:
@@ -144,9 +128,7 @@ def _runs(one: Path, other: Path, json: Path | None) -> None:
     from lockstep.tools.verify.finished_runs import differences, summary  # imports torch
 
     found = differences(one, other)
-    over_run.write_json(
-        json, {"runs": [str(one), str(other)], "same": not found, "differences": found}
-    )
+    write_json(json, {"runs": [str(one), str(other)], "same": not found, "differences": found})
     if not found:
         print(f"verify: {one} and {other} are equal, bit for bit: {summary(one)}")
         return
@@ -157,23 +139,21 @@ def _runs(one: Path, other: Path, json: Path | None) -> None:
 
 
 def _table(verdict: Verified) -> str:
-    rows = [("workers", "steps", "loss at the end", "weights sha256", "")]
-    for number, row in enumerate(verdict.rows):
-        said = (
-            ""
-            if number == 0
-            else (
-                ("same" if row.same else "differs")
-                if verdict.exact
-                else ("agrees" if row.same else "differs")
-            )
-        )
-        rows.append((str(row.workers), str(row.steps), f"{row.loss:.9g}", row.sha256[:16], said))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    from lockstep.tools.timing.tables import table
+
+    words = {True: "same" if verdict.exact else "agrees", False: "differs"}
+    rows = [
+        [
+            row.workers,
+            row.steps,
+            f"{row.loss:.9g}",
+            row.sha256[:16],
+            words[row.same] if number else "",
+        ]
+        for number, row in enumerate(verdict.rows)
+    ]
+    head = ("workers", "steps", "loss at the end", "weights sha256", "")
+    return table(head, rows, left=())
 
 
 def _last_line(name: str, verdict: Verified, counts: list[int], steps: int) -> str:

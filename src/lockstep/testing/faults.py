@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep.errors import UsageError
+from lockstep.config.knob import chosen, number, whole
 from lockstep.runtime import status
 from lockstep.runtime.environment import placement
 from lockstep.runtime.step_clock import PHASES
@@ -83,8 +83,7 @@ def hold_gil_at(rank: int, step: int, phase: str) -> None:
 
 def slow_at(rank: int, step: int, phase: str, seconds: float) -> None:
     """Sleep for `seconds` whenever the phase begins, from that step on."""
-    if not seconds > 0:
-        raise UsageError("not-above-zero", name="seconds", value=seconds)
+    number("seconds", seconds, above=0)
     _add(rank, step, phase, lambda: time.sleep(seconds), lasting=True)
 
 
@@ -97,10 +96,9 @@ def no_faults() -> None:
 def _add(
     rank: int, step: int, phase: str, strike: Callable[[], None], lasting: bool = False
 ) -> None:
-    if phase not in PHASES:
-        raise UsageError("unknown-choice", name="phase", value=phase, choices=PHASES)
-    if rank < 0 or step < 0:
-        raise UsageError("fault-below-zero", rank=rank, step=step)
+    chosen("phase", phase, PHASES)
+    whole("rank", rank, 0)
+    whole("step", step, 0)
     _faults.append(_Fault(rank, step, phase, strike, lasting))
     status.on_phase(_meet)
 

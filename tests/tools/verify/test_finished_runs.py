@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lockstep.config.settings import Settings
-from lockstep.errors import UsageError
 from lockstep.tools.verify.finished_runs import differences, summary
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
@@ -104,9 +103,8 @@ def test_nan_and_other_evaluations(tmp_path: Path) -> None:
 def test_a_step_that_was_taken_again_counts_as_it_was_last(tmp_path: Path) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b", changes={3: {"loss": 9.0}})
     with (other / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"kind": "step", "step": 3, "loss": 1.0 / 3, "weight": 8, "lr": 0.1}) + "\n"
-        )
+        record = {"step": 3, "loss": 1.0 / 3, "weight": 8, "lr": 0.1, "samples_per_s": 1.0}
+        file.write(json.dumps({"kind": "step", **record}) + "\n")
     assert differences(one, other) == []
 
 
@@ -149,7 +147,7 @@ def test_runs_that_cannot_be_compared(
 def test_a_folder_without_settings_is_no_run(tmp_path: Path) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b")
     (other / "settings.json").unlink()
-    with pytest.raises(UsageError, match="is not a run directory of `lockstep train`"):
+    with refused("not-a-run-directory", directory=str(other)):
         differences(one, other)
 
 

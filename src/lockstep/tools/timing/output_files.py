@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.runtime.extras import install
+from lockstep.training.metrics import finite
 
 
 def check_writable(file: Path | None, option: str) -> None:
@@ -44,10 +45,11 @@ def check_plot(file: Path | None) -> None:
 
 
 def write_json(file: Path | None, what: object, option: str = "--json") -> None:
+    """nan and infinities as text. Raises UsageError where the file cannot be written."""
     if file is None:
         return
     try:
-        file.write_text(json.dumps(what, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(finite(what), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise _refusal(file, option, error) from error
 

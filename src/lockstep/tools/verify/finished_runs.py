@@ -7,8 +7,7 @@ the number of workers.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from lockstep.checkpoints import files
 from lockstep.checkpoints.folders import newest
-from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
+from lockstep.tools.recorded import read
 from lockstep.training.resolve import short_name
 from lockstep.training.run_directory import METRICS, RESULT
 
@@ -41,22 +40,26 @@ class FinishedRun:
 
     @classmethod
     def read(cls, path: Path) -> FinishedRun:
-        """Raises UsageError where it is no run directory, its training has not ended, or a file
-        is missing or broken.
-        """
-        task = short_name(Settings.read(path).task)
-        if not (path / RESULT).exists():
+        """Raises UsageError where its training has not ended, or a file is missing or broken."""
+        found = read(path)
+        if found.state != "finished":
             raise UsageError("run-not-finished", run=path, missing=RESULT)
-        records = _records(path / METRICS)
+        if not found.whole:
+            raise UsageError(
+                "cannot-read",
+                name="run file",
+                file=path / METRICS,
+                reason="it is not as `lockstep train` wrote it",
+            )
         checkpoint = newest(path / "checkpoints")
         if checkpoint is None:
             raise UsageError("no-checkpoint", run=path)
-        steps, evaluations = (
-            [each for each in records if each.get("kind") == kind] for kind in ("step", "evaluate")
-        )
-        numbers = {each["step"]: {name: each.get(name) for name in _STEP} for each in steps}
         return cls(
-            path, task, numbers, {each["step"]: each["metrics"] for each in evaluations}, checkpoint
+            path=path,
+            task=short_name(found.settings.task),
+            steps={each["step"]: {name: each.get(name) for name in _STEP} for each in found.steps},
+            evaluations={each["step"]: each["metrics"] for each in found.evaluations},
+            checkpoint=checkpoint,
         )
 
 
@@ -106,37 +109,28 @@ def _first(
 
 def _weights(one: Path, other: Path) -> str | None:
     ours, theirs = files.read(one).tensors, files.read(other).tensors
+    first = next(tensor_differences(ours, theirs, ("the first run", "the second run")), None)
+    where = " and ".join(dict.fromkeys([one.name, other.name]))
+    return first and f"weights ({where}): {first}"
+
+
+def tensor_differences(
+    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], sides: tuple[str, str]
+) -> Iterator[str]:
+    """A sentence for each name whose tensors are not equal, bit for bit."""
     for name in sorted(ours.keys() | theirs.keys()):
-        if name not in ours or name not in theirs:
-            return (
-                f"weights: {name} is there in the {'first' if name in ours else 'second'} run only"
-            )
-        sentence = _tensors(name, ours[name], theirs[name])
-        if sentence:
-            return f"weights ({' and '.join(dict.fromkeys([one.name, other.name]))}): {sentence}"
-    return None
-
-
-def _tensors(name: str, one: Tensor, other: Tensor) -> str | None:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return f"{name} is {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
-    if torch.equal(_bits(one), _bits(other)):
-        return None
-    differing = (_bits(one) != _bits(other)).reshape(one.numel(), -1).any(1)
-    largest = (one.double() - other.double()).abs().max().item()
-    return (
-        f"{name} differs in {int(differing.sum())} of {one.numel()} elements, by {largest:.3g} at"
-        " most"
-    )
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None:
+            yield f"{name} is only in {sides[one is None]}"
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            kinds = (f"{each.dtype} {list(each.shape)}" for each in (one, other))
+            yield f"{name} is {' and '.join(kinds)}"
+        elif not torch.equal(_bits(one), _bits(other)):
+            count = int((_bits(one) != _bits(other)).reshape(one.numel(), -1).any(1).sum())
+            wide = torch.complex128 if one.is_complex() else torch.float64
+            gap = (one.to(wide) - other.to(wide)).abs().max().item()
+            yield f"{name} differs in {count} of {one.numel()} elements, by {gap:.3g} at most"
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    try:
-        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UsageError("cannot-read", name="run file", file=file, reason=error) from None
-    return [record for record in records if isinstance(record, dict)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from lockstep.tools.report.page.html import Illustration, Numbers, Section
-from lockstep.tools.report.verdict.judged import Judged
-from lockstep.tools.report.verdict.words import milliseconds
+from lockstep.tools.report.html import Illustration, Numbers, Section
+from lockstep.tools.report.judged import Judged, milliseconds
 from lockstep.tools.svg import Plot
 from lockstep.training.timeline.lanes import Anatomy
 from lockstep.training.timeline.lines import MemoryLine

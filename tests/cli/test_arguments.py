@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli import latest
+from lockstep.cli.arguments import new_run, run_of
 from tests.refused import refused
 
 
@@ -26,22 +26,22 @@ def test_the_run_that_was_begun_last(folder: Path) -> None:
         file.touch()
         os.utime(file, (when, when))
     (folder / "runs" / "no-run").mkdir()
-    assert latest.run_of(Path("latest")) == Path("runs/a")
+    assert run_of(Path("latest")) == Path("runs/a")
 
 
 def test_other_names_are_left_alone(folder: Path) -> None:
-    assert latest.run_of(None) is None
-    assert latest.run_of(Path("runs/mine")) == Path("runs/mine")
+    assert run_of(None) is None
+    assert run_of(Path("runs/mine")) == Path("runs/mine")
     (folder / "latest").mkdir()
-    assert latest.run_of(Path("latest")) == Path("latest")
+    assert run_of(Path("latest")) == Path("latest")
 
 
 def test_without_a_run_it_is_refused(folder: Path) -> None:
     with refused("latest-run-missing", runs=Path("runs"), folder=folder):
-        latest.run_of(Path("latest"))
+        run_of(Path("latest"))
     with refused("option-missing", option="--run latest", needed="--resume"):
-        latest.refused(Path("latest"))
-    assert latest.refused(Path("mine")) == Path("mine")
+        new_run(Path("latest"))
+    assert new_run(Path("mine")) == Path("mine")
 
 
 def test_a_training_says_where_its_run_is_and_latest_finds_it(folder: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.verdict.remedies import Advice, deal
-from lockstep.tools.report.verdict.verdict import verdict
+from lockstep.tools.report.remedies import Advice, deal
+from lockstep.tools.report.verdict import verdict
 from tests.training.timeline.synthetic import BASE, Extra, anatomy, begin, lines, planted
 
 STEP = sum(BASE.values())

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.verdict.judged import Judged
-from lockstep.tools.report.verdict.waited_for import SHARED, Straggler
+from lockstep.tools.report.judged import Judged
+from lockstep.tools.report.waited_for import SHARED, Straggler
 
 _LEAST = 0.05
 """Gain below which a change is not worth advising."""

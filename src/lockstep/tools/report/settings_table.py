@@ -9,8 +9,8 @@ from typing import Any
 
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
-from lockstep.tools.report.page.html import Numbers, Section
-from lockstep.tools.report.page.recorded import Recorded
+from lockstep.tools.recorded import Recorded
+from lockstep.tools.report.html import Numbers, Section
 from lockstep.training.timeline.lines import Begin
 from lockstep.training.tuned import Tuned
 

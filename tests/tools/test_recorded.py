@@ -6,11 +6,9 @@ import fcntl
 import json
 from pathlib import Path
 
-import pytest
-
-from lockstep.errors import UsageError
-from lockstep.tools.report.page.recorded import read
-from tests.tools.report.page.runs import make, metrics
+from lockstep.tools.recorded import read
+from tests.refused import refused
+from tests.tools.report.runs import make, metrics
 
 
 def test_a_finished_run(tmp_path: Path) -> None:
@@ -48,7 +46,7 @@ def test_a_damaged_result_is_none(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a run directory of `lockstep train`"):
+    with refused("not-a-run-directory", directory=str(tmp_path)):
         read(tmp_path)
 
 
@@ -62,5 +60,5 @@ def test_settings_of_another_version_are_refused(tmp_path: Path) -> None:
     make(tmp_path)
     whole = json.loads((tmp_path / "settings.json").read_text())
     (tmp_path / "settings.json").write_text(json.dumps({**whole, "warp": 9}))
-    with pytest.raises(UsageError, match=r"it has warp\. \[foreign-settings\]"):
+    with refused("foreign-settings", wrong="it has warp"):
         read(tmp_path)

@@ -57,7 +57,7 @@ def render(**what: Any) -> str:
         text = str(escape(sentence)).replace(" %", "&nbsp;%")
         return Markup(re.sub(r"--[a-z-]+( [\w.:]+(?= \())?", r"<code>\g<0></code>", text))
 
-    here = files("lockstep.tools.report.page")
+    here = files("lockstep.tools.report")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.tools.report.page import settings_table
-from lockstep.tools.report.page.curves import thinned
-from lockstep.tools.report.page.page import page
-from lockstep.tools.report.page.recorded import read
-from lockstep.tools.report.verdict.verdict import verdict
+from lockstep.tools.recorded import read
+from lockstep.tools.report import settings_table
+from lockstep.tools.report.curves import thinned
+from lockstep.tools.report.page import page
+from lockstep.tools.report.verdict import verdict
 from lockstep.training.tuned import Tuned, TunedOn
-from tests.tools.report.page.runs import anatomy, make, metrics
+from tests.tools.report.runs import anatomy, make, metrics
 
 EVIL = "<script>alert('1')</script> & \"quoted\" $\\alpha$"
 
@@ -260,6 +260,6 @@ def test_a_checkpoint_that_goes_away_meanwhile_is_left_out(
 ) -> None:
     run = make(tmp_path)
     monkeypatch.setattr(
-        "lockstep.tools.report.page.history.written", lambda folder: [folder / "step-00000010"]
+        "lockstep.tools.report.history.written", lambda folder: [folder / "step-00000010"]
     )
     assert "step-00000010" not in written(run)

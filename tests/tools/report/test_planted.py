@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.tools.report.verdict.verdict import verdict
+from lockstep.tools.report.verdict import verdict
 from tests.training.timeline.synthetic import BASE, anatomy, lines, noisy, planted
 
 CAUSES = {

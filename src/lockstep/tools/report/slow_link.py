@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lockstep.tools.report.verdict.words import ranks
+from lockstep.tools.report.judged import ranks
 from lockstep.training.timeline.lanes import Generation
 from lockstep.training.timeline.lines import LinkUse
 

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lockstep.tools.report.page.html import Illustration, Numbers, Section
-from lockstep.tools.report.page.rank_figures import NAMES, SHOWN, colour
-from lockstep.tools.report.verdict.judged import WARM_UP
+from lockstep.tools.report.html import Illustration, Numbers, Section
+from lockstep.tools.report.judged import WARM_UP
+from lockstep.tools.report.rank_figures import NAMES, SHOWN, colour
 from lockstep.tools.svg import Plot
 from lockstep.training.timeline.lanes import Anatomy, Generation
 from lockstep.training.timeline.lines import StepsLine

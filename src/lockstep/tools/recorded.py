@@ -1,11 +1,11 @@
-"""What a run directory holds, read for a report: finished or not, with anatomy or without."""
+"""What a run directory holds, for `report` and `verify`: finished or not, with anatomy or without."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ State = Literal["finished", "under way", "ended before its end"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """Records as they were written, by kind; lines that cannot be read are left out."""
+    """Records as they were written, by kind."""
 
     run: Path
     state: State
@@ -30,6 +30,8 @@ class Recorded:
     events: Sequence[Mapping[str, Any]]
     result: Mapping[str, Any] | None
     anatomy: Anatomy | None
+    whole: bool
+    """Whether all records could be read. Others are left out."""
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -40,7 +42,9 @@ class Recorded:
 def read(run: Path) -> Recorded:
     """Raises UsageError where `run` has no settings."""
     settings = Settings.read(run)
-    records = list(_records(run / METRICS))
+    lines = _text(run / METRICS).splitlines()
+    found = [_mapping(line) for line in lines]
+    records = [record for record in found if record is not None and "kind" in record]
     result = _mapping(_text(run / RESULT))
     return Recorded(
         run=run,
@@ -71,6 +75,7 @@ def read(run: Path) -> Recorded:
         ],
         result=result,
         anatomy=read_anatomy(run),
+        whole=None not in found and (run / METRICS).exists(),
     )
 
 
@@ -92,13 +97,6 @@ def in_use(lock: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def _records(file: Path) -> Iterator[dict[str, Any]]:
-    for line in _text(file).splitlines():
-        record = _mapping(line)
-        if record is not None and "kind" in record:
-            yield record
 
 
 def _text(file: Path) -> str:

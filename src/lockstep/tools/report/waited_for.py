@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.tools.report.verdict.judged import Judged, RankTimes
-from lockstep.tools.report.verdict.words import milliseconds
+from lockstep.tools.report.judged import Judged, RankTimes, milliseconds
 
 Cause = Literal[
     "data", "forward", "backward", "computation", "work", "optimizer", "checks", "other", "network"

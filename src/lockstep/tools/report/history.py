@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoints.folders import best_name, step_of, written
-from lockstep.tools.report.page.html import Numbers, Section
-from lockstep.tools.report.page.recorded import Recorded
-from lockstep.tools.report.verdict.judged import Judged
-from lockstep.tools.report.verdict.words import milliseconds, ranks
+from lockstep.tools.recorded import Recorded
+from lockstep.tools.report.html import Numbers, Section
+from lockstep.tools.report.judged import Judged, milliseconds, ranks
 from lockstep.training.timeline.lanes import Anatomy, Generation
 
 _ROWS = 50

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.settings import Settings
-from lockstep.tools.report.verdict.verdict import Verdict, verdict
-from lockstep.tools.report.verdict.words import percentages, ranks
+from lockstep.tools.report.judged import percentages, ranks
+from lockstep.tools.report.verdict import Verdict, verdict
 from tests.training.timeline.synthetic import BASE, Extra, anatomy, lines, noisy, planted
 
 QUIET = {**BASE, "data": 0.0001, "moving": 0.0001, "other": 0.0, "checks": 0.0}

@@ -17,11 +17,10 @@ from typing import Any
 
 from lockstep.config.settings import Settings
 from lockstep.data.windows import counted
-from lockstep.tools.report.verdict.judged import Judged, judged
-from lockstep.tools.report.verdict.remedies import Advice, advice, crowded
-from lockstep.tools.report.verdict.slow_link import SlowLink, slow_link
-from lockstep.tools.report.verdict.waited_for import LEAST, Straggler, next_straggler, stragglers
-from lockstep.tools.report.verdict.words import milliseconds, percentages, ranks
+from lockstep.tools.report.judged import Judged, judged, milliseconds, percentages, ranks
+from lockstep.tools.report.remedies import Advice, advice, crowded
+from lockstep.tools.report.slow_link import SlowLink, slow_link
+from lockstep.tools.report.waited_for import LEAST, Straggler, next_straggler, stragglers
 from lockstep.training.timeline.lanes import Anatomy, Generation
 
 _USEFUL = ("forward", "backward", "optimizer")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.report.page.page import page
-from lockstep.tools.report.page.recorded import read
+from lockstep.tools.recorded import read
+from lockstep.tools.report.page import page
 from tests.browser import Page, browser, require
-from tests.tools.report.page.runs import anatomy, make
+from tests.tools.report.runs import anatomy, make
 
 LINE = (
     "4 ranks: 56 % efficient. Try --loader-workers 1 (about +62 %), or --bucket-mb 2 (about +10 %)."

@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from lockstep.tools.report.page.html import Illustration, Numbers, Section
-from lockstep.tools.report.page.recorded import Recorded, number
+from lockstep.tools.recorded import Recorded, number
+from lockstep.tools.report.html import Illustration, Numbers, Section
 from lockstep.tools.svg import Plot
 
 _POINTS = 400

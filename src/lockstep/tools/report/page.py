@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.tools.report.page import curves, history, inside_step, rank_figures, settings_table
-from lockstep.tools.report.page.html import render
-from lockstep.tools.report.page.recorded import Recorded
-from lockstep.tools.report.verdict.judged import Judged, RankTimes, judged
-from lockstep.tools.report.verdict.verdict import Verdict
+from lockstep.tools.recorded import Recorded
+from lockstep.tools.report import curves, history, inside_step, rank_figures, settings_table
+from lockstep.tools.report.html import render
+from lockstep.tools.report.judged import Judged, RankTimes, judged
+from lockstep.tools.report.verdict import Verdict
 from lockstep.training.resolve import short_name
 from lockstep.training.timeline.lines import PHASES
 
