@@ -64,7 +64,7 @@ _WORKERS = 3  # on two cores
 _OFTEN_IMPORTED = (
     "lockstep.model_parallel.split_model",
     "lockstep.collectives.api",
-    "lockstep.data.iterable.loader",
+    "lockstep.data.iterable.stream_loader",
     "torch.profiler._cupti_monitor",
 )
 # files of which one test takes long: begun last, it would have a core to itself at the end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.data.balancer import Balancer, Moved
+from lockstep.data.balancer import Balancer, NewShares
 from lockstep.data.loader import Loader
 
 
@@ -16,12 +16,14 @@ class Scripted(Balancer):
         self._moves, self._window = moves, 0
         self.told: list[tuple[float, ...]] = []
 
-    def begin(self) -> Moved | None:
+    def begin(self) -> NewShares | None:
         window, self._window = self._window, self._window + 1
         if window not in self._moves:
             return None
         self.by_rank = self._moves[window]
-        return Moved(by_rank=self.by_rank, seconds=(1.0,) * len(self.by_rank), why="a test says so")
+        return NewShares(
+            by_rank=self.by_rank, seconds=(1.0,) * len(self.by_rank), why="a test says so"
+        )
 
     def note(self, seconds: Sequence[float]) -> None:
         self.told.append(tuple(seconds))

@@ -1,4 +1,4 @@
-"""Which course a Loader's arguments mean, and what is refused."""
+"""Which batch_plan a Loader's arguments mean, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from lockstep.data.course import ByBatch, ByPosition
+from lockstep.data.batch_plan import ByBatch, ByPosition
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Sequential, Shuffled
 from tests.data.datasets import Backwards, Numbers, Pairs
@@ -29,8 +29,8 @@ def test_an_order_is_taken_as_it_is() -> None:
     assert isinstance(made(**SIZES).order, Shuffled)
     assert isinstance(made(**SIZES, shuffle=False).order, Sequential)
     assert samples(made(order=Backwards(5), **SIZES)) == [[4, 3], [2, 1], [0]]
-    assert isinstance(made(order=Backwards(5), **SIZES).course, ByPosition)
-    assert isinstance(made(order=Pairs(), micro_batches=3).course, ByBatch)
+    assert isinstance(made(order=Backwards(5), **SIZES).batch_plan, ByPosition)
+    assert isinstance(made(order=Pairs(), micro_batches=3).batch_plan, ByBatch)
 
 
 def test_torchs_samplers_are_wrapped() -> None:

@@ -4,7 +4,10 @@ copied. The meta device stands for another one.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from lockstep.data.device import to_device
+from lockstep.data.device import Ahead, OnStream, WhenAsked, copies_to, to_device
+from lockstep.data.loader import Loader
+from tests.data.datasets import Broken, Counted, Numbers
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -109,3 +114,216 @@ def test_what_can_move_itself_does() -> None:
     packed = to_device(pack_sequence([torch.ones(3), torch.ones(2)]), META)
     assert packed.data.device == META
     assert packed.batch_sizes.device == CPU  # torch wants it there
+
+
+# -- ahead of being asked for ----------------------------------------------------------------------
+
+
+class Noted:
+    """Copies nothing, and notes when it would."""
+
+    ahead = True
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def start(self, batch: Any) -> Any:
+        self.events.append(("start", _plain(batch)))
+        return batch
+
+    def arrive(self, started: Any) -> Any:
+        self.events.append(("arrive", _plain(started)))
+        return started
+
+
+def _plain(batch: Any) -> Any:
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def source(*items: Any) -> Callable[[], Any]:
+    left = iter(items)
+
+    def fetch() -> Any:
+        item = next(left)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    return fetch
+
+
+def test_what_waits_comes_first_and_an_error_in_its_place() -> None:
+    copies = Noted()
+    ahead, fetch = Ahead(copies), source(1, 2, KeyError("third"), 4)
+    ahead.fill(2, fetch)
+    assert copies.events == [("start", 1), ("start", 2)]
+    assert ahead.take(fetch) == 1
+    ahead.fill(3, fetch)
+    ahead.fill(5, fetch)  # nothing is fetched past the error
+    assert ahead.take(fetch) == 2
+    with pytest.raises(KeyError, match="third"):
+        ahead.take(fetch)
+    assert ahead.take(fetch) == 4
+    assert copies.events[-2:] == [("start", 4), ("arrive", 4)]
+
+
+def loaded(dataset: Any, **options: Any) -> tuple[Loader, Noted]:
+    loader = Loader(
+        dataset,
+        global_batch=4,
+        micro_batch=2,
+        shuffle=False,
+        device="cpu",
+        rank=0,
+        size=1,
+        **options,
+    )
+    loader._copies = Noted()
+    return loader, loader._copies
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_is_one_window_ahead_and_counts_only_what_was_handed_out(workers: int) -> None:
+    loader, copies = loaded(Numbers(10), num_workers=workers)
+    started = []
+    for window in next(loader.epochs(1)):
+        started.append(sum(kind == "start" for kind, _ in copies.events))
+        assert [batch.tolist() for batch in window] == [
+            list(range(place.start, place.stop)) for place in window.positions
+        ]
+        state = loader.state_dict()
+        assert (state["epoch"], state["step_in_epoch"]) == (
+            (0, window.step + 1) if window.step < 2 else (1, 0)
+        )
+    assert started == [4, 5, 5]  # steps of 2, 2 and 1 micro-batches
+    assert [batch for kind, batch in copies.events if kind == "arrive"] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+    ]
+    loader.close()
+
+
+def test_nothing_is_fetched_ahead_on_the_cpu() -> None:
+    dataset = Counted(8)
+    loader = Loader(
+        dataset, global_batch=4, micro_batch=2, shuffle=False, device="cpu", rank=0, size=1
+    )
+    list(next(iter(next(loader.epochs(1)))))
+    assert dataset.fetched == [0, 1, 2, 3]
+    assert isinstance(loader._copies, WhenAsked)
+
+
+def test_an_error_in_the_next_window_leaves_this_one_alone() -> None:
+    loader, _ = loaded(Broken(12, bad=5))
+    epoch = iter(next(loader.epochs(1)))
+    assert [batch.tolist() for batch in next(epoch)] == [[0, 1], [2, 3]]
+    window = next(epoch)
+    with pytest.raises(KeyError, match="the user's own error"):
+        window[0]
+
+
+class NotedTensor(torch.Tensor):
+    """Says when it is told of another stream's use."""
+
+    told: list[Any]
+
+    def record_stream(self, stream: Any) -> None:
+        self.told.append(stream)
+
+
+class Cuda:
+    """torch.cuda, as far as OnStream uses it, for machines without: streams are names, and every
+    call is noted.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, ...]] = []
+        self.now = "computing"
+
+    def Stream(self, device: torch.device) -> Any:
+        return FakeStream("copying", self)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return FakeStream(self.now, self)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Any:
+        before, self.now = self.now, stream.name
+        try:
+            yield
+        finally:
+            self.now = before
+
+
+class FakeStream:
+    def __init__(self, name: str, cuda: Cuda) -> None:
+        self.name, self.cuda = name, cuda
+
+    def record_event(self) -> str:
+        self.cuda.calls.append((self.name, "records"))
+        return "copied"
+
+    def wait_event(self, event: str) -> None:
+        self.cuda.calls.append((self.name, "waits for", event))
+
+
+class Moving:
+    """Says on which stream it was moved."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.moved_on = cuda, ""
+
+    def to(self, device: torch.device) -> Moving:
+        self.moved_on = self.cuda.now
+        return self
+
+
+def test_the_computing_stream_waits_for_the_copy_and_the_memory_is_told() -> None:
+    cuda = Cuda()
+    copies = OnStream(torch.device("cpu"), cuda)
+    tensor = torch.ones(2).as_subclass(NotedTensor)
+    tensor.told = []
+    moving, packed = Moving(cuda), pack_sequence([torch.ones(2)])
+    started = copies.start({"x": [tensor, "text"], "self-moving": moving, "packed": packed})
+    assert cuda.calls == [("copying", "records")]
+    assert moving.moved_on == ""
+    batch = copies.arrive(started)
+    assert cuda.calls[1:] == [("computing", "waits for", "copied")]
+    assert [stream.name for stream in tensor.told] == ["computing"]
+    assert batch["x"][0] is tensor
+    assert moving.moved_on == "computing"
+
+
+def test_only_a_gpu_is_copied_to_ahead() -> None:
+    for name in ("cpu", "meta"):
+        assert isinstance(copies_to(torch.device(name), pinned=False), WhenAsked)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1",
+    reason="no CUDA device",
+)
+def test_a_gpu_gets_the_right_batches_while_it_computes() -> None:
+    loader = Loader(
+        Numbers(4096),
+        global_batch=256,
+        micro_batch=64,
+        shuffle=False,
+        device="cuda",
+        rank=0,
+        size=1,
+        num_workers=2,
+    )
+    heavy = torch.rand(2048, 2048, device="cuda")
+    sums = []
+    for window in next(loader.epochs(1)):
+        for batch in window:
+            heavy = (heavy @ heavy).clamp(0, 1)
+            sums.append((batch.sum(), sum(range(len(sums) * 64, len(sums) * 64 + 64))))
+            del batch  # its memory may be given out again at once
+    assert [found.item() for found, _ in sums] == [wanted for _, wanted in sums]
+    loader.close()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.ahead import WhenAsked
+from lockstep.data.device import WhenAsked
 from lockstep.data.loader import Loader
 from tests.data.datasets import Augmented, Counted, Numbers, Pairs, Stream
 from tests.data.scripted import scripted

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.data.iterable.loader import StreamLoader
+from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.data.loader import Epoch, Loader
 from lockstep.errors import LockstepError
 from lockstep.testing import run_ranks

@@ -18,7 +18,7 @@ from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.cli import checkpoints
 from lockstep.collectives.texts import everybodys
 from lockstep.config.mesh import Mesh
-from lockstep.model_parallel.split_digest import sha256
+from lockstep.model_parallel.split_form import sha256
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.checkpoints.model_alone import write_model

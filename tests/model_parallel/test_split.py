@@ -374,6 +374,26 @@ def test_costs_by_time_are_the_same_on_all_ranks_and_leave_no_trace() -> None:
     assert all(cost > 0 for cost in first[0])
 
 
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError("mine")
+
+
+def fails_while_timed(world: World) -> tuple[str, str]:
+    try:
+        by_time(
+            layers_of(nn.Sequential(nn.Linear(4, 4), Fails())), (torch.ones(1, 4),), world.group
+        )
+    except Exception as error:
+        return type(error).__name__, getattr(error, "code", "")
+    return "", ""
+
+
+def test_a_layer_that_fails_while_it_is_timed_is_rank_0s_error() -> None:
+    others = ("PeerFailed", "pipeline-rank-failed")
+    assert run_ranks(fails_while_timed, 2) == [("ArithmeticError", ""), others]
+
+
 # -- tied weights --------------------------------------------------------------------------------
 
 

@@ -12,13 +12,13 @@ rank.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lockstep.data.shares import in_words, longest, quickest
 from lockstep.errors import UsageError
 
 WARM_UP = 2
@@ -41,7 +41,7 @@ MOST_PATIENCE = 320
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
+class NewShares:
     """New shares, and why."""
 
     by_rank: tuple[int, ...]
@@ -94,7 +94,7 @@ class Balancer:
         if self._noted is None:
             self._open = False
 
-    def begin(self) -> Moved | None:
+    def begin(self) -> NewShares | None:
         """The next window is opened: what has moved since the last one. Raises UsageError where
         the step of that one is not done.
         """
@@ -119,7 +119,7 @@ class Balancer:
                 self._fresh[rank].append(seconds)
                 self._known[rank] = median(self._fresh[rank])
 
-    def _decide(self) -> Moved | None:
+    def _decide(self) -> NewShares | None:
         measured = min(map(len, self._of_busy()))
         if measured < MEASURED:
             return None
@@ -129,7 +129,7 @@ class Balancer:
         now = longest(seconds, self.by_rank)
         back = self._judge(now)
         if back is not None:
-            return Moved(
+            return NewShares(
                 by_rank=back,
                 seconds=seconds,
                 why="as before: the other shares did not make a step shorter",
@@ -140,10 +140,10 @@ class Balancer:
         then = longest(seconds, best)
         if then < min((1 - GAIN - DOUBT / measured) * now, self._at_best()):
             self._promise = _Promise(self.by_rank, now, then)
-            return Moved(by_rank=best, seconds=seconds, why=_apart(seconds))
+            return NewShares(by_rank=best, seconds=seconds, why=_apart(seconds))
         for rank in range(len(seconds)):
             if self._worth_a_trial(rank, seconds, now):
-                return Moved(
+                return NewShares(
                     by_rank=self._with_one(rank, seconds),
                     seconds=seconds,
                     why=f"rank {rank} had none, and is tried again",
@@ -212,4 +212,62 @@ def _apart(seconds: Sequence[float]) -> str:
     return (
         f"rank {slowest} takes {seconds[slowest] / seconds[fastest]:.1f}x as long for one as rank"
         f" {fastest}"
+    )
+
+
+# -- shares, as pure functions of numbers ---------------------------------------------------------
+#
+#     seconds that one micro-batch takes, by rank   1  1  1  3
+#     16 of them, in shares                         5  5  5  1    a step takes 5: rank 0 is done
+#                                                                 after 5 x 1, rank 3 after 1 x 3
+#     evenly                                        4  4  4  4    it would take 4 x 3
+
+
+def quickest(seconds: Sequence[float], slots: int) -> tuple[int, ...]:
+    """How many of `slots` micro-batches each rank gets where one takes it `seconds` (inf: it gets
+    none): the largest time is the least possible.
+
+    Of shares that are equally good it is those in which the first ranks have more. Ranks of one
+    speed share evenly.
+    """
+    rates = [1 / each for each in seconds]
+    assert min(seconds) > 0, "a micro-batch takes some time"
+    total = math.fsum(rates)
+    assert total > 0, "somebody must compute"
+    # nobody has less in the best shares: the rest is fewer than there are ranks
+    counts = [int(slots * rate / total) for rate in rates]
+    queue = [
+        ((count + 1) * each, rank)
+        for rank, (count, each) in enumerate(zip(counts, seconds, strict=True))
+        if each < math.inf
+    ]
+    heapq.heapify(queue)
+    for _ in range(slots - sum(counts)):
+        _, rank = queue[0]
+        counts[rank] += 1
+        heapq.heapreplace(queue, ((counts[rank] + 1) * seconds[rank], rank))
+    return tuple(counts)
+
+
+def in_proportion(weights: Sequence[float], slots: int) -> tuple[int, ...]:
+    """As if the weights were speeds; 0 gets none."""
+    return quickest([math.inf if each == 0 else 1 / each for each in weights], slots)
+
+
+def longest(seconds: Sequence[float], counts: Sequence[int]) -> float:
+    """How long a step takes with these shares: the slowest rank's time."""
+    return max(each * count for each, count in zip(seconds, counts, strict=True) if count)
+
+
+def in_words(counts: Sequence[int]) -> str:
+    """ "5, 5, 5, 1"; of many ranks, "5 (ranks 0-61), 1 (rank 62)"."""
+    if len(counts) <= 8:
+        return ", ".join(map(str, counts))
+    found: list[tuple[int, int, int]] = []  # count, first rank, last
+    for rank, count in enumerate(counts):
+        first = found.pop()[1] if found and found[-1][0] == count else rank
+        found.append((count, first, rank))
+    return ", ".join(
+        f"{count} ({f'ranks {first}-{last}' if last > first else f'rank {first}'})"
+        for count, first, last in found
     )

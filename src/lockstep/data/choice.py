@@ -1,4 +1,4 @@
-"""Which course a Loader's arguments ask for; every combination that makes no sense is refused
+"""Which batch plan a Loader's arguments ask for; every combination that makes no sense is refused
 here.
 """
 
@@ -6,22 +6,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, Sampler
 
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
-from lockstep.data.balancer import Balancer
-from lockstep.data.course import ByBatch, ByPosition, Course
+from lockstep.data.balancer import Balancer, in_proportion
+from lockstep.data.batch_plan import BatchPlan, ByBatch, ByPosition
 from lockstep.data.orders import Batches, FromBatches, FromSampler, Order, Sequential, Shuffled
-from lockstep.data.shares import in_proportion
 from lockstep.data.windows import Plan
 from lockstep.errors import UsageError
-from lockstep.runtime.environment import rank_and_size
 
 
-def choose_course(
+def choose_batch_plan(
     samples: int,
     *,
     order: Any,
@@ -33,8 +29,8 @@ def choose_course(
     shuffle: bool | None,
     drop_last: bool,
     size: int,
-) -> tuple[Course, bool]:
-    """The course through a data set of `samples` samples, and whether the world size is in it.
+) -> tuple[BatchPlan, bool]:
+    """The batch plan for a data set of `samples` samples, and whether the world size is in it.
     Raises UsageError.
     """
     if order is not None and shuffle is not None:
@@ -42,12 +38,9 @@ def choose_course(
     if samples == 0:
         raise UsageError("empty-dataset", name="the dataset")
     if micro_batches is not None or isinstance(order, Batches):
-        sizes = {
-            "global_batch": global_batch,
-            "batch_per_rank": batch_per_rank,
-            "micro_batch": micro_batch,
-        }
-        found = _batches(order, micro_batches, sizes, samples, seed)
+        sizes = f"{global_batch=}", f"{batch_per_rank=}", f"{micro_batch=}"
+        given = [each for each in sizes if not each.endswith("=None")]
+        found = _batches(order, micro_batches, given, samples, seed)
         return ByBatch(found, whole("micro_batches", micro_batches), drop_last=drop_last), False
     total, micro, depends = sizes_of(global_batch, batch_per_rank, micro_batch, size)
     positions = _order(order, samples, seed, shuffle)
@@ -58,10 +51,9 @@ def choose_course(
 
 
 def _batches(
-    order: Any, micro_batches: int | None, sizes: dict[str, int | None], samples: int, seed: int
+    order: Any, micro_batches: int | None, given: list[str], samples: int, seed: int
 ) -> Batches:
     name = type(order).__name__
-    given = [f"{key}={value}" for key, value in sizes.items() if value is not None]
     if micro_batches is None:
         raise UsageError("micro-batches-not-given", order=name)
     if given:
@@ -129,23 +121,3 @@ def choose_shares(
         return Balancer(slots, size), ()
     balance.check_count(size)
     return None, in_proportion(balance.weights, slots)
-
-
-def place_of(rank: int | None, size: int | None) -> tuple[int, int]:
-    """(rank, size) as given, else the process group's."""
-    if rank is None and size is None:
-        return rank_and_size()
-    if rank is None or size is None:
-        raise UsageError("rank-or-size-missing", rank=rank, size=size)
-    rank, size = whole("rank", rank, 0), whole("size", size)
-    if rank >= size:
-        raise UsageError("no-such-rank", rank=rank, name="size", size=size)
-    return rank, size
-
-
-def default_device() -> torch.device:
-    """This rank's: the current GPU, unless ranks talk over a backend for CPUs."""
-    ours = torch.cuda.is_available() and (
-        not dist.is_available() or not dist.is_initialized() or dist.get_backend() == "nccl"
-    )
-    return torch.device("cuda", torch.cuda.current_device()) if ours else torch.device("cpu")

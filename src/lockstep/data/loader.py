@@ -1,7 +1,7 @@
 """The Loader: windows of micro-batches, on torch's DataLoader, with no sample padded, repeated or
 dropped unasked.
 
-Which samples a step consumes follows from the cut alone (data/windows.py, data/course.py); the rank
+Which samples a step consumes follows from the cut alone (data/windows.py, data/batch_plan.py); the rank
 only decides which of its micro-batches are fetched here, so what a micro-batch holds, augmentation
 included (data/keyed.py), is the same at every world size.
 """
@@ -10,30 +10,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from lockstep.config.balance import Balance
 from lockstep.config.knob import whole
-from lockstep.data.ahead import Copies, copies_to
-from lockstep.data.choice import choose_course, choose_shares, default_device, place_of
-from lockstep.data.draws import Draws
-from lockstep.data.epoch import Epoch
-from lockstep.data.iterable.shards import Sharding
-from lockstep.data.keyed import KeyedDataset, made, shared_progress
+from lockstep.data.choice import choose_batch_plan, choose_shares
+from lockstep.data.epoch import Draws, Epoch
+from lockstep.data.iterable.sharding import Sharding
+from lockstep.data.keyed import KeyedDataset, Keys, shared_progress
 from lockstep.data.orders import Batches, Order
-from lockstep.data.position import Position, read_state
-from lockstep.data.walk import KeysSampler, Span, Turns, Walk, end_workers
-from lockstep.data.windows import BY_RANKS, Plan
+from lockstep.data.walk import Walk
+from lockstep.data.window_loader import Position, WindowLoader, read_state
+from lockstep.data.windows import BY_RANKS, Cut, Plan
 from lockstep.errors import UsageError
 
-ENDLESS = 2**62
-"""As the count of `epochs`: until somebody breaks off."""
 
-
-class Loader:
+class Loader(WindowLoader[Epoch]):
     """Loads a map-style `dataset` as windows: the micro-batches of one optimizer step that are this
     rank's.
 
@@ -44,7 +41,7 @@ class Loader:
     in the workers as in this process, whose own random states are left alone. Never pads: a ragged
     tail keeps its true size.
 
-    An iterable dataset gives a StreamLoader (data/iterable/loader.py), which has the same methods.
+    An iterable dataset gives a StreamLoader (data/iterable/stream_loader.py), which has the same methods.
 
     Args:
         dataset: map-style, or iterable.
@@ -83,7 +80,7 @@ class Loader:
     def __new__(cls, dataset: Any = None, **options: Any) -> Any:
         """An iterable dataset has another Loader, with the same face."""
         if cls is Loader and is_iterable(dataset):
-            from lockstep.data.iterable.loader import stream_loader
+            from lockstep.data.iterable.stream_loader import stream_loader
 
             return stream_loader(dataset, **options)
         return super().__new__(cls)
@@ -109,83 +106,71 @@ class Loader:
         balance: str | Sequence[float] | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        self.rank, self.size = place_of(rank, size)
+        super().__init__(rank, size, seed, device, pin_memory)
         samples = _length(dataset)
         if sharding is not None:
             raise UsageError(
                 "sharding-of-samples", sharding=sharding, dataset=type(dataset).__name__
             )
-        seed = whole("seed", seed, -(2**63))
-        self.course, self.depends_on_world_size = choose_course(
+        self.batch_plan, self.depends_on_world_size = choose_batch_plan(
             samples,
             order=order,
             global_batch=global_batch,
             batch_per_rank=batch_per_rank,
             micro_batch=micro_batch,
             micro_batches=micro_batches,
-            seed=seed,
+            seed=self._seed,
             shuffle=shuffle,
             drop_last=drop_last,
             size=self.size,
         )
         self.balance = None if balance is None else Balance.of(balance)
         self.balancer, self._fixed = choose_shares(
-            self.balance, self.course.plan(0).slots, self.size, depends=self.depends_on_world_size
+            self.balance,
+            self.batch_plan.plan(0).slots,
+            self.size,
+            depends=self.depends_on_world_size,
         )
-        self.device = torch.device(device) if device is not None else default_device()
-        self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
         self._fingerprint = {
             "dataset length": samples,
             "order": self.order.fingerprint(),
-            "seed": seed,
-            **self.course.fields(),
+            "seed": self._seed,
+            **self.batch_plan.fields(),
         }
         if micro_batch is None and "micro_batch" in self._fingerprint:
             self._fingerprint["micro_batch"] = "one a rank"
         self._position = Position(0, 0)  # of the next window
-        self._loaded = False  # and nothing was walked since
         self._recipe: dict[str, Any] | None = None
         self._digested: tuple[int, dict[str, str]] = -1, {}  # the epoch last asked for
-        self._turns = Turns()
-        self._keys = KeysSampler()
         workers, ahead = self._workers(whole("num_workers", num_workers, 0))
-        self._loader: DataLoader[Any] = DataLoader(
-            KeyedDataset(dataset, seed, collate_fn, self.rank, shared_progress(workers)),
-            batch_sampler=self._keys,  # type: ignore[arg-type]  # any object may stand for a batch's indices: __getitems__ gets it
-            num_workers=workers,
-            collate_fn=made,
-            pin_memory=self._pinned,
-            persistent_workers=workers > 0,
-            prefetch_factor=ahead,
-            # its own: starting an epoch does not touch the caller's random state
-            generator=torch.Generator(),
-        )
+        source = KeyedDataset(dataset, self._seed, collate_fn, self.rank, shared_progress(workers))
+        self._open(source, workers, ahead)
         self.draws: Draws | None = None
         """Where the slots of a step are no fixed share of each rank: who deals them out
         (`Stepper.draws`).
         """
-        # made when the first walk begins: a stream takes its GPU
-        self._copies: Copies | None = None
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
         """(workers, batches that each fetches ahead): together the micro-batches of a window, so
         that the next one is always under way.
         """
-        cut = self.course.plan(0).cut(0)._replace(by_rank=self.by_rank)
         ours = len(self.share)
         # the first step is the fullest
-        never = ours == 0 or (
-            isinstance(self.order, Order) and not cut.filled(self.rank, self.size)
-        )
-        never = never and self.balancer is None
-        return (0, None) if wanted == 0 or never else (wanted, max(2, -(-ours // wanted)))
+        filled = self._first.filled(self.rank, self.size) if isinstance(self.order, Order) else ours
+        if wanted == 0 or (self.balancer is None and not (ours and filled)):
+            return 0, None
+        return wanted, max(2, -(-ours // wanted))
+
+    @property
+    def _first(self) -> Cut:
+        return self.batch_plan.plan(0).cut(0)._replace(by_rank=self.by_rank)
 
     @property
     def plan(self) -> Plan:
         """How the next epoch is cut into steps: equal for all epochs, but with an order that
         makes the micro-batches itself.
         """
-        return self.course.plan(self._position.epoch)
+        return self.batch_plan.plan(self._position.epoch)
 
     @property
     def by_rank(self) -> tuple[int, ...]:
@@ -195,11 +180,11 @@ class Loader:
     @property
     def share(self) -> range:
         """The slots of a full step that are this rank's now."""
-        return self.course.plan(0).cut(0)._replace(by_rank=self.by_rank).share(self.rank, self.size)
+        return self._first.share(self.rank, self.size)
 
     @property
     def order(self) -> Order | Batches:
-        return self.course.order
+        return self.batch_plan.order
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -230,26 +215,8 @@ class Loader:
         """One line: how the global batch is cut and shared among `owner`s, and whether that
         depends on the world size.
         """
-        line = self.course.describe(self.size, owner, self.by_rank)
-        line += ", by measured speed" if self.balancer is not None else ""
-        return (
-            f"{line} (this recipe depends on the world size)"
-            if self.depends_on_world_size
-            else line
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        raise UsageError("loader-iterated", loader="Loader")
-
-    def epochs(self, count: int, start: int | None = None) -> Iterator[Epoch]:
-        """Epochs start, start + 1, ..., count - 1, each in its own order. One is walked at a time:
-        beginning one ends any other.
-
-        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that
-        state was taken.
-        """
-        whole("count", count, 0)
-        return self._epochs(count, start if start is None else whole("start", start, 0))
+        line = self.batch_plan.describe(self.size, owner, self.by_rank)
+        return self._described(line + ", by measured speed" * (self.balancer is not None))
 
     def _epochs(self, count: int, start: int | None) -> Iterator[Epoch]:
         first = Position(start or 0, 0) if start is not None or not self._loaded else self._position
@@ -272,7 +239,7 @@ class Loader:
         return {
             "epoch": at.epoch,
             "step_in_epoch": at.place,
-            "step": self.course.first(at.epoch) + at.place,
+            "step": self.batch_plan.first(at.epoch) + at.place,
             "fingerprint": fingerprint,
         }
 
@@ -286,8 +253,8 @@ class Loader:
         """
         position, step = read_state(state, self._fingerprint, self._digest)
         first = step - position.place
-        self.course.resume(position.epoch, first)
-        steps = self.course.plan(position.epoch).steps_per_epoch
+        self.batch_plan.resume(position.epoch, first)
+        steps = self.batch_plan.plan(position.epoch).steps_per_epoch
         if position.place >= steps and position.place:
             raise UsageError(
                 "state-of-other-training",
@@ -300,23 +267,16 @@ class Loader:
         self._position = Position(epoch, place + 1) if place + 1 < steps else Position(epoch + 1, 0)
         self._loaded = False
 
-    def _walk(self, epoch: int, steps: range, slots: range) -> Walk:
-        if self._copies is None:
-            self._copies = copies_to(self.device, pinned=self._pinned)
-        return Walk(
-            self._loader,
-            self._keys,
-            Span(self.course, epoch, steps, slots, self.rank),
-            self._copies,
-            self._turns,
-        )
+    def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
+        """The micro-batches of these slots in these steps of an epoch."""
 
-    def close(self) -> None:
-        """End the workers now, not when the Loader is collected; what was not fetched is lost. A
-        later epoch starts new ones.
-        """
-        self._turns.next()
-        end_workers(self._loader)
+        # no reference to this Loader, which is held by what holds them: it goes without gc
+        indices = partial(self.batch_plan.indices, epoch, steps, slots)
+
+        def keys() -> Iterator[Keys]:
+            return zip(repeat(epoch), indices(), strict=False)
+
+        return self._walk(epoch, keys, self._to_device())
 
 
 setattr(Loader.__new__, "__signature__", inspect.signature(Loader.__init__))  # noqa: B010 - what help() and editors show; __new__ only passes on

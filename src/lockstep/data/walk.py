@@ -9,10 +9,8 @@ import multiprocessing.util
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import repeat
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -23,8 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lockstep.data.ahead import Ahead, Copies
-from lockstep.data.course import Course
+from lockstep.data.device import Ahead, Copies
 from lockstep.data.keyed import IDLE, Keys, listed, worker_setup
 from lockstep.errors import LoaderWorkerKilled, LockstepError, UsageError
 from lockstep.runtime import status
@@ -40,39 +37,15 @@ _LIKELY = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where a walk goes: the micro-batches of these slots in these steps of one epoch, for one
-    rank.
-    """
-
-    course: Course
-    epoch: int
-    steps: range
-    slots: range
-    rank: int
-
-    def keys(self) -> Iterator[Keys]:
-        return zip(
-            repeat(self.epoch),
-            self.course.indices(self.epoch, self.steps, self.slots),
-            strict=False,
-        )
-
-
 class KeysSampler(Sampler[Keys]):
-    """DataLoader's batch sampler: the keys of a span's micro-batches. Remembers those that have
-    not come back.
+    """DataLoader's batch sampler: the keys of a walk's micro-batches, or a stream's requests.
+    Remembers those that have not come back.
     """
 
     def __init__(self) -> None:
-        self.span: Span | None = None
+        self.keys: Callable[[], Iterator[Any]] = lambda: iter(())
         self.sent: dict[int, Keys] = {}
         self.received = 0
-
-    def keys(self) -> Iterator[Keys]:
-        assert self.span is not None
-        return self.span.keys()
 
     def __iter__(self) -> Iterator[Keys]:
         self.sent, self.received = {}, 0
@@ -90,33 +63,46 @@ class KeysSampler(Sampler[Keys]):
 
 
 class Walk:
-    """The batches of one span.
+    """The batches of one walk.
 
     torch's persistent workers serve one walk at a time, and a failed fetch loses its batch. So a
     walk ends when a later one begins or when a fetch fails; from then on it raises, where it could
     only give the batches of other slots.
+
+    Args:
+        loader: torch's.
+        sampler: the loader's batch sampler.
+        keys: makes the keys of the walk's micro-batches, in order.
+        epoch: that is walked, for messages.
+        rank: this one's, for messages.
+        copies: how batches reach the device.
+        turns: whose turn it is, among the walks of this loader.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         sampler: KeysSampler,
-        span: Span,
+        keys: Callable[[], Iterator[Any]],
         copies: Copies,
         turns: Turns,
+        *,
+        epoch: int,
+        rank: int,
     ) -> None:
-        self._loader, self._sampler, self._span, self._turns = loader, sampler, span, turns
+        self._loader, self._sampler, self._turns = loader, sampler, turns
+        self._epoch, self._rank = epoch, rank
         self._turn = turns.next()
         self._failed = False
         self.ahead = copies.ahead
         self._ahead = Ahead(copies)
         self._dataset = type(loader.dataset._dataset).__name__  # type: ignore[attr-defined]
-        sampler.span = span
+        sampler.keys = keys
         if loader.num_workers:
             # now, not in the constructor: the process may have forked since
             loader.worker_init_fn = worker_setup()
         self._workers = loader.num_workers > 0
-        self._batches: Any = _begun(loader, sampler, self._dataset, span.rank)
+        self._batches: Any = _begun(loader, sampler, self._dataset, rank)
 
     def fetch_ahead(self, count: int) -> None:
         """Have `count` batches on their way to the device."""
@@ -158,7 +144,7 @@ class Walk:
         return batch
 
     def _late(self, why: str) -> LockstepError:
-        return LockstepError("batches-not-fetched", epoch=self._span.epoch, why=why)
+        return LockstepError("batches-not-fetched", epoch=self._epoch, why=why)
 
     def _death(self) -> LockstepError | None:
         """The first dead worker, of what it died, and what it was fetching."""
@@ -167,7 +153,7 @@ class Walk:
             if worker.exitcode is not None:
                 samples = self._under_way(number, len(workers))
                 what = (
-                    f" while it fetched {samples} of {self._dataset} in epoch {self._span.epoch}"
+                    f" while it fetched {samples} of {self._dataset} in epoch {self._epoch}"
                     if samples
                     else ""
                 )
@@ -179,11 +165,11 @@ class Walk:
                 ):
                     return LockstepError(
                         "loader-worker-not-started",
-                        rank=self._span.rank,
+                        rank=self._rank,
                         worker=number,
                         method=_start_method(),
                     )
-                return _dead(worker, number, self._span.rank, what)
+                return _dead(worker, number, self._rank, what)
         return None
 
     def _under_way(self, number: int, workers: int) -> str:

@@ -9,7 +9,7 @@ resumed run computes the same.
     slot        a micro-batch's number in its step, 0 .. slots - 1; positions fill the slots in
                 order, so a short step leaves the last empty
     share       a rank's contiguous range of slots; the world size, and who is faster
-                (data/shares.py), decide nothing else
+                (data/balancer.py), decide nothing else
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from lockstep.config.knob import whole
-from lockstep.data.shares import in_words
+from lockstep.data.balancer import in_words
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.data.balancer import Balancer, Moved
+    from lockstep.data.balancer import Balancer, NewShares
 
+ENDLESS = 2**62
+"""As the count of `epochs`: until somebody breaks off."""
 BY_RANKS = "cut by the number of ranks"
 """In a recipe: whether another number of ranks would see other micro-batches."""
 
@@ -232,7 +234,7 @@ class Window(Sequence[Any]):
     """Of its Loader, where shares follow measured speed: a Stepper tells it what the ranks' work
     has taken.
     """
-    moved: Moved | None = None
+    moved: NewShares | None = None
     """What is new from this window on, where shares have moved."""
 
     def __init__(

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from lockstep.collectives.group import Group
 from lockstep.config.pipeline_schedules import PipelineSchedule
 from lockstep.errors import LockstepWarning, UsageError
-from lockstep.model_parallel.clock import Clock
 from lockstep.model_parallel.shapes import Shape, between, signature
-from lockstep.model_parallel.stage_turns import Calls, StageTurn, TimedStage
+from lockstep.model_parallel.stage_turns import Calls, Clock, StageTurn, TimedStage
 
 _KEPT = 8  # shapes of micro-batches for which the places of what arrives are kept
 

@@ -33,15 +33,13 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.local import Locals
 from lockstep.model_parallel.mesh_devices import open_devices
-from lockstep.model_parallel.names import ModelNames
 from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.sharded_parameters import shard_parameters
 from lockstep.model_parallel.split import by_time, cut, shared
-from lockstep.model_parallel.split_digest import sha256
-from lockstep.model_parallel.split_form import SplitForm
+from lockstep.model_parallel.split_form import SplitForm, sha256
 from lockstep.model_parallel.stages import joined_stages, stage_module
 from lockstep.model_parallel.tensor import check_ties, split_tensors
-from lockstep.model_parallel.tied_stages import TiedStages
+from lockstep.model_parallel.tied_parameters import ModelNames, TiedStages
 from lockstep.model_parallel.walks import InTurn, ThroughPipeline
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward

@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
-from lockstep.data.loader import ENDLESS
-from lockstep.data.windows import Window
+from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import LockstepError, Preempted
 from lockstep.step.forward import matmul_precision
 from lockstep.training.anatomy import AnatomyFile, begins

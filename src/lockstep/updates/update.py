@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.collectives.group import Group
-from lockstep.data.draws import Draws
+from lockstep.data.epoch import Draws
 from lockstep.gradients.facts import Facts, Reading
 from lockstep.gradients.reducer import Reducer
 from lockstep.updates.norm import Norm

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from lockstep.data.iterable.shards import Sharding, seen_by_dataset
+from lockstep.data.iterable.sharding import Sharding, seen_by_dataset
+from lockstep.data.keyed import where
 from lockstep.runtime import randomness
 
 COMPARED = 8  # items at a stream's beginning, by which ranks see that they read the same
@@ -94,16 +95,11 @@ class StreamSource(Dataset[Any]):
         return self.__dict__ | {"_walk": None}
 
     def __getitems__(self, request: Request) -> Reply:
-        worker = get_worker_info()  # before it is hidden
-        where = (
-            f"on rank {self._rank}"
-            if worker is None
-            else f"in loader worker {worker.id} of rank {self._rank}"
-        )
+        worker, fetcher = get_worker_info(), where(self._rank)  # before it is hidden
         with (
             randomness.preserved(),
             seen_by_dataset(self._sharding, self._rank, self._size),
-            self._noting(request.epoch, where),
+            self._noting(request.epoch, fetcher),
         ):
             if self._walk is None or self._walk.number != request.walk:
                 self._walk = None  # the old iterator goes first
@@ -128,13 +124,13 @@ class StreamSource(Dataset[Any]):
         return (start * self._size + self._rank) * workers + number
 
     @contextmanager
-    def _noting(self, epoch: int, where: str) -> Iterator[None]:
+    def _noting(self, epoch: int, fetcher: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             read = 0 if self._walk is None else self._walk.position
             error.add_note(
-                f"This was {type(self._dataset).__name__}, in epoch {epoch}, {where}, after {read}"
+                f"This was {type(self._dataset).__name__}, in epoch {epoch}, {fetcher}, after {read}"
                 " of its items."
             )
             raise

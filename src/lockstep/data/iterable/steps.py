@@ -4,7 +4,7 @@ agree where the epoch ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lockstep.collectives.group import Group, Work
-from lockstep.data.ahead import Copies, WhenAsked
+from lockstep.data.device import Copies, WhenAsked
 from lockstep.data.iterable.source import COMPARED, UNKNOWN, Reply, Request, Saved
-from lockstep.data.walk import KeysSampler, Turns, Walk
-from lockstep.data.windows import Cut, Window
+from lockstep.data.walk import Turns, Walk
+from lockstep.data.windows import ENDLESS, Cut, Plan, Window
 from lockstep.errors import PeerFailed, UsageError
 
 _NOTHING = -(2**62)  # below everything in a maximum
@@ -40,13 +39,8 @@ class StreamCut:
         own_stream: bool,
         drop_last: bool,
     ) -> None:
-        if micro_batch > global_batch:
-            raise UsageError(
-                "micro-batch-too-large", micro_batch=micro_batch, global_batch=global_batch
-            )
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.slots = -(-global_batch // micro_batch)
+        self.plan = Plan(samples=ENDLESS, global_batch=global_batch, micro_batch=micro_batch)
+        self.global_batch, self.micro_batch = global_batch, micro_batch
         self.rank, self.size = rank, size
         self.own_stream, self.drop_last = own_stream, drop_last
         if own_stream and global_batch % micro_batch:
@@ -57,12 +51,12 @@ class StreamCut:
                 micro_batch=micro_batch,
                 other="batch_per_rank",
             )
-        if own_stream and self.slots < size:
+        if own_stream and self.plan.slots < size:
             raise UsageError(
                 "rank-without-micro-batch",
                 global_batch=global_batch,
                 micro_batch=micro_batch,
-                slots=self.slots,
+                slots=self.plan.slots,
                 size=size,
             )
         self.share = self.step(0, 0, 0, None).share(rank, size)
@@ -74,19 +68,27 @@ class StreamCut:
 
     def step(self, step: int, epoch: int, start: int, total: int | None) -> Cut:
         """One step; it is short where the stream is known to have `total` items."""
-        stop = (
-            start + self.global_batch
-            if total is None
-            else max(start, min(start + self.global_batch, total))
-        )
-        return Cut(
-            step=step,
-            epoch=epoch,
-            start=start,
-            stop=stop,
-            micro_batch=self.micro_batch,
-            slots=self.slots,
-        )
+        stop = start + self.global_batch
+        if total is not None:
+            stop = max(start, min(stop, total))
+        return self.plan.at(0, epoch, step)._replace(start=start, stop=stop)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamPosition:
+    """Where a rank stands in a stream: the first step that is not done."""
+
+    epoch: int = 0
+    place: int = 0
+    """The step's number in its epoch."""
+    step: int = 0
+    """And over all epochs."""
+    items: int = 0
+    """Items of the epoch in the steps before, of all ranks."""
+    taken: int = 0
+    """Requests of the epoch answered up to here."""
+    saved: Mapping[int, Saved] = field(default_factory=dict)
+    """Where the dataset was then, by process."""
 
 
 class StreamWindow(Window):
@@ -94,24 +96,8 @@ class StreamWindow(Window):
     what one loader process reads of it.
     """
 
-    taken = 0
-    """Requests of the epoch answered up to here, and where the dataset was then, by process: for
-    a state.
-    """
-    saved: dict[int, Saved]
-
-
-class RequestSampler(KeysSampler):
-    """DataLoader's batch sampler: requests without end. Those after the stream's end are
-    answered with nothing.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.make: Callable[[], Iterator[Request]] = lambda: iter(())
-
-    def keys(self) -> Iterator[Any]:
-        return self.make()
+    after: StreamPosition
+    """Where the rank stands when this window is done."""
 
 
 @dataclass(slots=True)
@@ -130,72 +116,65 @@ class Fetched:
     work: Work | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    epoch: int
-    rank: int
-
-
 class Steps:
     """One walk through one epoch. `fetch` a step, ask the others, `agree`; the next one is
     fetched in between.
+
+    Args:
+        cut: how every step is cut.
+        group: the ranks that agree on the epoch's end; None for one rank.
+        copies: how batches reach the device.
+        turns: of the loader's walks.
+        walk: begins one, which fetches what these keys ask for.
+        at: where the epoch is begun.
+        name: of the dataset, for messages.
+        processes: that read the stream on this rank.
     """
 
     def __init__(
         self,
         cut: StreamCut,
-        loader: DataLoader[Any],
-        requests: RequestSampler,
-        turns: Turns,
-        copies: Copies,
         group: Group | None,
+        copies: Copies,
+        turns: Turns,
+        walk: Callable[[int, Callable[[], Iterator[Request]], Copies], Walk],
+        at: StreamPosition,
         *,
-        epoch: int,
         name: str,
-        begin: int,
-        place: int,
-        step: int,
-        taken: int,
-        saved: dict[int, Saved],
+        processes: int,
     ) -> None:
-        self._cut, self._group, self._copies = cut, group, copies
-        self._epoch, self._name, self._step = epoch, name, step
-        self._begin, self._first, self._agreed = begin, place, place
-        self._processes = max(1, loader.num_workers)
+        self._cut, self._group, self._copies, self._turns = cut, group, copies, turns
+        self._begin, self._name, self._processes = at, name, processes
+        self._agreed = at.place
         # torch's first request goes to process 0
-        self._taken = taken - taken % self._processes if cut.own_stream else 0
-        self._begun = taken if cut.own_stream else 0
-        self._saved = dict(saved)
+        self._taken = at.taken - at.taken % processes if cut.own_stream else 0
+        self._saved = dict(at.saved)
         self._ended: set[int] = set() if cut.share else {0}
         self._total = self._digest = UNKNOWN
         self._all_total: int | None = None
         self._failed = False
-        requests.make = partial(self._requests, self._taken, turns, dict(saved))
-        span: Any = _Span(epoch, cut.rank)
         self._walk: Walk | None = None
         if cut.share:
-            self._walk = Walk(
-                loader, requests, span, WhenAsked(torch.device("cpu"), pinned=False), turns
-            )
+            copied = WhenAsked(torch.device("cpu"), pinned=False)
+            self._walk = walk(at.epoch, partial(self._requests, self._taken), copied)
 
-    def _requests(self, first: int, turns: Turns, saved: dict[int, Saved]) -> Iterator[Request]:
+    def _requests(self, first: int) -> Iterator[Request]:
         """This rank's micro-batches, request number n for process n % processes. A process's
         first says where it may begin.
         """
-        walk = turns.now
+        walk, at = self._turns.now, self._begin
         for number in count(first):
-            begin = (
-                saved.get(number % self._processes) if number < first + self._processes else None
-            )
-            yield Request(self._epoch, self._positions(number), walk, begin)
+            begins = number < first + self._processes
+            saved = at.saved.get(number % self._processes) if begins else None
+            yield Request(at.epoch, self._positions(number), walk, saved)
 
     def _positions(self, number: int) -> range:
         cut = self._cut
         if cut.own_stream:
             start = number // self._processes * cut.micro_batch
-            return range(start, start + cut.micro_batch if number >= self._begun else start)
+            return range(start, start + cut.micro_batch if number >= self._begin.taken else start)
         ahead, slot = divmod(number, len(cut.share))
-        return cut.step(0, 0, self._begin + ahead * cut.global_batch, None).positions(
+        return cut.step(0, 0, self._begin.items + ahead * cut.global_batch, None).positions(
             cut.share[slot]
         )
 
@@ -285,13 +264,13 @@ class Steps:
         first = self._agreed == 0
         if not said[_HAS]:
             if first:
-                raise UsageError("epoch-of-nothing", name=self._name, epoch=self._epoch)
+                raise UsageError("epoch-of-nothing", name=self._name, epoch=self._begin.epoch)
             return None
         if said[_SHORT] and self._cut.drop_last:
             if first:
                 raise UsageError(
                     "only-step-dropped",
-                    when=f"epoch {self._epoch}",
+                    when=f"epoch {self._begin.epoch}",
                     have="the samples of some rank",
                     need=f"global_batch={self._cut.global_batch}",
                 )
@@ -302,7 +281,7 @@ class Steps:
 
     def _check(self, said: list[int]) -> None:
         if said[_FAILED] != _NOTHING:
-            raise PeerFailed("peer-without-data", rank=said[_FAILED], epoch=self._epoch)
+            raise PeerFailed("peer-without-data", rank=said[_FAILED], epoch=self._begin.epoch)
         different = ""
         if said[_MOST] != _NOTHING and said[_MOST] != -said[_LEAST]:
             different = (
@@ -314,9 +293,10 @@ class Steps:
             raise UsageError("streams-differ", dataset=self._name, difference=different)
 
     def _window(self, fetched: Fetched) -> StreamWindow:
-        cut = self._cut
-        start = self._begin + (self._agreed - self._first) * cut.global_batch
-        ours = cut.step(self._step, self._epoch, start, self._all_total)
+        cut, at = self._cut, self._begin
+        ahead = self._agreed - at.place
+        start = at.items + ahead * cut.global_batch
+        ours = cut.step(at.step + ahead, at.epoch, start, self._all_total)
         batches = iter(fetched.started)
         window = StreamWindow(ours, cut.rank, cut.size, lambda: self._copies.arrive(next(batches)))
         if fetched.slots:
@@ -324,7 +304,13 @@ class Steps:
         else:
             window.slots = range(cut.share.start, cut.share.start)
         window.positions, window.counts = fetched.places, fetched.counts
-        window.taken, window.saved = fetched.taken, fetched.saved
         self._agreed += 1
-        self._step += 1
+        window.after = StreamPosition(
+            epoch=at.epoch,
+            place=self._agreed,
+            step=at.step + ahead + 1,
+            items=start + cut.global_batch,
+            taken=fetched.taken,
+            saved=fetched.saved,
+        )
         return window

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.config.knob import whole
-from lockstep.data.orders.numbers import Numbers, lengths, short
+from lockstep.data.orders import numbers
+from lockstep.data.orders.numbers import Numbers, short
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -45,7 +46,7 @@ class ByLength:
     def __init__(
         self, lengths: Numbers, tokens: int, *, seed: int, boundaries: Sequence[int] | None = None
     ) -> None:
-        self._lengths = _checked(lengths, 1)
+        self._lengths = numbers.lengths(lengths, 1)
         self.tokens = whole("tokens", tokens)
         self.seed = seed
         longest = int(self._lengths.argmax())
@@ -95,9 +96,6 @@ class ByLength:
             f"by length (permutation 1), {self._lengths.size} samples, {self.tokens} tokens,"
             f" {given}, seed {self.seed}"
         )
-
-
-_checked = lengths  # the argument of the same name hides it
 
 
 def _geometric(lengths: Indices) -> Indices:

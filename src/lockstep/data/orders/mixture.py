@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.knob import whole
-from lockstep.data.orders.numbers import Numbers, lengths, short, weights
+from lockstep.data.orders import numbers
+from lockstep.data.orders.numbers import Numbers, short
 from lockstep.data.permutation import Indices, Permutation
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -49,7 +50,7 @@ class Mixture:
     def __init__(
         self, lengths: Numbers, weights: Numbers, *, samples: int | None = None, seed: int
     ) -> None:
-        self._lengths, self._weights = _lengths(lengths, 0), _weights(weights)
+        self._lengths, self._weights = numbers.lengths(lengths, 0), numbers.weights(weights)
         _check(self._lengths, self._weights)
         self.samples = int(self._lengths.sum()) if samples is None else whole("samples", samples)
         self.seed = seed
@@ -102,9 +103,6 @@ class Mixture:
             f"mixture (permutation 1), {self.samples} samples of {self._lengths.size} components,"
             f" {given}, seed {self.seed}"
         )
-
-
-_lengths, _weights = lengths, weights  # the arguments of the same names hide them
 
 
 def _check(lengths: NDArray[np.int64], weights: NDArray[np.float64]) -> None:

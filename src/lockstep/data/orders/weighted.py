@@ -7,7 +7,8 @@ from __future__ import annotations
 import numpy as np
 
 from lockstep.config.knob import whole
-from lockstep.data.orders.numbers import Numbers, short, weights
+from lockstep.data.orders import numbers
+from lockstep.data.orders.numbers import Numbers, short
 from lockstep.data.permutation import Indices
 from lockstep.errors import UsageError
 from lockstep.runtime import randomness
@@ -33,7 +34,7 @@ class Weighted:
     def __init__(
         self, weights: Numbers, *, samples: int | None = None, replacement: bool = True, seed: int
     ) -> None:
-        self._weights = _checked(weights)
+        self._weights = numbers.weights(weights)
         positive = int(np.count_nonzero(self._weights))
         self.samples = (
             (self._weights.size if replacement else positive)
@@ -73,6 +74,3 @@ class Weighted:
             f"weighted {how} replacement, {self.samples} samples of weights {short(self._weights)},"
             f" seed {self.seed}"
         )
-
-
-_checked = weights  # the argument of the same name hides it

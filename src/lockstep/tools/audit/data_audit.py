@@ -178,8 +178,8 @@ def _seen(loaders: list[Loader], epoch: int, total: int) -> tuple[NDArray[np.int
     seen, by_rank = np.zeros(total, dtype=np.int64), []
     for loader in loaders:
         mine = 0
-        for indices in loader.course.indices(
-            epoch, range(loader.course.plan(epoch).steps_per_epoch), loader.share
+        for indices in loader.batch_plan.indices(
+            epoch, range(loader.batch_plan.plan(epoch).steps_per_epoch), loader.share
         ):
             np.add.at(seen, indices, 1)
             mine += len(indices)
@@ -194,7 +194,7 @@ def _keys(loaders: list[Loader], steps: list[int], most: int) -> list[tuple[int,
         for loader in loaders:
             found += [
                 (loader.rank, indices)
-                for indices in loader.course.indices(0, range(step, step + 1), loader.share)
+                for indices in loader.batch_plan.indices(0, range(step, step + 1), loader.share)
             ]
     return found[:most]
 

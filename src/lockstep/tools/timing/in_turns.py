@@ -13,8 +13,7 @@ import torch
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
-from lockstep.data.loader import ENDLESS
-from lockstep.data.windows import Window
+from lockstep.data.windows import ENDLESS, Window
 from lockstep.step.forward import matmul_precision
 from lockstep.training.loop import Training
 from lockstep.training.opening import intra_op_threads

@@ -25,8 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.config import knob
 from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
-from lockstep.data.loader import ENDLESS
-from lockstep.data.windows import Window
+from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import numbers
 from lockstep.launcher.launch import launch

@@ -18,8 +18,7 @@ from lockstep.checkpoints.identity import sha256, weights
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.keyed import KeyedDataset
-from lockstep.data.loader import ENDLESS
-from lockstep.data.windows import Window
+from lockstep.data.windows import ENDLESS, Window
 from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.server import FOR_TRAININGS
 from lockstep.step.forward import matmul_precision
@@ -126,11 +125,11 @@ class Traced(Training):
 
 def indices_of(loader: Any, window: Window) -> dict[int, tuple[int, ...]]:
     """The samples of this rank's micro-batches of a window, by slot; empty for a stream."""
-    course = getattr(loader, "course", None)
-    if course is None or not window.slots:
+    batch_plan = getattr(loader, "batch_plan", None)
+    if batch_plan is None or not window.slots:
         return {}
-    place = window.step - course.first(window.epoch)
-    found = course.indices(window.epoch, range(place, place + 1), window.slots)
+    place = window.step - batch_plan.first(window.epoch)
+    found = batch_plan.indices(window.epoch, range(place, place + 1), window.slots)
     return {slot: tuple(indices) for slot, indices in zip(window.slots, found, strict=True)}
 
 

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.collectives.tags import alive
 from lockstep.config.parallelism import Parallelism
-from lockstep.data.draws import Drawn
+from lockstep.data.epoch import Drawn
 from lockstep.data.windows import Plan, Window
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts

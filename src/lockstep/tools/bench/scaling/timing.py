@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
-from lockstep.data.loader import ENDLESS
+from lockstep.data.windows import ENDLESS
 from lockstep.step.forward import matmul_precision
 from lockstep.step.step_result import StepResult
 from lockstep.tools.bench.scaling.prediction import Carried, carried, link_of

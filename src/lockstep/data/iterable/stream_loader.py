@@ -3,34 +3,31 @@ and no indices.
 
 With "items" the stream is one sequence, cut like a map-style dataset's order (data/windows.py):
 what a step holds depends on neither the number of ranks nor of loader workers. With "dataset" every
-rank has a stream of its own, and its end too (data/shards.py).
+rank has a stream of its own, and its end too (iterable/sharding.py).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lockstep.collectives.group import Group
 from lockstep.config.knob import whole
-from lockstep.data.ahead import Copies, copies_to
-from lockstep.data.choice import default_device, place_of, sizes_of
-from lockstep.data.iterable.shards import Sharding, choose_sharding, own_shard
+from lockstep.data.choice import sizes_of
+from lockstep.data.iterable.sharding import Sharding, choose_sharding, own_shard
 from lockstep.data.iterable.source import Saved, StreamSource, resumes
-from lockstep.data.iterable.steps import RequestSampler, Steps, StreamCut, StreamWindow
-from lockstep.data.keyed import made
-from lockstep.data.position import Position, read_state
-from lockstep.data.walk import Turns, end_workers
-from lockstep.data.windows import BY_RANKS, counted, shares
+from lockstep.data.iterable.steps import Steps, StreamCut, StreamPosition, StreamWindow
+from lockstep.data.window_loader import WindowLoader, read_state
+from lockstep.data.windows import BY_RANKS
 from lockstep.errors import LockstepWarning, UsageError
 
 
-class StreamLoader:
+class StreamLoader(WindowLoader["StreamEpoch"]):
     """Loads an iterable `dataset` as windows: the micro-batches of one optimizer step that are this
     rank's.
 
@@ -84,77 +81,45 @@ class StreamLoader:
         size: int | None = None,
         sharding: Sharding | None = None,
     ) -> None:
-        self.rank, self.size = place_of(rank, size)
+        super().__init__(rank, size, seed, device, pin_memory)
         if not hasattr(dataset, "__iter__"):
             raise UsageError("not-a-loaders-dataset", what=type(dataset).__name__, needs="__iter__")
-        seed = whole("seed", seed, -(2**63))
         self.sharding = choose_sharding(dataset, sharding)
-        total, micro, self.depends_on_world_size = sizes_of(
-            global_batch, batch_per_rank, micro_batch, self.size
-        )
+        own = self.sharding == "dataset"
+        total, micro, depends = sizes_of(global_batch, batch_per_rank, micro_batch, self.size)
         self.cut = StreamCut(
-            total,
-            micro,
-            self.rank,
-            self.size,
-            own_stream=self.sharding == "dataset",
-            drop_last=drop_last,
+            total, micro, self.rank, self.size, own_stream=own, drop_last=drop_last
         )
-        self.depends_on_world_size |= self.sharding == "dataset"
-        self.device = torch.device(device) if device is not None else default_device()
-        self._pinned = self.device.type == "cuda" if pin_memory is None else pin_memory
-        self._name = type(dataset).__name__
-        self._resumes = resumes(dataset)
+        self.depends_on_world_size = depends or own
+        size_key = "global_batch" if batch_per_rank is None else "batch_per_rank"
         self.recipe: dict[str, Any] = {
             BY_RANKS: self.depends_on_world_size,
             "kind": "iterable",
             "sharding": self.sharding,
-            "seed": seed,
+            "seed": self._seed,
             "drop_last": drop_last,
-            **(
-                {"global_batch": total}
-                if batch_per_rank is None
-                else {"batch_per_rank": batch_per_rank}
-            ),
+            size_key: total if batch_per_rank is None else batch_per_rank,
             "micro_batch": "one a rank" if micro_batch is None else micro,
         }
         """What must be equal on all ranks, by name. A Stepper compares it among them in its
         first step.
         """
         self._group = _group_of(self.rank, self.size)
-        self._position, self._step, self._items = Position(0, 0), 0, 0
-        self._taken = 0
-        self._saved: dict[int, Saved] = {}
-        self._loaded = False
-        self._turns = Turns()
-        self._requests = RequestSampler()
+        self._name, self._resumes = type(dataset).__name__, resumes(dataset)
+        self._at = StreamPosition()  # of the next window
         self._workers = whole("num_workers", num_workers, 0) if self.cut.share else 0
-        mine = own_shard(dataset, self.rank, self.size) if self.sharding == "dataset" else dataset
-        whole_only = drop_last and self.cut.own_stream
         source = StreamSource(
-            mine,
-            seed,
+            own_shard(dataset, self.rank, self.size) if own else dataset,
+            self._seed,
             collate_fn,
             sharding=self.sharding,
             rank=self.rank,
             size=self.size,
-            whole_only=whole_only,
+            whole_only=drop_last and own,
         )
-        self._loader: DataLoader[Any] = DataLoader(
-            source,
-            batch_sampler=self._requests,  # type: ignore[arg-type]  # any object may stand for a batch's indices
-            num_workers=self._workers,
-            collate_fn=made,
-            pin_memory=self._pinned,
-            persistent_workers=self._workers > 0,
-            prefetch_factor=(
-                max(2, -(-len(self.cut.share) // self._workers)) if self._workers else None
-            ),
-            # its own: starting an epoch does not touch the caller's random state
-            generator=torch.Generator(),
-        )
-        self._copies: Copies | None = None
-        if self.sharding == "dataset" and self.size > 1:
+        ahead = max(2, -(-len(self.cut.share) // self._workers)) if self._workers else None
+        self._open(source, self._workers, ahead)
+        if own and self.size > 1:
             self._say(
                 f"the order of {self._name} depends on the number of ranks, because the dataset"
                 " shards itself. Give sharding='items' if it yields the same items in the same"
@@ -165,41 +130,16 @@ class StreamLoader:
         """One line: how the global batch is cut and shared among `owner`s, and whether that
         depends on the world size.
         """
-        cut = self.cut
-        line = (
-            f"global batch {cut.global_batch} = {counted(cut.slots, 'micro-batch', 'es')} x"
-            f" {cut.micro_batch}"
-        )
-        if rest := cut.global_batch % cut.micro_batch:
-            line += f", the last {rest}"
         who = "the loader" if self.sharding == "items" else "the dataset"
-        line += f"; {shares(cut.slots, self.size, owner)}; an iterable dataset, sharded by {who}"
-        return (
-            f"{line} (this recipe depends on the world size)"
-            if self.depends_on_world_size
-            else line
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        raise UsageError("loader-iterated", loader="StreamLoader")
-
-    def epochs(self, count: int, start: int | None = None) -> Iterator[StreamEpoch]:
-        """Epochs start, start + 1, ..., count - 1. One is walked at a time: beginning one ends any
-        other.
-
-        `start` is by default 0, and after `load_state_dict` the epoch and the step in it where that
-        state was taken. Steps are counted as they are walked: an epoch's length is not known before
-        its end.
-        """
-        whole("count", count, 0)
-        return self._epochs(count, start if start is None else whole("start", start, 0))
+        line = self.cut.plan.describe(self.size, owner)
+        return self._described(f"{line}; an iterable dataset, sharded by {who}")
 
     def _epochs(self, count: int, start: int | None) -> Iterator[StreamEpoch]:
         resumes = start is None and self._loaded
         if not resumes:
             self._loaded = False
-            self._step = self._step if start else 0
-        for number in range(self._position.epoch if resumes else start or 0, count):
+            self._at = replace(self._at, step=self._at.step if start else 0)
+        for number in range(self._at.epoch if resumes else start or 0, count):
             yield StreamEpoch(self, number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,14 +152,14 @@ class StreamLoader:
         only at the same numbers.
         """
         return {
-            "epoch": self._position.epoch,
-            "step_in_epoch": self._position.place,
-            "step": self._step,
+            "epoch": self._at.epoch,
+            "step_in_epoch": self._at.place,
+            "step": self._at.step,
             "fingerprint": self.recipe,
-            "items": self._items,
+            "items": self._at.items,
             "processes": [self.rank, self.size, self._workers],
-            "taken": self._taken,
-            "saved": {number: saved.plain() for number, saved in self._saved.items()},
+            "taken": self._at.taken,
+            "saved": {number: saved.plain() for number, saved in self._at.saved.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,85 +172,68 @@ class StreamLoader:
         """
         position, step = read_state(state, self.recipe, lambda epoch: {})
         self._turns.next()
-        self._position, self._step, self._items = position, step, int(state["items"])
+        items, here = int(state["items"]), [self.rank, self.size, self._workers]
+        same = list(state["processes"]) == here
         saved = {
             int(number): Saved(each["position"], each["dataset"], each["random"])
             for number, each in state["saved"].items()
+            if self._resumes
         }
-        same = list(state["processes"]) == [self.rank, self.size, self._workers]
-        self._taken = int(state["taken"]) if same else position.place * len(self.cut.share)
-        self._saved = saved if self._resumes else {}
-        if not same:
-            first = (
-                min(saved.values(), key=lambda each: each.position, default=None)
-                if self.sharding == "items" and self._resumes
-                else None
+        self._at = StreamPosition(
+            epoch=position.epoch,
+            place=position.place,
+            step=step,
+            items=items,
+            taken=int(state["taken"]) if same else position.place * len(self.cut.share),
+            saved=saved if same else self._usable(saved, items),
+        )
+        if not same and self.sharding == "dataset" and position.place:
+            self._say(
+                f"the state was taken on rank, of ranks, with workers {list(state['processes'])},"
+                f" and this is {here}: where {self._name} shards itself, some samples of epoch"
+                f" {position.epoch} may be seen twice or not at all",
+                every_rank=True,
             )
-            usable = first is not None and first.position <= self._items + self.cut.offset
-            self._saved = (
-                dict.fromkeys(range(max(1, self._workers)), first)
-                if usable and first is not None
-                else {}
-            )
-            if self.sharding == "dataset" and position.place:
-                self._say(
-                    "the state was taken on rank, of ranks, with workers"
-                    f" {list(state['processes'])}, and this is"
-                    f" {[self.rank, self.size, self._workers]}: where {self._name} shards itself,"
-                    f" some samples of epoch {position.epoch} may be seen twice or not at all",
-                    every_rank=True,
-                )
         self._loaded = True
 
-    def close(self) -> None:
-        """End the workers now, not when the loader is collected; what was not fetched is lost. A
-        later epoch starts new ones.
+    def _usable(self, saved: Mapping[int, Saved], items: int) -> dict[int, Saved]:
+        """What other processes have saved, for each of these: the earliest, if it is not past what
+        this rank reads next.
         """
-        self._turns.next()
-        end_workers(self._loader)
+        first = min(saved.values(), key=lambda each: each.position, default=None)
+        if first is None or self.sharding != "items" or first.position > items + self.cut.offset:
+            return {}
+        return dict.fromkeys(range(max(1, self._workers)), first)
 
     def _begin(self, number: int) -> Steps:
         """The steps of an epoch, from where a loaded state says if it is of this epoch, else
         from its beginning.
         """
-        if not (self._loaded and self._position.epoch == number):
-            self._position, self._items, self._taken, self._saved = Position(number, 0), 0, 0, {}
+        if not (self._loaded and self._at.epoch == number):
+            self._at = StreamPosition(epoch=number, step=self._at.step)
         elif skipped := self._skipped():
             self._say(
                 f"{self._name} resumes by reading: the first {skipped} items of epoch {number} are"
                 " read once more and skipped"
             )
         self._loaded = False
-        self._copies = self._copies or copies_to(self.device, pinned=self._pinned)
         return Steps(
             self.cut,
-            self._loader,
-            self._requests,
-            self._turns,
-            self._copies,
             self._group,
-            epoch=number,
+            self._to_device(),
+            self._turns,
+            self._walk,
+            self._at,
             name=self._name,
-            begin=self._items,
-            place=self._position.place,
-            step=self._step,
-            taken=self._taken,
-            saved=self._saved,
+            processes=max(1, self._workers),
         )
 
     def _skipped(self) -> int:
         """Items that a resumed walk reads for nothing."""
-        if self._saved:
+        if self._at.saved:
             return 0
-        return self._items if self.sharding == "items" else self._taken * self.cut.micro_batch
-
-    def _hand_out(self, window: StreamWindow) -> None:
-        self._position = Position(window.epoch, self._position.place + 1)
-        self._step, self._items = window.step + 1, window.cut.start + self.cut.global_batch
-        self._taken, self._saved = window.taken, window.saved
-
-    def _end(self, number: int) -> None:
-        self._position, self._items, self._taken, self._saved = Position(number + 1, 0), 0, 0, {}
+        own = self.sharding == "dataset"
+        return self._at.taken * self.cut.micro_batch if own else self._at.items
 
     def _say(self, sentence: str, *, every_rank: bool = False) -> None:
         if self.rank == 0 or every_rank:
@@ -339,9 +262,9 @@ class StreamEpoch:
         while (window := steps.agree(fetched)) is not None:
             window.recipe = loader.recipe
             fetched = steps.fetch()
-            loader._hand_out(window)
+            loader._at = window.after
             yield window
-        loader._end(self.number)
+        loader._at = StreamPosition(epoch=self.number + 1, step=loader._at.step)
 
 
 def _group_of(rank: int, size: int) -> Group | None:

@@ -1,4 +1,4 @@
-"""The course of a training through its data: every epoch's cuts, and the samples in their
+"""The batch plan of a training: every epoch's cuts, and the samples in their
 micro-batches.
 
 An order of samples is cut into micro-batches by position. An order that makes the micro-batches
@@ -23,7 +23,7 @@ from lockstep.errors import UsageError
 _AT_ONCE = 4096
 
 
-class Course(Protocol):
+class BatchPlan(Protocol):
     """Pure: the same on every rank."""
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.data.course import ByBatch, ByPosition
+from lockstep.data.batch_plan import ByBatch, ByPosition
 from lockstep.data.loader import Loader
 from lockstep.data.orders import Sequential, Shuffled
 from lockstep.data.windows import Plan
@@ -17,13 +17,13 @@ from tests.data.datasets import Backwards, Numbers, Pairs
 from tests.refused import refused
 
 
-def picture(course: Any, epoch: int, size: int) -> list[str]:
+def picture(batch_plan: Any, epoch: int, size: int) -> list[str]:
     """A line a rank: its micro-batches, one after the other."""
-    plan = course.plan(epoch)
+    plan = batch_plan.plan(epoch)
     return [
         " ".join(
             ",".join(map(str, batch))
-            for batch in course.indices(
+            for batch in batch_plan.indices(
                 epoch, range(plan.steps_per_epoch), plan.cut(0).share(rank, size)
             )
         )
@@ -32,24 +32,24 @@ def picture(course: Any, epoch: int, size: int) -> list[str]:
 
 
 def test_positions_are_cut_and_asked_of_the_order() -> None:
-    course = ByPosition(Backwards(10), Plan(samples=10, global_batch=8, micro_batch=2))
-    assert picture(course, 0, 1) == ["9,8 7,6 5,4 3,2 1,0"]
-    assert picture(course, 0, 3) == ["9,8 7,6 1,0", "5,4", "3,2"]
+    batch_plan = ByPosition(Backwards(10), Plan(samples=10, global_batch=8, micro_batch=2))
+    assert picture(batch_plan, 0, 1) == ["9,8 7,6 5,4 3,2 1,0"]
+    assert picture(batch_plan, 0, 3) == ["9,8 7,6 1,0", "5,4", "3,2"]
 
 
 def test_batches_are_counted_out_to_the_ranks_by_slots() -> None:
-    course = ByBatch(Pairs(), 2, drop_last=False)
-    assert picture(course, 0, 1) == ["0 1,2 2,3,4"]
-    assert picture(course, 0, 2) == ["0 2,3,4", "1,2"]
-    assert picture(course, 1, 2) == ["0 2,3,4", "1,2 3,4,5,6"]
-    assert [course.plan(epoch).steps_per_epoch for epoch in range(4)] == [2, 2, 3, 3]
-    assert [course.first(epoch) for epoch in (3, 0, 2, 1)] == [7, 0, 4, 2]
+    batch_plan = ByBatch(Pairs(), 2, drop_last=False)
+    assert picture(batch_plan, 0, 1) == ["0 1,2 2,3,4"]
+    assert picture(batch_plan, 0, 2) == ["0 2,3,4", "1,2"]
+    assert picture(batch_plan, 1, 2) == ["0 2,3,4", "1,2 3,4,5,6"]
+    assert [batch_plan.plan(epoch).steps_per_epoch for epoch in range(4)] == [2, 2, 3, 3]
+    assert [batch_plan.first(epoch) for epoch in (3, 0, 2, 1)] == [7, 0, 4, 2]
 
 
 def test_the_short_step_of_an_epoch_of_batches_is_dropped_on_all_ranks() -> None:
-    course = ByBatch(Pairs(), 2, drop_last=True)
-    assert picture(course, 0, 2) == ["0", "1,2"]
-    assert [course.first(epoch) for epoch in range(4)] == [0, 1, 3, 5]
+    batch_plan = ByBatch(Pairs(), 2, drop_last=True)
+    assert picture(batch_plan, 0, 2) == ["0", "1,2"]
+    assert [batch_plan.first(epoch) for epoch in range(4)] == [0, 1, 3, 5]
     said = {"when": "epoch 0", "have": "3 micro-batches", "need": "micro_batches=4"}
     with refused("only-step-dropped", **said):
         ByBatch(Pairs(), 4, drop_last=True).plan(0)
@@ -58,18 +58,18 @@ def test_the_short_step_of_an_epoch_of_batches_is_dropped_on_all_ranks() -> None
 @pytest.mark.parametrize(("samples", "size"), [(30_000, 1), (30_000, 3), (5, 2)])
 def test_an_order_asked_in_pieces_says_the_same(samples: int, size: int) -> None:
     order = Shuffled(samples, 3)
-    course = ByPosition(order, Plan(samples=samples, global_batch=12, micro_batch=5))
+    batch_plan = ByPosition(order, Plan(samples=samples, global_batch=12, micro_batch=5))
     wanted = order.at(1, np.arange(samples)).tolist()
     for rank in range(size):
-        slots = course.plan(1).cut(0).share(rank, size)
+        slots = batch_plan.plan(1).cut(0).share(rank, size)
         batches = [
             index
-            for batch in course.indices(1, range(course.plan(1).steps_per_epoch), slots)
+            for batch in batch_plan.indices(1, range(batch_plan.plan(1).steps_per_epoch), slots)
             for index in batch
         ]
         positions = [
             p
-            for cut in course.plan(1).cuts(1)
+            for cut in batch_plan.plan(1).cuts(1)
             for slot in cut.share(rank, size)
             for p in cut.positions(slot)
         ]
@@ -84,8 +84,8 @@ def test_an_order_is_asked_for_many_positions_at_once_and_never_for_all() -> Non
             asked.append(len(positions))
             return super().at(epoch, positions)
 
-    course = ByPosition(Noting(10**12), Plan(samples=10**12, global_batch=64, micro_batch=32))
-    indices = course.indices(0, range(10**9, course.plan(0).steps_per_epoch), range(2))
+    batch_plan = ByPosition(Noting(10**12), Plan(samples=10**12, global_batch=64, micro_batch=32))
+    indices = batch_plan.indices(0, range(10**9, batch_plan.plan(0).steps_per_epoch), range(2))
     assert next(indices)[:2] == [64 * 10**9, 64 * 10**9 + 1]
     assert asked == [4096]
 

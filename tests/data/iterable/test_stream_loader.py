@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.iterable.loader import StreamLoader
+from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.errors import (
     LoaderWorkerKilled,
     LockstepError,
