@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
-from lockstep.collectives.group import Work
+from lockstep.collectives.work import Work
 from lockstep.gradients.reductions import Hierarchical
 from lockstep.tools.timing.in_turns import Way, take_turns
 

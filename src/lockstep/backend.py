@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.group import OF_TORCH, Group, Op, check_op
-from lockstep.collectives.shared_memory.operations import SharedMemory, possible, share_memory
+from lockstep.collectives.fingerprints import Uncompared, share_page
+from lockstep.collectives.group import Group
+from lockstep.collectives.reduce_op import OF_TORCH, Op, check_op
+from lockstep.collectives.shared_memory.operations import HostMemory, possible, share_memory
 from lockstep.collectives.shared_memory.segment import this_host
-from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
 from lockstep.runtime.host_store import no_strangers
 
@@ -47,12 +48,12 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             )
         self._group = Group(self, ranks=tuple(range(size)), rank=rank)
         self._group.timeout = timeout
-        self._memory: SharedMemory | None = None
+        self._memory: HostMemory | None = None
         self._name = ""
         if size > 1 and _same_host(store, rank, size, timeout):
             # Programs over torch.distributed may come to a collective by different lines: torch's
             # own wrapper does.
-            self._group.tags = share_page(
+            self._group.fingerprints = share_page(
                 store, "tags", rank, self._group.ranks, timeout, places=False
             )
             self._memory = share_memory(store, "memory", self._group, timeout)
@@ -73,9 +74,8 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        if self._group.tags is not None:
-            self._group.tags.close()
-            self._group.tags = None
+        self._group.fingerprints.close()
+        self._group.fingerprints = Uncompared()
 
     def abort(self) -> None:
         self.shutdown()
@@ -248,7 +248,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         """Compared among the ranks like everything else, then gloo's. `tensors` are those that
         must be alike.
         """
-        if self._group.tags is not None:
+        if self._group.fingerprints.compares:
             if tensors:
                 self._group.announce(kind, tensors[0], "by gloo", None, sends=0)
             else:

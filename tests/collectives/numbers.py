@@ -4,8 +4,11 @@ read off who was counted, and how often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from lockstep.collectives.algorithms import algorithms_of, schedule
 from lockstep.collectives.schedule import (
@@ -17,6 +20,7 @@ from lockstep.collectives.schedule import (
     together,
     wanted_after,
 )
+from lockstep.collectives.tree import fold
 
 KINDS: tuple[Kind, ...] = (
     "all_reduce",
@@ -134,3 +138,10 @@ def _with(
     if count is not None:
         counts[i] = count
     return replace(each, src=sources, dst=targets, cell=cells, count=counts)
+
+
+def folded(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum as shared memory adds it."""
+    total = torch.empty_like(parts[0])
+    fold(parts, "sum", total)
+    return total

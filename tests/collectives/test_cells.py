@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.collectives.cells import COMBINE, FlatCells, LooseCells, edges_of
+from lockstep.collectives.cells import FlatCells, LooseCells, edges_of
+from lockstep.collectives.reduce_op import COMBINE
 
 EDGES = [0, 2, 3, 3, 5]  # cells of 2, 1, 0 and 2 elements
 
@@ -53,14 +54,14 @@ def test_replacing_and_adding_over_the_end() -> None:
 )
 def test_operations(op: str, result: list[int]) -> None:
     held = torch.tensor([1, -2])
-    COMBINE[op](held, torch.tensor([3, 2]))
+    COMBINE[op](held, torch.tensor([3, 2]), out=held)
     assert held.tolist() == result
 
 
 def test_max_and_min_keep_nan() -> None:
     for op in ("max", "min"):
         held = torch.tensor([float("nan"), 1.0])
-        COMBINE[op](held, torch.tensor([1.0, float("nan")]))
+        COMBINE[op](held, torch.tensor([1.0, float("nan")]), out=held)
         assert held.isnan().all()
 
 

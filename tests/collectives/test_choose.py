@@ -13,7 +13,7 @@ import pytest
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.choose import BUILT_IN, FORMAT, Tuning
 from lockstep.collectives.schedule import Kind
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 KINDS: tuple[Kind, ...] = (
     "all_reduce",
@@ -108,54 +108,52 @@ def content(**changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("written", "code", "values"),
     [
         (
             "{",
-            (
-                r"the tuning .*t\.json is damaged \(.*\): make it anew with `lockstep bench"
-                r" collectives --tune .*t\.json`"
-            ),
+            "tuning-damaged",
+            {},
         ),
         (
             "[]",
-            (
-                r"t\.json is no tuning of collectives: make one with `lockstep bench collectives"
-                r" --tune FILE`"
-            ),
+            "not-a-tuning",
+            {},
         ),
-        (json.dumps({"rows": []}), "is no tuning of collectives"),
+        (json.dumps({"rows": []}), "not-a-tuning", {}),
         (
             json.dumps(content(format="lockstep collectives tuning 2")),
-            "is no tuning of collectives",
+            "not-a-tuning",
+            {},
         ),
-        (json.dumps({"format": FORMAT, "world": 2}), r"is damaged \('table'\)"),
-        (json.dumps({"format": FORMAT, "table": {}}), r"is damaged \('world'\)"),
-        (json.dumps(content(table=[])), "is damaged"),
-        (json.dumps(content(table={"all_reduce": [["many", "ring"]]})), "is damaged"),
-        (json.dumps(content(table={"all_reduce": [1000]})), "is damaged"),
+        (json.dumps({"format": FORMAT, "world": 2}), "tuning-damaged", {"error": "'table'"}),
+        (json.dumps({"format": FORMAT, "table": {}}), "tuning-damaged", {"error": "'world'"}),
+        (json.dumps(content(table=[])), "tuning-damaged", {}),
+        (json.dumps(content(table={"all_reduce": [["many", "ring"]]})), "tuning-damaged", {}),
+        (json.dumps(content(table={"all_reduce": [1000]})), "tuning-damaged", {}),
         (
             json.dumps(content(table={"all_produce": [[None, "ring"]]})),
-            r"is damaged \('all_produce'\)",
+            "tuning-damaged",
+            {"error": "'all_produce'"},
         ),
         (
             json.dumps(content(table={"broadcast": [[None, "ring"]]})),
-            (
-                r"t\.json: algorithm 'ring' is unknown for broadcast: choose one of native,"
-                r" central, tree"
-            ),
+            "unknown-algorithm",
+            {"algorithm": "ring", "kind": "broadcast", "choices": ["native", "central", "tree"]},
         ),
     ],
 )
-def test_a_bad_file_is_refused(written: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_refused(
+    written: str, code: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     file = tmp_path / "t.json"
     file.write_text(written)
-    with pytest.raises(UsageError, match=message):
+    with refused(code, **values) as caught:
         Tuning.read(file)
+    assert str(file) in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"the tuning .*nowhere\.json cannot be read: No such file or directory"
-    ):
-        Tuning.read(tmp_path / "nowhere.json")
+    file = tmp_path / "nowhere.json"
+    with refused("cannot-read", file=str(file), reason="No such file or directory"):
+        Tuning.read(file)

@@ -12,7 +12,7 @@ import pytest
 from lockstep.collectives.algorithms import schedule
 from lockstep.collectives.network import Link, Network
 from lockstep.collectives.schedule import Kind
-from lockstep.errors import UsageError
+from tests.refused import refused
 
 A, B = 3e-6, 1e-9  # seconds of latency, seconds per byte
 S = 1e8  # bytes
@@ -145,20 +145,16 @@ def test_a_small_tensor_wants_few_rounds_and_a_large_one_few_bytes() -> None:
     ("latency", "bandwidth"), [(-1.0, 1.0), (0.0, 0.0), (0.0, -1.0), (float("nan"), 1.0)]
 )
 def test_a_link_that_cannot_be_is_refused(latency: float, bandwidth: float) -> None:
-    with pytest.raises(
-        UsageError, match="a link has a latency of 0 or more and a bandwidth above 0"
-    ):
+    with refused("number-out-of-range"):
         Link(latency, bandwidth)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1])
 def test_a_node_has_ranks(ranks_per_node: int) -> None:
-    with pytest.raises(
-        UsageError, match=f"ranks_per_node={ranks_per_node}: a node has at least one rank"
-    ):
+    with refused("not-a-whole-number", name="ranks_per_node", value=ranks_per_node):
         Network(Link(A, 1 / B), Link(A, 1 / B), ranks_per_node)
 
 
 def test_something_is_added_per_second() -> None:
-    with pytest.raises(UsageError, match=r"reduce_rate=0.0 B/s: it must be above 0"):
+    with refused("number-out-of-range", name="reduce_rate", value=0.0):
         Network.flat(A, 1 / B, reduce_rate=0.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Done
+from lockstep.collectives.work import Done
 from lockstep.gradients.facts import Facts, FactsMessage, numbers
 from lockstep.testing import run_ranks
 from lockstep.world.world import World

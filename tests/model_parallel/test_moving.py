@@ -16,7 +16,7 @@ from lockstep.checkpoints import files, folders, identity
 from lockstep.checkpoints.manifest import SealedFile
 from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.cli import checkpoints
-from lockstep.collectives.texts import everybodys
+from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.split_form import sha256
 from lockstep.testing import run_ranks

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.collectives.slices import BLOCK, slice_of
+from lockstep.collectives.schedule import BLOCK, slice_of
 from lockstep.gradients.layout import Entry, plan
 from lockstep.updates.norm import block_sums, norm_of
 from lockstep.updates.shards import ELEMENTWISE, check_elementwise, flat_like, pieces_of

@@ -31,8 +31,8 @@ from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import SealedFile
 from lockstep.checkpoints.pieces import TensorFile, TensorPiece
 from lockstep.collectives.background import Background
+from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
-from lockstep.collectives.texts import everybodys
 from lockstep.errors import LockstepError
 
 FIRST = 20  # the step after which the first is written, and the cost of one is known

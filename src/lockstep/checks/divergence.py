@@ -23,8 +23,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lockstep.collectives.fingerprints import listed
 from lockstep.collectives.group import Group
-from lockstep.collectives.tags import listed
 from lockstep.errors import ReplicaDivergence
 from lockstep.gradients.facts import Facts, FactsMessage
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.collectives.tags import listed
+from lockstep.collectives.fingerprints import listed
 from lockstep.gradients.reducer import Reducer
 
 _NONE = -1

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.collectives.broadcast_json import everybodys
+from lockstep.collectives.fingerprints import listed
 from lockstep.collectives.group import Group
-from lockstep.collectives.tags import listed
-from lockstep.collectives.texts import everybodys
 from lockstep.errors import ReplicaDivergence
 
 Fields = Mapping[str, Any]

@@ -12,7 +12,7 @@ import warnings
 
 import torch
 
-from lockstep.collectives.tags import listed
+from lockstep.collectives.fingerprints import listed
 from lockstep.config.task import Unused
 from lockstep.errors import LockstepWarning, UnusedParameters
 from lockstep.gradients.reducer import Reducer

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
-    from lockstep.collectives.group import Group, Work
+    from lockstep.collectives.group import Group
+    from lockstep.collectives.work import Work
 
 __all__ = [
     "Group",
@@ -42,7 +43,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(
             f"module 'lockstep.collectives' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    home = "group" if name in ("Group", "Work") else "api"
+    home = {"Group": "group", "Work": "work"}.get(name, "api")
     found = getattr(import_module(f"lockstep.collectives.{home}"), name)
     globals()[name] = found
     return found

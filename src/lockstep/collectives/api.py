@@ -23,24 +23,61 @@ raises PeerFailed on the others. Any dtype that torch adds up, any strides, also
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives import by_memory, by_schedule, native
-from lockstep.collectives.algorithms import Algorithm, algorithms_of
-from lockstep.collectives.group import OF_TORCH, Group, Op, Work
-from lockstep.collectives.handle import Handle, Later
-from lockstep.collectives.inference_mode import of_ordinary_tensors
+from lockstep.collectives import by_schedule, native
+from lockstep.collectives.algorithms import Algorithm, check_algorithm
+from lockstep.collectives.group import Group
+from lockstep.collectives.reduce_op import OF_TORCH, Op
 from lockstep.collectives.schedule import Kind
+from lockstep.collectives.work import Handle, Later, Work
 from lockstep.errors import UsageError
 
 SHARED_MEMORY = "shared_memory"
-T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 AnyGroup = Group | dist.ProcessGroup | None
 AnyOp = Op | dist.ReduceOp | Any  # torch's ReduceOp.SUM is of another, hidden type
+
+
+def of_ordinary_tensors(collective: C) -> C:
+    """Have a collective of `tensor` or `tensors`, its first argument, see ordinary tensors.
+    Without inference mode nothing is copied.
+
+    A tensor that torch.inference_mode made can be written to in that mode only, and threads have
+    modes of their own. So a collective works on copies, and its result is copied to where it
+    belongs.
+    """
+
+    @wraps(collective)
+    def call(*args: Any, **options: Any) -> Any:
+        name = "tensor" if "tensor" in options else "tensors"
+        if name in options:
+            args = (options.pop(name), *args)
+        given = args[0] if args else None
+        each = (given,) if isinstance(given, Tensor) else given or ()
+        if not torch.is_inference_mode_enabled() and not any(one.is_inference() for one in each):
+            return collective(*args, **options)
+        with torch.inference_mode(False):
+            copies = [one.clone() for one in each]
+            plain = copies[0] if isinstance(given, Tensor) else given and copies
+            answer = collective(*([plain] if args else []), *args[1:], **options)
+
+        def result(found: Any) -> Any:
+            if found is not plain or given is None:
+                return found
+            with torch.inference_mode():
+                return given.copy_(plain)
+
+        if options.get("async_op"):
+            return Handle([answer], lambda: result(answer.wait()))
+        return result(answer)
+
+    return call  # type: ignore[return-value]
 
 
 @overload
@@ -73,16 +110,7 @@ def all_reduce(
     """Replace `tensor` on every rank by the sum (mean, max, min, prod) over all ranks, in place;
     return it, or a handle.
     """
-    found, op = resolve(group), _op(op)
-    name = _choose(found, "all_reduce", algorithm, tensor)
-    if name == "native":
-        handle = Handle([found.all_reduce(tensor, op)], lambda: tensor)
-        return handle if async_op else handle.wait()
-    if name == SHARED_MEMORY:
-        return _answer(by_memory.all_reduce(found, tensor, op), async_op)
-    nodes = found.ranks_per_node if name == "hierarchical" else None
-    run = by_schedule.all_reduce(found, tensor, op, name, _label(algorithm), nodes)
-    return Later(found.in_background(run)) if async_op else run()
+    return _start("all_reduce", tensor, (_op(op),), algorithm, group, async_op)  # type: ignore[no-any-return]
 
 
 @of_ordinary_tensors
@@ -97,15 +125,7 @@ def broadcast(
     """Replace `tensor` on every rank by that of rank `root` of the group, in place; return it,
     or a handle.
     """
-    found = resolve(group)
-    name = _choose(found, "broadcast", algorithm, tensor)
-    if name == "native":
-        return _answer(Handle([found.broadcast(tensor, root)], lambda: tensor), async_op)
-    if name == SHARED_MEMORY:
-        return _answer(by_memory.broadcast(found, tensor, root), async_op)
-    return _run(
-        found, by_schedule.broadcast(found, tensor, root, name, _label(algorithm)), async_op
-    )
+    return _start("broadcast", tensor, (root,), algorithm, group, async_op)
 
 
 @of_ordinary_tensors
@@ -121,13 +141,7 @@ def reduce(
     """Replace `tensor` on rank `root` by the sum (mean, ...) over all ranks; on the others it
     stays as it is. Return it, or a handle.
     """
-    found, op = resolve(group), _op(op)
-    name = _choose(found, "reduce", algorithm, tensor)
-    if name == "native":
-        return _answer(native.reduce(found, tensor, root, op), async_op)
-    return _run(
-        found, by_schedule.reduce(found, tensor, root, op, name, _label(algorithm)), async_op
-    )
+    return _start("reduce", tensor, (root, _op(op)), algorithm, group, async_op)
 
 
 @of_ordinary_tensors
@@ -145,19 +159,13 @@ def all_gather(
     Dim 0 may have another length on each rank, which costs one small message more to find out. Or a
     handle, with `async_op`.
     """
-    found = resolve(group)
-    name = _choose(found, "all_gather", algorithm, tensor)
 
     def shaped(pieces: list[Tensor]) -> Any:
         if as_list:
             return pieces
         return torch.cat(pieces) if tensor.dim() else torch.stack(pieces)
 
-    if name in ("native", SHARED_MEMORY):
-        handle = (native if name == "native" else by_memory).all_gather(found, tensor)
-        return _answer(Handle([handle], lambda: shaped(handle.wait())), async_op)
-    run = by_schedule.all_gather(found, tensor, name, _label(algorithm))
-    return _run(found, lambda: shaped(run()), async_op)
+    return _start("all_gather", tensor, (), algorithm, group, async_op, shaped)
 
 
 @of_ordinary_tensors
@@ -175,15 +183,7 @@ def reduce_scatter(
     Rows are cut as `torch.tensor_split` cuts them: where their number does not divide, the first
     ranks get one more.
     """
-    found, op = resolve(group), _op(op)
-    name = _choose(found, "reduce_scatter", algorithm, tensor)
-    if name == "native":
-        return _answer(native.reduce_scatter(found, tensor, op), async_op)
-    if name == SHARED_MEMORY:
-        return _answer(by_memory.reduce_scatter(found, tensor, op), async_op)
-    return _run(
-        found, by_schedule.reduce_scatter(found, tensor, op, name, _label(algorithm)), async_op
-    )
+    return _start("reduce_scatter", tensor, (_op(op),), algorithm, group, async_op)
 
 
 @of_ordinary_tensors
@@ -198,14 +198,7 @@ def scatter(
     """This rank's tensor of the list that rank `root` gives, one for each rank, or a handle. The
     others give None. Shapes may differ.
     """
-    found = resolve(group)
-    name = _choose(found, "scatter", algorithm, None)
-    device = tensors[0].device if tensors else _device(found)
-    if name == "native":
-        return _answer(native.scatter(found, tensors, root, device), async_op)
-    return _run(
-        found, by_schedule.scatter(found, tensors, root, device, name, _label(algorithm)), async_op
-    )
+    return _start("scatter", tensors, (root,), algorithm, group, async_op)
 
 
 @of_ordinary_tensors
@@ -220,11 +213,7 @@ def gather(
     """On rank `root` a list of every rank's tensor, elsewhere None; or a handle. Dim 0 may have
     another length on each rank.
     """
-    found = resolve(group)
-    name = _choose(found, "gather", algorithm, tensor)
-    if name == "native":
-        return _answer(native.gather(found, tensor, root), async_op)
-    return _run(found, by_schedule.gather(found, tensor, root, name, _label(algorithm)), async_op)
+    return _start("gather", tensor, (root,), algorithm, group, async_op)
 
 
 @of_ordinary_tensors
@@ -238,11 +227,7 @@ def all_to_all(
     """A list of what each rank has for this one, or a handle: `tensors[r]` goes to rank r of the
     group. Shapes may differ, the dtype not.
     """
-    found = resolve(group)
-    name = _choose(found, "all_to_all", algorithm, None)
-    if name == "native":
-        return _answer(native.all_to_all(found, tensors), async_op)
-    return _run(found, by_schedule.all_to_all(found, tensors, name, _label(algorithm)), async_op)
+    return _start("all_to_all", tensors, (), algorithm, group, async_op)
 
 
 def resolve(group: AnyGroup) -> Group:
@@ -252,9 +237,7 @@ def resolve(group: AnyGroup) -> Group:
     if isinstance(group, Group):
         return group
     if not isinstance(group, dist.ProcessGroup):
-        raise UsageError(
-            "this process is not a member of that group: only members may call its collectives"
-        )
+        raise UsageError("not-a-member")
     return Group.of(group)
 
 
@@ -265,40 +248,40 @@ def _op(op: AnyOp) -> Any:
     return OF_TORCH.get(op, str(op))
 
 
-def _choose(group: Group, kind: Kind, algorithm: str, tensor: Tensor | None) -> str:
-    if kind in by_memory.KINDS and (
-        algorithm == SHARED_MEMORY or (algorithm == "auto" and group.memory is not None)
-    ):
-        by_memory.memory_of(group)
-        return SHARED_MEMORY
-    if algorithm == "auto":
-        return group.tuning.choose(
-            kind, 0 if tensor is None else tensor.numel() * tensor.element_size(), group.size
-        )
-    if algorithm != "native" and algorithm not in algorithms_of(kind):
-        raise UsageError(
-            f"algorithm={algorithm!r} is unknown for {kind}: choose one of auto, native,"
-            f" {', '.join(algorithms_of(kind))}"
-        )
-    return algorithm
-
-
-def _label(algorithm: str) -> str:
-    """What other ranks are told of the algorithm: it must be the same where it was chosen, else
-    it follows from what is the same.
-    """
-    return "" if algorithm == "auto" else f" by {algorithm}"
-
-
-def _device(group: Group) -> torch.device:
-    if dist.get_backend(group.process_group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _answer(handle: Handle[T], async_op: bool) -> T | Handle[T]:
+def _start(
+    kind: Kind,
+    given: Tensor | Sequence[Tensor] | None,
+    options: tuple[Any, ...],
+    algorithm: str,
+    group: AnyGroup,
+    async_op: bool,
+    shaped: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The collective of that kind: its result, `shaped`, or a handle of it."""
+    found = resolve(group)
+    name = _choose(found, kind, algorithm, given)
+    if name in ("native", SHARED_MEMORY):
+        memory = {"memory": native.memory_of(found)} if name == SHARED_MEMORY else {}
+        work: Work = getattr(native, kind)(found, given, *options, **memory)
+    else:
+        # What other ranks are told of the algorithm must be the same where it was chosen; else
+        # it follows from what is the same.
+        label = "" if algorithm == "auto" else f" by {algorithm}"
+        run = getattr(by_schedule, kind)(found, given, *options, name, label)
+        work = Later(found.in_background(run)) if async_op else Handle([], run)
+    handle = work if shaped is None else Handle([work], lambda: shaped(work.wait()))
     return handle if async_op else handle.wait()
 
 
-def _run(group: Group, run: Callable[[], T], async_op: bool) -> Any:
-    return Later(group.in_background(run)) if async_op else run()
+def _choose(
+    group: Group, kind: Kind, algorithm: str, given: Tensor | Sequence[Tensor] | None
+) -> str:
+    in_memory = algorithm == "auto" and group.memory is not None
+    if kind in native.IN_MEMORY and (in_memory or algorithm == SHARED_MEMORY):
+        return SHARED_MEMORY
+    if algorithm == "auto":
+        return group.tuning.choose(
+            kind, given.nbytes if isinstance(given, Tensor) else 0, group.size
+        )
+    check_algorithm(kind, algorithm, "auto", "native")
+    return algorithm

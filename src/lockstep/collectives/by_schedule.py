@@ -9,41 +9,41 @@ follows from the size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from lockstep.collectives.cells import FlatCells, LooseCells, edges_of
-from lockstep.collectives.forms import Form, as_bytes, check_alike, exchange, from_bytes
-from lockstep.collectives.group import Group, Op, check_op, working_dtype
-from lockstep.collectives.native import arriving_forms, scattered_forms
-from lockstep.collectives.over_processes import execute, lanes_of, plan
-from lockstep.collectives.schedule import Kind
-from lockstep.errors import UsageError
+from lockstep.collectives.group import Group
+from lockstep.collectives.over_processes import Steps, execute, lanes_of, plan
+from lockstep.collectives.reduce_op import Op, check_op, check_rows, working_dtype
+from lockstep.collectives.schedule import Kind, Schedule
+from lockstep.collectives.tensor_spec import (
+    TensorSpec,
+    arriving_forms,
+    as_bytes,
+    from_bytes,
+    gathered_forms,
+    scattered_forms,
+)
 
 T = TypeVar("T")
 Run = Callable[[], T]
 
 
 def all_reduce(
-    group: Group,
-    tensor: Tensor,
-    op: Op,
-    algorithm: str,
-    label: str,
-    ranks_per_node: int | None = None,
-    place: str | None = None,
+    group: Group, tensor: Tensor, op: Op, algorithm: str, label: str, place: str | None = None
 ) -> Run[Tensor]:
-    return _reduced(group, "all_reduce", tensor, op, algorithm, label, 0, ranks_per_node, place)
+    return _reduced(group, "all_reduce", tensor, op, algorithm, f"{op}{label}", 0, place)
 
 
 def reduce(
     group: Group, tensor: Tensor, root: int, op: Op, algorithm: str, label: str
 ) -> Run[Tensor]:
     group.check_root(root)
-    return _reduced(group, "reduce", tensor, op, algorithm, label, root, None)
+    return _reduced(group, "reduce", tensor, op, algorithm, f"{op} to {root}{label}", root, None)
 
 
 def _reduced(
@@ -52,16 +52,13 @@ def _reduced(
     tensor: Tensor,
     op: Op,
     algorithm: str,
-    label: str,
+    detail: str,
     root: int,
-    ranks_per_node: int | None,
-    place: str | None = None,
+    place: str | None,
 ) -> Run[Tensor]:
     check_op(op, tensor)
-    schedule, steps = plan(kind, algorithm, group.size, group.rank, root, ranks_per_node)
-    number = group.announce(
-        kind, tensor, f"{op}{f' to {root}' if kind == 'reduce' else ''}{label}", place, sends=0
-    )
+    schedule, steps = _plan(group, kind, algorithm, root)
+    number = group.announce(kind, tensor, detail, place, sends=0)
 
     def run() -> Tensor:
         wanted = kind == "all_reduce" or group.rank == root
@@ -87,7 +84,7 @@ def _reduced(
 
 def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str, label: str) -> Run[Tensor]:
     group.check_root(root)
-    schedule, steps = plan("broadcast", algorithm, group.size, group.rank, root, None)
+    schedule, steps = _plan(group, "broadcast", algorithm, root)
     number = group.announce("broadcast", tensor, f"from {root}{label}", None, sends=0)
 
     def run() -> Tensor:
@@ -97,7 +94,7 @@ def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str, label: st
             execute(group, number, steps, lanes_of(octets, schedule))
         if octets.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
-                tensor.copy_(from_bytes(octets, Form.of(tensor)))
+                tensor.copy_(from_bytes(octets, TensorSpec.of(tensor)))
         return tensor
 
     return run
@@ -105,9 +102,8 @@ def broadcast(group: Group, tensor: Tensor, root: int, algorithm: str, label: st
 
 def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str, label: str) -> Run[Tensor]:
     check_op(op, tensor)
-    if tensor.dim() == 0:
-        raise UsageError("reduce_scatter cuts rows, and a 0-d tensor has none: use all_reduce")
-    _, steps = plan("reduce_scatter", algorithm, group.size, group.rank, 0, None)
+    check_rows(tensor)
+    _, steps = _plan(group, "reduce_scatter", algorithm)
     number = group.announce("reduce_scatter", tensor, f"{op}{label}", None, sends=0)
 
     def run() -> Tensor:
@@ -127,8 +123,9 @@ def reduce_scatter(group: Group, tensor: Tensor, op: Op, algorithm: str, label: 
 
 
 def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[list[Tensor]]:
-    _, steps = plan("all_gather", algorithm, group.size, group.rank, 0, None)
-    forms, number = _gathered_forms(group, "all_gather", tensor, label.strip())
+    _, steps = _plan(group, "all_gather", algorithm)
+    forms = gathered_forms(group, "all_gather", tensor)
+    number = group.announce("all_gather", as_bytes(tensor)[:0], label.strip(), None, sends=0)
 
     def run() -> list[Tensor]:
         sizes = [form.bytes for form in forms]
@@ -137,9 +134,11 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
         octets[edges[group.rank] : edges[group.rank + 1]] = as_bytes(tensor)
         group.wait_for_all(number)
         execute(group, number, steps, [FlatCells(octets, edges)])
+        # behind one of another length a piece may lie askew for its dtype: then a copy
+        alike = len(set(sizes)) == 1
         return [
-            from_bytes(piece, form)
-            for piece, form in zip(_apart(octets, sizes), forms, strict=True)
+            from_bytes(piece if alike else piece.clone(), form)
+            for piece, form in zip(octets.split(sizes), forms, strict=True)
         ]
 
     return run
@@ -149,87 +148,64 @@ def gather(
     group: Group, tensor: Tensor, root: int, algorithm: str, label: str
 ) -> Run[list[Tensor] | None]:
     group.check_root(root)
-    _, steps = plan("gather", algorithm, group.size, group.rank, root, None)
-    forms, number = _gathered_forms(group, "gather", tensor, f"to {root}{label}")
-
-    def run() -> list[Tensor] | None:
-        mine = as_bytes(tensor)
-        cells = LooseCells({group.rank: mine}, [form.bytes for form in forms], mine)
-        group.wait_for_all(number)
-        execute(group, number, steps, [cells])
-        return (
-            [from_bytes(cells.held[rank].clone(), form) for rank, form in enumerate(forms)]
-            if group.rank == root
-            else None
-        )
-
-    return run
+    forms = gathered_forms(group, "gather", tensor)
+    cells = LooseCells(
+        {group.rank: as_bytes(tensor)}, [form.bytes for form in forms], as_bytes(tensor)[:0]
+    )
+    here = group.rank == root
+    detail = f"to {root}{label}"
+    run = _moved(group, "gather", algorithm, detail, root, cells, enumerate(forms if here else ()))
+    return lambda: run() or None
 
 
 def scatter(
-    group: Group,
-    tensors: Sequence[Tensor] | None,
-    root: int,
-    device: torch.device,
-    algorithm: str,
-    label: str,
+    group: Group, tensors: Sequence[Tensor] | None, root: int, algorithm: str, label: str
 ) -> Run[Tensor]:
-    _, steps = plan("scatter", algorithm, group.size, group.rank, root, None)
-    forms = scattered_forms(group, tensors, root)
-    like = torch.empty(0, dtype=torch.uint8, device=device)
-    number = group.announce("scatter", like, f"from {root}{label}", None, sends=0)
-
-    def run() -> Tensor:
-        held = (
-            {} if tensors is None else {rank: as_bytes(each) for rank, each in enumerate(tensors)}
-        )
-        cells = LooseCells(held, [form.bytes for form in forms], like)
-        group.wait_for_all(number)
-        execute(group, number, steps, [cells])
-        return from_bytes(cells.held[group.rank].clone(), forms[group.rank])
-
-    return run
+    forms, like = scattered_forms(group, tensors, root)
+    held = {rank: as_bytes(each) for rank, each in enumerate(tensors or ())}
+    cells = LooseCells(held, [form.bytes for form in forms], like)
+    mine = [(group.rank, forms[group.rank])]
+    run = _moved(group, "scatter", algorithm, f"from {root}{label}", root, cells, mine)
+    return lambda: run()[0]
 
 
 def all_to_all(
     group: Group, tensors: Sequence[Tensor], algorithm: str, label: str
 ) -> Run[list[Tensor]]:
-    _, steps = plan("all_to_all", algorithm, group.size, group.rank, 0, None)
     arriving = arriving_forms(group, tensors)
-    like = as_bytes(tensors[0])[:0]
-    number = group.announce("all_to_all", like, label.strip(), None, sends=0)
+    size, rank = group.size, group.rank
+    sizes = [0] * size * size  # of the cells that pass through here
+    held = {}
+    for other in range(size):
+        held[rank * size + other] = as_bytes(tensors[other])
+        sizes[rank * size + other] = held[rank * size + other].numel()
+        sizes[other * size + rank] = arriving[other].bytes
+    cells = LooseCells(held, sizes, as_bytes(tensors[0])[:0])
+    wanted = [(src * size + rank, form) for src, form in enumerate(arriving)]
+    return _moved(group, "all_to_all", algorithm, label.strip(), 0, cells, wanted)
+
+
+def _moved(
+    group: Group,
+    kind: Kind,
+    algorithm: str,
+    detail: str,
+    root: int,
+    cells: LooseCells,
+    wanted: Iterable[tuple[int, TensorSpec]],
+) -> Run[list[Tensor]]:
+    """Move cells that are tensors of their own; the result are the `wanted` ones."""
+    _, steps = _plan(group, kind, algorithm, root)
+    number = group.announce(kind, cells.like, detail, None, sends=0)
 
     def run() -> list[Tensor]:
-        size, rank = group.size, group.rank
-        sizes = [0] * size * size  # of the cells that pass through here
-        held = {}
-        for other in range(size):
-            held[rank * size + other] = as_bytes(tensors[other])
-            sizes[rank * size + other] = held[rank * size + other].numel()
-            sizes[other * size + rank] = arriving[other].bytes
-        cells = LooseCells(held, sizes, like)
         group.wait_for_all(number)
         execute(group, number, steps, [cells])
-        return [
-            from_bytes(cells.held[src * size + rank].clone(), form)
-            for src, form in enumerate(arriving)
-        ]
+        return [from_bytes(cells.held[cell].clone(), form) for cell, form in wanted]
 
     return run
 
 
-def _gathered_forms(
-    group: Group, kind: Kind, tensor: Tensor, detail: str
-) -> tuple[Sequence[Form], int]:
-    (forms,) = zip(*exchange(group, [Form.of(tensor)], kind), strict=True)
-    check_alike(kind, forms, group)
-    number = group.announce(kind, as_bytes(tensor)[:0], detail, None, sends=0)
-    return forms, number
-
-
-def _apart(octets: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The pieces: views where all are alike, else copies, because behind one of another length a
-    piece may lie askew for its dtype.
-    """
-    pieces = list(octets.split(list(sizes)))
-    return pieces if len(set(sizes)) == 1 else [piece.clone() for piece in pieces]
+def _plan(group: Group, kind: Kind, algorithm: str, root: int = 0) -> tuple[Schedule, Steps]:
+    nodes = group.ranks_per_node if algorithm == "hierarchical" else None
+    return plan(kind, algorithm, group.size, group.rank, root, nodes)

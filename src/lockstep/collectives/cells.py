@@ -7,19 +7,13 @@ where they are, and are packed to travel together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": Tensor.add_,
-    "mean": Tensor.add_,  # divided once, at the end
-    "prod": Tensor.mul_,
-    "max": lambda a, b: torch.maximum(a, b, out=a),
-    "min": lambda a, b: torch.minimum(a, b, out=a),
-}
+from lockstep.collectives.reduce_op import COMBINE
 
 
 class Cells(Protocol):
@@ -67,7 +61,7 @@ class FlatCells:
 
     def combine(self, cells: Sequence[int], arrived: Sequence[Tensor], op: str) -> None:
         for mine, theirs in zip(self.outgoing(cells), arrived, strict=True):
-            COMBINE[op](mine, theirs)
+            COMBINE[op](mine, theirs, out=mine)
 
 
 class LooseCells:
@@ -78,7 +72,7 @@ class LooseCells:
     def __init__(self, held: dict[int, Tensor], sizes: Sequence[int], like: Tensor) -> None:
         self.held = held
         self._sizes = sizes
-        self._like = like
+        self.like = like
 
     def outgoing(self, cells: Sequence[int]) -> list[Tensor]:
         return [
@@ -90,7 +84,7 @@ class LooseCells:
         ]
 
     def incoming(self, cells: Sequence[int]) -> list[Tensor]:
-        return [self._like.new_empty(sum(self._sizes[cell] for cell in cells))]
+        return [self.like.new_empty(sum(self._sizes[cell] for cell in cells))]
 
     def replace(self, cells: Sequence[int], arrived: Sequence[Tensor]) -> None:
         self.held.update(

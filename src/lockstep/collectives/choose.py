@@ -17,8 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.collectives.algorithms import algorithms_of
+from lockstep.collectives.algorithms import check_algorithm
 from lockstep.collectives.schedule import Kind
+from lockstep.config.knob import within
 from lockstep.errors import UsageError
 
 FORMAT = "lockstep collectives tuning 1"
@@ -62,18 +63,12 @@ class Tuning:
     def from_json(cls, found: Any, source: str) -> Tuning:
         """Raises UsageError for what is no tuning, or names an algorithm that there is not."""
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise UsageError(
-                f"{source} is no tuning of collectives: make one with `lockstep bench collectives"
-                " --tune FILE`"
-            )
+            raise UsageError("not-a-tuning", file=source)
         table: dict[str, list[tuple[float, str]]] = {}
         for kind, pairs in found["table"].items():
             for most, name in pairs:
-                if name != "native" and name not in algorithms_of(kind):
-                    raise UsageError(
-                        f"{source}: algorithm {name!r} is unknown for {kind}: choose one of native,"
-                        f" {', '.join(algorithms_of(kind))}"
-                    )
+                with within(source):
+                    check_algorithm(kind, name, "native")
                 table.setdefault(kind, []).append((_FOREVER if most is None else float(most), name))
         return cls(table, found["world"], source)
 
@@ -82,12 +77,12 @@ class Tuning:
         try:
             return cls.from_json(json.loads(file.read_text(encoding="utf-8")), str(file))
         except OSError as error:
-            raise UsageError(f"the tuning {file} cannot be read: {error.strerror}") from error
+            reason = error.strerror or str(error)
+            raise UsageError("cannot-read", name="tuning", file=str(file), reason=reason) from error
+        except UsageError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(
-                f"the tuning {file} is damaged ({error}): make it anew with `lockstep bench"
-                f" collectives --tune {file}`"
-            ) from error
+            raise UsageError("tuning-damaged", file=str(file), error=str(error)) from error
 
 
 # Over gloo, a message between two processes costs less than its collective does; large tensors are

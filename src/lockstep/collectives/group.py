@@ -9,111 +9,31 @@ runs, communication degenerates to nothing.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.collectives.algorithms import check_root
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
-from lockstep.collectives.record import Record
-from lockstep.collectives.shared_memory.resident import Across, Along, Sum
-from lockstep.collectives.tags import call_site, describe
+from lockstep.collectives.fingerprints import Uncompared, call_site, describe, listed
+from lockstep.collectives.reduce_op import REDUCE_OPS, Op, check_op, working_dtype
+from lockstep.collectives.shared_memory.operations import HostMemory
+from lockstep.collectives.work import Done, Work, wait_on_page
 from lockstep.errors import UsageError
+from lockstep.launcher.logs import COLLECTIVES
 from lockstep.runtime import status
 
 T = TypeVar("T")
-Op = Literal["sum", "mean", "max", "min", "prod"]
-
-REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "prod": dist.ReduceOp.PRODUCT,
-}
-
-OF_TORCH: dict[Any, Op] = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "prod",
-}
-
-
-DESTROYED = (
-    "the program has called torch.distributed.destroy_process_group(); call it after the last step,"
-    " or leave it to Lockstep: `with lockstep.init():` ends the group"
-)
-
-
-class Work(Protocol):
-    """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
-
-    def wait(self, timeout: timedelta | None = None) -> object: ...
-
-
-def asks(work: Work) -> Callable[[], bool] | None:
-    """How to ask a work, without waiting, whether it is done; None where it only begins when
-    somebody waits for it.
-    """
-    found: Callable[[], bool] | None = getattr(work, "done", None)
-    return found
-
-
-class Comparison(Protocol):
-    """Says what this rank is about to do, and hears what the others are (tags.py,
-    exchanged_tags.py).
-    """
-
-    def post(self, number: int, text: str) -> None: ...
-    def compare(self, number: int) -> bool: ...
-    def wait(self, number: int, timeout: timedelta) -> None: ...
-    def look(self, number: int, awaited: Sequence[int] = ()) -> None: ...
-    def said(self, number: int) -> str: ...
-    def close(self) -> None: ...
-
-
-class Memory(Protocol):
-    """Collectives through shared memory (shared_memory/operations.py)."""
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work: ...
-    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Work: ...
-    def all_gather(
-        self,
-        everybodys: Sequence[Tensor],
-        tensor: Tensor,
-        place: str | None = None,
-        text: str | None = None,
-    ) -> Work: ...
-    def reduce_scatter(
-        self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None
-    ) -> Work: ...
-    def allocate(
-        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
-    ) -> list[list[Tensor]]: ...
-    def sum_in_place(
-        self,
-        parts: Sequence[Tensor],
-        place: str | None = None,
-        *,
-        divisor: Callable[[], float] = ...,
-        scattered: bool = False,
-        across: Across | None = None,
-        along: Along | None = None,
-    ) -> Sum: ...
-    def finish(self, work: Sum) -> None: ...
-    def nap(self) -> None: ...
-    def gather_slices(
-        self, tensors: Sequence[Sequence[Tensor]], place: str | None = None
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +54,58 @@ class Hosts:
     """
 
 
-class Done:
-    """Work that was finished when it was started."""
+_OPEN = 256  # collectives that nobody has waited for; the oldest is written down without a time
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        return None
+
+class Record:
+    """A line for every collective in this rank's log, where `--debug` asks for it.
+
+        collective #12 all_reduce sum f32[1024] at train.py:71, 1024 elements, ranks 0-3: 0.35 ms
+
+    The time goes from the call to the return of the wait for it (on a GPU: until the stream has
+    been told to wait).
+    """
+
+    def __init__(self, file: str, ranks: Sequence[int]) -> None:
+        self._end = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._ranks = listed(ranks)
+        self._begun: dict[int, tuple[str, float]] = {}
+
+    @classmethod
+    def where_asked_for(cls, ranks: Sequence[int]) -> Record | None:
+        """None unless the launcher's --debug has named a file."""
+        file = os.environ.get(COLLECTIVES)
+        return cls(file, ranks) if file else None
+
+    def begin(self, number: int, text: str, elements: int) -> None:
+        """Collective `number` has been called."""
+        self._begun[number] = (
+            f"collective #{number} {text}, {elements} elements, {self._ranks}",
+            time.perf_counter(),
+        )
+        while len(self._begun) > _OPEN:
+            self._unwaited(min(self._begun))
+
+    def end(self, number: int) -> None:
+        """Its result is there. A second call does nothing."""
+        now = time.perf_counter()
+        begun = self._begun.pop(number, None)
+        if begun is not None:
+            self._write(f"{begun[0]}: {1e3 * (now - begun[1]):.2f} ms")
+
+    def close(self) -> None:
+        """Write down what was never waited for."""
+        for number in sorted(self._begun):
+            self._unwaited(number)
+        os.close(self._end)
+
+    def _unwaited(self, number: int) -> None:
+        begun = self._begun.pop(number, None)
+        if begun is not None:
+            self._write(f"{begun[0]}: not waited for")
+
+    def _write(self, line: str) -> None:
+        os.write(self._end, f"{line}\n".encode())
 
 
 class NativeWork:
@@ -204,11 +171,12 @@ class Group:
         """
         self.watched = False
         """All ranks of the world: what its collectives are stands on each rank's status page."""
-        self.tags: Comparison | None = None
+        self.fingerprints = Uncompared()
+        """Of the collectives, compared with the other ranks' before anything is sent."""
         self._record = Record.where_asked_for(self.ranks)
         self._background = Background("lockstep collectives")
         self.tuning = BUILT_IN
-        self.memory: Memory | None = None
+        self.memory: HostMemory | None = None
         """Where all ranks share the memory of one host: all-reduce through it."""
         self.find_hosts: Callable[[], Hosts | None] = lambda: None
         """The hosts of the ranks, where there are several and one has several ranks, all on
@@ -244,7 +212,7 @@ class Group:
         if self._record is not None:
             self._record.close()
             self._record = None
-        self.tags = None
+        self.fingerprints = Uncompared()
         self.memory = None
         self.find_hosts = lambda: None
         self._of_process_group.pop(self.process_group, None)
@@ -261,12 +229,9 @@ class Group:
         collectives are stands on the status page.
         """
         if not dist.is_initialized():
-            why = (
-                DESTROYED
-                if len(cls._of_process_group)
-                else "call lockstep.init() first (it needs no arguments, also for one process)"
-            )
-            raise UsageError(f"no process group is open: {why}")
+            if len(cls._of_process_group):
+                raise UsageError("process-group-destroyed", what="a collective")
+            raise UsageError("no-process-group")
         world = dist.group.WORLD
         assert world is not None
         group = cls.of(world)
@@ -415,7 +380,11 @@ class Group:
         `text` says it in place of `kind`, `tensor` and `detail`.
         """
         self.bytes_sent += sends
-        if self.tags is not None or self._record is not None or (self.watched and status.noted()):
+        if (
+            self.fingerprints.compares
+            or self._record is not None
+            or (self.watched and status.noted())
+        ):
             text = (
                 describe(kind, tensor, detail, place)
                 if text is None
@@ -440,12 +409,10 @@ class Group:
         self.number += 1
         if self.within is not None and dist.group.WORLD is not self.within:
             what = f"collective #{self.number}{f', {text},' if text else ''}"
-            raise UsageError(f"{what} comes after the end of its process group: {DESTROYED}")
+            raise UsageError("process-group-destroyed", what=what)
         if self.watched:
             status.collective(self.number, text)
-        if self.tags is not None:
-            self.tags.post(self.number, text)
-            self.tags.compare(self.number)
+        self.fingerprints.post(self.number, text)
 
     def look(self, awaited: Sequence[int] = ()) -> None:
         """Raise what the page has to say of the others while this rank waits for them elsewhere
@@ -454,81 +421,18 @@ class Group:
         `awaited` are the places in this group of ranks that have begun it, and for which this rank
         waits in its middle.
         """
-        if self.tags is not None:
-            self.tags.look(self.number, awaited)
+        self.fingerprints.look(self.number, awaited)
 
     def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None:
         """Wait until all ranks have come to collective `number`, naming those who have died or
         do not come.
         """
-        if self.tags is not None and self.waits:
-            self.tags.wait(number, timeout or self.timeout)
+        if self.waits:
+            self.fingerprints.wait(number, timeout or self.timeout)
 
     def check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise UsageError(
-                f"root={root} is not a rank of this group: its {self.size} ranks are 0 to"
-                f" {self.size - 1}"
-            )
+        check_root(root, self.size)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def check_op(op: str, tensor: Tensor) -> None:
-    """Raise a UsageError for an unknown operation, and for one that has no meaning for the
-    dtype.
-    """
-    if op not in REDUCE_OPS:
-        raise UsageError(f"op={op!r} is unknown: choose one of {', '.join(REDUCE_OPS)}")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(
-            f"op='mean' of {dtype} would have to round: sum it and divide, or make it a float first"
-        )
-    if op in ("max", "min") and tensor.is_complex():
-        raise UsageError(f"op={op!r} of {dtype}: complex numbers have no order")
-    if tensor.dtype == torch.bool and op not in ("max", "min"):
-        raise UsageError(
-            f"op={op!r} of bool: 'max' is any, 'min' is all; to count, make it an integer first"
-        )
-    if tensor.layout != torch.strided:
-        raise UsageError(
-            f"op={op!r} of a sparse tensor: only dense ones are added up here; call its to_dense()"
-            " first"
-        )
-    if tensor.dtype not in _WORKING and tensor.dtype not in _WIDER:
-        raise UsageError(
-            f"op={op!r} of {dtype}: torch cannot add up this dtype; make it a wider one first"
-        )
-
-
-_WORKING = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.complex64,
-    torch.complex128,
-}
-_WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
-
-
-def working_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype in which backends reduce a tensor: its own where they know it."""
-    return _WIDER.get(tensor.dtype, tensor.dtype)
-
-
-def wait_on_page(work: dist.Work, timeout: timedelta | None = None) -> None:
-    """Wait for what a backend does, and say on the status page that this rank waits."""
-    status.waits(True)
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
-    status.waits(False)

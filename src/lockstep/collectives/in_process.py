@@ -13,8 +13,9 @@ from torch import Tensor
 
 from lockstep.collectives.algorithms import schedule as schedule_of
 from lockstep.collectives.cells import Cells, FlatCells, LooseCells, edges_of
-from lockstep.collectives.group import check_op, working_dtype
-from lockstep.collectives.schedule import Kind, Schedule, spans
+from lockstep.collectives.reduce_op import check_op, check_rows, working_dtype
+from lockstep.collectives.schedule import Kind, Schedule, held_before, spans, wanted_after
+from lockstep.collectives.tensor_spec import TensorSpec, check_pieces
 from lockstep.errors import UsageError
 
 
@@ -103,11 +104,7 @@ def reduce_scatter(
     """Rank r's rows of the sum of all, cut as `torch.tensor_split` cuts rows, by rank."""
     _check_alike(tensors)
     check_op(op, tensors[0])
-    if not tensors[0].dim():
-        raise UsageError(
-            "reduce_scatter of a 0-d tensor: it has no rows to cut; use reduce, or give it a"
-            " dimension"
-        )
+    check_rows(tensors[0])
     size = len(tensors)
     schedule = schedule_of("reduce_scatter", algorithm, size)
     parts = tensors[0].tensor_split(size)
@@ -121,50 +118,21 @@ def reduce_scatter(
     return [(part / size if op == "mean" else part).to(tensors[0].dtype) for part in own]
 
 
-@torch.no_grad()
 def all_gather(tensors: Sequence[Tensor], algorithm: str = "ring") -> list[list[Tensor]]:
     """What every rank ends with: all tensors. They may differ in the length of dim 0."""
-    _check_dtypes(tensors)
-    size = len(tensors)
-    schedule = schedule_of("all_gather", algorithm, size)
-    cells = [
-        _loose({rank: tensor}, [each.numel() for each in tensors])
-        for rank, tensor in enumerate(tensors)
-    ]
-    execute(schedule, cells)
-    return [[mine.held[rank].view(tensors[rank].shape) for rank in range(size)] for mine in cells]
+    return _moved("all_gather", tensors, len(tensors), algorithm)
 
 
-@torch.no_grad()
 def scatter(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
     """What every rank ends with: its tensor of the root's list."""
-    _check_dtypes(tensors)
-    size = len(tensors)
-    sizes = [each.numel() for each in tensors]
-    schedule = schedule_of("scatter", algorithm, size, root=root)
-    cells = [
-        _loose(dict(enumerate(tensors)) if rank == root else {}, sizes, tensors[0])
-        for rank in range(size)
-    ]
-    execute(schedule, cells)
-    return [mine.held[rank].view(tensors[rank].shape) for rank, mine in enumerate(cells)]
+    return [mine for (mine,) in _moved("scatter", tensors, len(tensors), algorithm, root)]
 
 
-@torch.no_grad()
 def gather(tensors: Sequence[Tensor], root: int = 0, algorithm: str = "tree") -> list[Tensor]:
     """What the root ends with: every rank's tensor."""
-    _check_dtypes(tensors)
-    size = len(tensors)
-    schedule = schedule_of("gather", algorithm, size, root=root)
-    cells = [
-        _loose({rank: tensor}, [each.numel() for each in tensors])
-        for rank, tensor in enumerate(tensors)
-    ]
-    execute(schedule, cells)
-    return [cells[root].held[rank].view(tensors[rank].shape) for rank in range(size)]
+    return _moved("gather", tensors, len(tensors), algorithm, root)[root]
 
 
-@torch.no_grad()
 def all_to_all(
     tensors: Sequence[Sequence[Tensor]], algorithm: str = "direct"
 ) -> list[list[Tensor]]:
@@ -172,23 +140,33 @@ def all_to_all(
     `tensors[s][d]` goes from s to d.
     """
     size = len(tensors)
-    for rank, row in enumerate(tensors):
-        if len(row) != size:
-            raise UsageError(
-                f"rank {rank} has {len(row)} tensors for {size} ranks: an all-to-all has one for"
-                " each rank"
-            )
-    every = [piece for row in tensors for piece in row]
-    _check_dtypes(every)
-    schedule = schedule_of("all_to_all", algorithm, size)
-    sizes = [piece.numel() for piece in every]
-    cells = [
-        _loose({rank * size + place: piece for place, piece in enumerate(row)}, sizes)
-        for rank, row in enumerate(tensors)
-    ]
+    for row in tensors:
+        check_pieces("all_to_all", row, size)
+    return _moved("all_to_all", [piece for row in tensors for piece in row], size, algorithm)
+
+
+@torch.no_grad()
+def _moved(
+    kind: Kind, pieces: Sequence[Tensor], size: int, algorithm: str, root: int = 0
+) -> list[list[Tensor]]:
+    """What each of `size` ranks ends with, where `pieces` are the cells of all ranks."""
+    _check_any(pieces)
+    check_pieces(kind, pieces, len(pieces))
+    schedule = schedule_of(kind, algorithm, size, root=root)
+    flats = [piece.detach().reshape(-1) for piece in pieces]
+    sizes = [flat.numel() for flat in flats]
+    cells = []
+    for rank in range(size):
+        held = {
+            cell: flats[cell].clone() for cell in held_before(kind, size, rank, root, len(pieces))
+        }
+        cells.append(LooseCells(held, sizes, next(iter(held.values()), flats[0])))
     execute(schedule, cells)
     return [
-        [mine.held[src * size + rank].view(tensors[src][rank].shape) for src in range(size)]
+        [
+            mine.held[cell].view(pieces[cell].shape)
+            for cell in wanted_after(kind, size, rank, root, len(pieces))
+        ]
         for rank, mine in enumerate(cells)
     ]
 
@@ -197,34 +175,18 @@ def _cut(flat: Tensor, cells: int) -> FlatCells:
     return FlatCells(flat, [start for start, _ in spans(flat.numel(), cells)] + [flat.numel()])
 
 
-def _loose(
-    tensors: dict[int, Tensor], sizes: Sequence[int], like: Tensor | None = None
-) -> LooseCells:
-    held = {cell: tensor.detach().reshape(-1).clone() for cell, tensor in tensors.items()}
-    first = next(iter(held.values())) if like is None else like.detach()
-    return LooseCells(held, sizes, first)
-
-
 def _check_alike(tensors: Sequence[Tensor]) -> None:
     _check_any(tensors)
     for rank, tensor in enumerate(tensors):
         if tensor.shape != tensors[0].shape or tensor.dtype != tensors[0].dtype:
             raise UsageError(
-                f"rank 0's tensor is {tensors[0].dtype} {list(tensors[0].shape)}, rank {rank}'s"
-                f" {tensor.dtype} {list(tensor.shape)}: they must be alike"
-            )
-
-
-def _check_dtypes(tensors: Sequence[Tensor]) -> None:
-    _check_any(tensors)
-    for tensor in tensors:
-        if tensor.dtype != tensors[0].dtype:
-            raise UsageError(
-                f"tensors of {tensors[0].dtype} and {tensor.dtype}: what is moved together must"
-                " have one dtype"
+                "tensors-not-alike",
+                first=str(TensorSpec.of(tensors[0])),
+                rank=rank,
+                form=str(TensorSpec.of(tensor)),
             )
 
 
 def _check_any(tensors: Sequence[Tensor]) -> None:
     if not tensors:
-        raise UsageError("a collective needs at least one rank: give one tensor for each")
+        raise UsageError("no-ranks")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.collectives.schedule import Ranks, Round, Schedule
-from lockstep.errors import UsageError
+from lockstep.config.knob import number, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,8 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (self.latency >= 0 and self.bandwidth > 0):
-            raise UsageError(
-                f"latency={self.latency} s, bandwidth={self.bandwidth} B/s: a link has a latency of"
-                " 0 or more and a bandwidth above 0"
-            )
+        number("latency", self.latency, least=0, unit="seconds")
+        _rate("bandwidth", self.bandwidth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +46,8 @@ class Network:
     reduce_rate: float = float("inf")
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise UsageError(f"ranks_per_node={self.ranks_per_node}: a node has at least one rank")
-        if not self.reduce_rate > 0:
-            raise UsageError(
-                f"reduce_rate={self.reduce_rate} B/s: it must be above 0; leave it out for an"
-                " addition that costs nothing"
-            )
+        whole("ranks_per_node", self.ranks_per_node)
+        _rate("reduce_rate", self.reduce_rate)
 
     @classmethod
     def flat(cls, latency: float, bandwidth: float, reduce_rate: float = float("inf")) -> Network:
@@ -91,6 +83,12 @@ class Network:
         )
         adding = _busiest(each.dst, size / self.reduce_rate, world) if each.reduce else 0.0
         return latency + moving + adding
+
+
+def _rate(name: str, value: float) -> None:
+    """Raise a UsageError for no rate; one without end is one."""
+    if value != float("inf"):
+        number(name, value, above=0, unit="bytes per second")
 
 
 def _busiest(who: Ranks, seconds: NDArray[Any], count: int) -> float:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lockstep.collectives.algorithms import schedule as schedule_of
 from lockstep.collectives.cells import Cells, FlatCells
-from lockstep.collectives.group import Group, wait_on_page
+from lockstep.collectives.group import Group
 from lockstep.collectives.schedule import Kind, Schedule, Transfer, spans
+from lockstep.collectives.work import wait_on_page
 from lockstep.errors import PeerFailed
 
 LANE = 2 * 2**20  # bytes of a message that are worth a lane of their own
@@ -58,8 +59,11 @@ def execute(
     except RuntimeError as error:
         group.look()  # raises PeerFailed, naming the dead, where this host knows
         raise PeerFailed(
-            f"#{number}: a rank of {group} left in the middle of a collective:"
-            f" {str(error).splitlines()[0]}"
+            "peer-left-collective",
+            number=number,
+            who="a rank",
+            call=f"a collective of {group}",
+            error=str(error).splitlines()[0],
         ) from error
     group.ended(number)
 

@@ -94,26 +94,28 @@ def _before(schedule: Schedule) -> list[dict[int, Content]]:
 def _check_round(schedule: Schedule, transfers: list[Transfer], number: int) -> None:
     into = set()
     for transfer in transfers:
-        where = f"round {number}: {transfer.src} -> {transfer.dst}"
-        if not (0 <= transfer.src < schedule.world and 0 <= transfer.dst < schedule.world):
-            raise ScheduleError(f"{where}: ranks go from 0 to {schedule.world - 1}")
-        if transfer.src == transfer.dst:
-            raise ScheduleError(f"{where}: a rank sends to itself")
+        src, dst, ranks = transfer.src, transfer.dst, range(schedule.world)
+        if src == dst or src not in ranks or dst not in ranks:
+            raise ScheduleError(
+                "schedule-wrong-ranks", number=number, src=src, dst=dst, last=ranks[-1]
+            )
         for cell in transfer.cells:
-            if (transfer.dst, cell) in into:
+            if (dst, cell) in into:
                 raise ScheduleError(
-                    f"{where}: rank {transfer.dst} receives cell {cell} twice in one round; the"
-                    " order would be left to chance"
+                    "schedule-order-left-to-chance", number=number, src=src, dst=dst, cell=cell
                 )
-            into.add((transfer.dst, cell))
+            into.add((dst, cell))
 
 
 def _sent(state: list[dict[int, Content]], transfer: Transfer, cell: int, number: int) -> Content:
     content = state[transfer.src].get(cell)
     if content is None:
         raise ScheduleError(
-            f"round {number}: rank {transfer.dst} waits for cell {cell} from rank {transfer.src},"
-            " which does not have it"
+            "schedule-sends-what-it-lacks",
+            number=number,
+            src=transfer.src,
+            dst=transfer.dst,
+            cell=cell,
         )
     return content
 
@@ -121,22 +123,19 @@ def _sent(state: list[dict[int, Content]], transfer: Transfer, cell: int, number
 def _after(
     held: Content | None, content: Content, transfer: Transfer, cell: int, number: int
 ) -> Content:
-    where = f"round {number}: cell {cell} from rank {transfer.src} to {transfer.dst}"
+    where = {"number": number, "cell": cell, "src": transfer.src, "dst": transfer.dst}
     if not transfer.reduce:
         if held is not None and held.ranks & ~content.ranks:
-            raise ScheduleError(
-                f"{where} replaces contributions of ranks {_ranks(held.ranks & ~content.ranks)},"
-                " which are lost"
-            )
+            lost = _ranks(held.ranks & ~content.ranks)
+            raise ScheduleError("schedule-loses-contributions", ranks=lost, **where)
         if held is not None and held.ranks == content.ranks:
-            raise ScheduleError(f"{where} brings nothing new")
+            raise ScheduleError("schedule-sends-nothing-new", **where)
         return content
     if held is None:
-        raise ScheduleError(f"{where} is to be added, but the receiver holds nothing to add it to")
+        raise ScheduleError("schedule-adds-to-nothing", **where)
     if held.ranks & content.ranks:
-        raise ScheduleError(
-            f"{where} counts the contributions of ranks {_ranks(held.ranks & content.ranks)} twice"
-        )
+        twice = _ranks(held.ranks & content.ranks)
+        raise ScheduleError("schedule-counts-twice", ranks=twice, **where)
     return Content(held.ranks | content.ranks, (held.order, content.order))
 
 
@@ -149,14 +148,9 @@ def _check_end(schedule: Schedule, state: list[dict[int, Content]]) -> tuple[dic
             schedule.kind, schedule.world, rank, schedule.root, schedule.cells
         ):
             content, expected = state[rank].get(cell), _complete(schedule, cell)
-            if content is None:
-                raise ScheduleError(f"at the end rank {rank} has no cell {cell}")
-            if content.ranks != expected:
-                missing = _ranks(expected & ~content.ranks)
-                raise ScheduleError(
-                    f"at the end rank {rank}'s cell {cell} lacks the contributions of ranks"
-                    f" {missing}"
-                )
+            if content is None or content.ranks != expected:
+                missing = _ranks(expected & ~(content.ranks if content else 0))
+                raise ScheduleError("schedule-incomplete", rank=rank, cell=cell, ranks=missing)
             order = texts.get(id(content.order)) or texts.setdefault(
                 id(content.order), written(content.order)
             )
@@ -173,8 +167,8 @@ def _complete(schedule: Schedule, cell: int) -> int:
     return 1 << (cell // schedule.world if schedule.kind == "all_to_all" else cell)
 
 
-def _ranks(bits: int) -> str:
-    return ",".join(str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1)
+def _ranks(bits: int) -> list[int]:
+    return [rank for rank in range(bits.bit_length()) if bits >> rank & 1]
 
 
 def written(order: Order) -> str:

@@ -35,6 +35,10 @@ Kind = Literal[
 ]
 Ranks = NDArray[np.int64]
 REDUCING: tuple[Kind, ...] = ("all_reduce", "reduce", "reduce_scatter")
+BLOCK = 1024
+"""Elements. Slices of a tensor begin at a multiple of it, so that what is computed block by block does not
+depend on the number of ranks.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +190,15 @@ def spans(numel: int, cells: int) -> list[tuple[int, int]]:
     each, more = divmod(numel, cells)
     starts = [cell * each + min(cell, more) for cell in range(cells + 1)]
     return list(pairwise(starts))
+
+
+def slice_of(numel: int, rank: int, size: int) -> range:
+    """One rank's elements of `numel`: whole blocks, and the tensor's end. Empty for some ranks
+    where there are fewer blocks than ranks.
+    """
+    blocks = -(-numel // BLOCK)
+    begin, end = (min(numel, place * blocks // size * BLOCK) for place in (rank, rank + 1))
+    return range(begin, end)
 
 
 def held_before(kind: Kind, world: int, rank: int, root: int, cells: int) -> range | list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,17 +60,18 @@ def meet(
                 look()
         decided = store.get(outcome).decode()
     except dist.DistError as error:
-        raise PeerFailed(
-            f"rank {rank} lost the store that the ranks meet through: its host (the launcher, or"
-            f" rank 0) has gone: {error}"
-        ) from error
+        raise PeerFailed("store-lost", rank=rank, error=str(error)) from error
     if decided != _ALL_HERE:
         missing = [int(part) for part in decided.split(",")]
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        late = " This rank came after the others had given up." if rank in missing else ""
         raise BarrierTimeout(
-            f"{who} of {size} did not {what} within {timeout.total_seconds():g} s.{late}",
+            "barrier-came-late" if rank in missing else "barrier-timeout",
             missing=missing,
+            who=f"rank {missing[0]}"
+            if len(missing) == 1
+            else f"ranks {', '.join(map(str, missing))}",
+            size=size,
+            what=what,
+            seconds=timeout.total_seconds(),
         )
 
 
@@ -85,7 +86,7 @@ def first(
     came for `timeout` (default 30 s).
     """
     if rank == 0:
-        with _alive(store, f"{name}/alive") if size > 1 else _nothing():
+        with _alive(store, f"{name}/alive") if size > 1 else nullcontext():
             try:
                 yield True
             except BaseException as error:
@@ -101,24 +102,14 @@ def first(
             if now != beat:
                 beat, since = now, time.monotonic()
             if time.monotonic() - since > patience:
-                raise PeerFailed(
-                    f"rank {rank} waited in first() for rank 0, which has shown no sign of life for"
-                    f" {patience:g} s"
-                )
+                raise PeerFailed("peer-shows-no-sign-of-life", rank=rank, seconds=patience)
             time.sleep(0.02)
         why = store.get(f"{name}/left").decode()
     except dist.DistError as error:
-        raise PeerFailed(
-            f"rank {rank} waited in first() for rank 0, which has gone: {error}"
-        ) from error
+        raise PeerFailed("store-lost", rank=rank, error=str(error)) from error
     if why:
-        raise PeerFailed(f"rank {rank} waited in first() for rank 0, which failed there: {why}")
+        raise PeerFailed("peer-failed-in-first", rank=rank, why=why)
     yield False
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager
@@ -145,6 +136,6 @@ def wait_for_count(store: dist.Store, key: str, count: int, timeout: timedelta) 
     while (here := store.add(key, 0)) < count:
         if time.monotonic() > deadline:
             raise LockstepError(
-                f"{here} of {count} ranks came within {timeout.total_seconds():g} s"
+                "too-few-ranks-came", here=here, count=count, seconds=timeout.total_seconds()
             )
         time.sleep(0.005)

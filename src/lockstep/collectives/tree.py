@@ -16,12 +16,14 @@ integers, so that every rank knows what every other one brings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lockstep.collectives.reduce_op import COMBINE
 
 ABSENT = -0.0
 """x + -0.0 is x to the last bit, for every x, and x + 0.0 is not (for -0.0): what nobody has
@@ -127,23 +129,44 @@ def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
     return left, right
 
 
-def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor) -> None:
-    """The sum into `out`, which may be one of the tensors. Each addition is rounded to their
-    dtype.
+@lru_cache(maxsize=256)
+def tree_of(count: int) -> Term:
+    """How so many tensors add up: ((0+1)+(2+3))+..."""
+    return tree(tuple(Block(number, 1) for number in range(count)))
+
+
+def add_up(term: Term, tensors: Sequence[Tensor], out: Tensor, op: str = "sum") -> None:
+    """The sum (product, ...) into `out`, which may be one of the tensors. Each addition is rounded
+    to their dtype.
     """
     if isinstance(term, int):
         if tensors[term].data_ptr() != out.data_ptr():
             out.copy_(tensors[term])
         return
-    torch.add(_value(term[0], tensors), _value(term[1], tensors), out=out)
+    combine = COMBINE[op]
+    left, right = term
+    combine(_value(left, tensors, combine), _value(right, tensors, combine), out=out)
 
 
-def _value(term: Term, tensors: Sequence[Tensor]) -> Tensor:
-    return (
-        tensors[term]
-        if isinstance(term, int)
-        else torch.add(_value(term[0], tensors), _value(term[1], tensors))
-    )
+def _value(term: Term, tensors: Sequence[Tensor], combine: Callable[..., Tensor]) -> Tensor:
+    if isinstance(term, int):
+        return tensors[term]
+    left, right = term
+    return combine(_value(left, tensors, combine), _value(right, tensors, combine))
+
+
+def fold(parts: Sequence[Tensor], op: str, out: Tensor) -> None:
+    """One tensor of each rank combined into `out`, the same way on every rank. Half precision is
+    added in float32.
+    """
+    if out.dtype in (torch.float16, torch.bfloat16):
+        wide = [part.to(torch.float32) for part in parts]
+        fold(wide, op, wide[0])
+        out.copy_(wide[0])
+        return
+    add_up(tree_of(len(parts)), parts, out, op)
+    if op == "mean":
+        out.div_(len(parts))
 
 
 def add_rows(rows: Tensor) -> Tensor:
@@ -151,5 +174,5 @@ def add_rows(rows: Tensor) -> Tensor:
     ...] gives [...].
     """
     found = torch.empty_like(rows[0])
-    add_up(tree(tuple(Block(slot, 1) for slot in range(len(rows)))), rows.unbind(), found)
+    add_up(tree_of(len(rows)), rows.unbind(), found)
     return found

@@ -18,25 +18,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Work
+from lockstep.collectives.work import Work
 from lockstep.errors import LateGradient, LockstepWarning, UsageError
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.departures import Departures
+from lockstep.gradients.bucket_timeline import BucketTimeline
 from lockstep.gradients.fold import Fold
 
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
-CLEARED = (
-    "the gradient of {!r} was cleared, replaced or added to between stepper.backward() and"
-    " stepper.step(), when it belonged to the sum over all ranks: leave out zero_grad() (every"
-    " window begins with cleared gradients) and other backwards"
-)
-_LATE = (
-    "a second gradient of {!r} arrived in one window's last backward, when its sum was on its way"
-    " to the other ranks. Usual causes: two backwards (add the losses and call backward once); a"
-    " block used twice under reentrant checkpointing (static_graph=True with the wrapper, or"
-    " use_reentrant=False)"
-)
 _NO_GRAPH = (
     "backward(create_graph=True): the graph on the gradient of {!r} does not reach the other ranks,"
     " and their mean has none: take derivatives of gradients with torch.autograd.grad"
@@ -50,13 +39,13 @@ _DENSE = (
 
 class Door:
     """Where the gradients of one model come in. `leave` sends the next bucket; `works` are the
-    sums of those that have left, at `departures`.
+    sums of those that have left, at `timeline`.
     """
 
     def __init__(
-        self, fold: Fold, leave: Callable[[], None], works: Sequence[Work], departures: Departures
+        self, fold: Fold, leave: Callable[[], None], works: Sequence[Work], timeline: BucketTimeline
     ) -> None:
-        self.fold, self._leave, self._works, self._departures = fold, leave, works, departures
+        self.fold, self._leave, self._works, self._timeline = fold, leave, works, timeline
         self.closing = False
         """Whether full buckets may leave during this backward."""
         # by a Stepper: only gradients of its own backward count, and nobody clears them before
@@ -134,14 +123,11 @@ class Door:
             return
         bucket = self._home[number]
         if self.guarded and self.here[number] and self.fold.cleared(number, landing=True):
-            raise UsageError(CLEARED.format(self._names[number]))
+            raise UsageError("gradient-cleared", parameter=self._names[number])
         if bucket.index < len(self._works) or (
             self.closing and (self.closed[number] or self.static_graph.has_all(number))
         ):
-            raise LateGradient(
-                self.static_graph.changed(number, self._names[number])
-                or _LATE.format(self._names[number])
-            )
+            raise self.static_graph.late(number, self._names[number])
         if parameter.grad is not None and parameter.grad.requires_grad:
             self._say_once(_NO_GRAPH, number)
             parameter.grad = parameter.grad.detach()
@@ -167,7 +153,7 @@ class Door:
         if last:
             self.closed[number] = True
             if not bucket.sum.is_cuda:  # there nobody asks what was hidden
-                self._departures.look()
+                self._timeline.look()
             self._expected[bucket.index] -= 1
             while len(self._works) < len(self._expected) and self._expected[len(self._works)] == 0:
                 self._leave()
@@ -247,15 +233,12 @@ class StaticGraph:
         """The model has other parameters."""
         self._times = None
 
-    def changed(self, number: int, name: str) -> str | None:
-        """What to say of one gradient more; None where the graph is not known to be static."""
+    def late(self, number: int, name: str) -> LateGradient:
+        """The error for one gradient more than can be summed."""
         if not self.on or self._times is None:
-            return None
-        return (
-            "Your training graph has changed in this iteration, and static_graph=True says that it"
-            f" does not: {name!r} got gradient {self._count[number] + 1}, and {self._times[number]}"
-            " in the first backward. Leave out static_graph"
-        )
+            return LateGradient("late-gradient", parameter=name)
+        count, times = self._count[number] + 1, self._times[number]
+        return LateGradient("static-graph-changed", parameter=name, count=count, times=times)
 
 
 def _inside_checkpoint() -> bool:

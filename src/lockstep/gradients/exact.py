@@ -9,22 +9,24 @@ ExactOverNetwork    the blocks of all ranks, sent to the owners of slices
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.collectives.group import Group, Work, asks
+from lockstep.collectives.group import Group
+from lockstep.collectives.native import memory_of
+from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.resident import Along
-from lockstep.collectives.slices import slice_of
 from lockstep.collectives.tree import ABSENT, Block, Term, Turn, add_up, blocks, levels, tree, turns
+from lockstep.collectives.work import Handle, Work
+from lockstep.config.knob import chosen
 from lockstep.data.windows import BY_RANKS, Cut, Window
 from lockstep.errors import LateGradient, UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.fold import Fold
 from lockstep.gradients.layout import Layout
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import REDUCTIONS, Reduction, shared_memory_of
+from lockstep.gradients.reductions import REDUCTIONS, Reduction
 
 _CARRIERS = ("auto", "native", "shared_memory")
 
@@ -77,7 +79,7 @@ class ExactInMemory(ExactReduction):
     name = "shared memory, exact"
 
     def __init__(self, group: Group) -> None:
-        self._memory = shared_memory_of(group)
+        self._memory = memory_of(group, "reduce")
         super().__init__(group)
         self._parts: list[list[list[Tensor]]] = []  # by level, bucket and rank
 
@@ -136,73 +138,58 @@ class ExactOverNetwork(ExactReduction):
         return list(self.levels[0])
 
     def start(self, bucket: Bucket) -> Work:
+        group, term = self._group, self.term
         flats = [level[bucket.index].data for level in self.levels]
-        if self._group.size == 1:
-            return _Sum(self, bucket, flats[0], [], [flats[: len(self.brought[0])]], self.term)
+        brought: list[list[Tensor]] = [[] for _ in self.brought]
         works: list[Work] = []
-        most = max(map(len, self.brought))
-        brought: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        lengths = [
-            len(slice_of(flats[0].numel(), rank, self._group.size))
-            for rank in range(self._group.size)
-        ]
-        for level in range(most):
-            brings = [len(each) > level for each in self.brought]
-            arriving = [lengths[self._group.rank] if each else 0 for each in brings]
-            here = flats[0].new_empty(sum(arriving))
-            leaving = lengths if brings[self._group.rank] else [0] * self._group.size
-            sent = flats[level] if brings[self._group.rank] else flats[0][:0]
-            works.append(self._group.exchange(here, arriving, sent, leaving, bucket.place))
-            for rank, piece in enumerate(here.split(arriving)):
-                if brings[rank]:
-                    brought[rank].append(piece)
-        return _Sum(self, bucket, flats[0], works, brought, self.term)
+        if group.size == 1:
+            brought = [flats[: len(self.brought[0])]]
+        else:
+            for level in range(max(map(len, self.brought))):
+                works.append(self._exchange(level, flats, brought, bucket.place))
 
-    def finish(self, pieces: Sequence[Tensor], term: Term, flat: Tensor, place: str) -> None:
+        def finish() -> None:
+            pieces = [piece for each in brought for piece in each]
+            self._finish(pieces, term, flats[0], bucket.place)
+
+        return Handle(works, finish)
+
+    def _exchange(
+        self, level: int, flats: Sequence[Tensor], brought: list[list[Tensor]], place: str
+    ) -> Work:
+        """Start to send every rank its slice of this level's block, and to add to what each has
+        `brought` of this rank's slice.
+        """
+        group = self._group
+        lengths = [len(slice_of(flats[0].numel(), rank, group.size)) for rank in range(group.size)]
+        brings = [len(each) > level for each in self.brought]
+        arriving = [lengths[group.rank] if each else 0 for each in brings]
+        here = flats[0].new_empty(sum(arriving))
+        leaving = lengths if brings[group.rank] else [0] * group.size
+        sent = flats[level] if brings[group.rank] else flats[0][:0]
+        for rank, piece in enumerate(here.split(arriving)):
+            if brings[rank]:
+                brought[rank].append(piece)
+        return group.exchange(here, arriving, sent, leaving, place)
+
+    def _finish(self, pieces: Sequence[Tensor], term: Term, flat: Tensor, place: str) -> None:
         """Add up this rank's slice, divide it, and exchange the slices."""
         group = self._group
-        mine = slice_of(flat.numel(), group.rank, group.size)
+        slices = [slice_of(flat.numel(), rank, group.size) for rank in range(group.size)]
+        mine = slices[group.rank]
         out = flat[mine.start : mine.stop]
         add_up(term, pieces, out)
         if self.divisor not in (None, 1.0):
             out.div_(self.divisor)
         if group.size == 1 or self.scattered:
             return
-        longest = max(len(slice_of(flat.numel(), rank, group.size)) for rank in range(group.size))
+        longest = max(map(len, slices))
         padded = flat.new_zeros(longest)
         padded[: len(mine)].copy_(out)
-        for rank, piece in enumerate(group.all_gather(padded, place).view(group.size, longest)):
-            theirs = slice_of(flat.numel(), rank, group.size)
-            if rank != group.rank:
+        everybodys = group.all_gather(padded, place).view(group.size, longest)
+        for theirs, piece in zip(slices, everybodys, strict=True):
+            if theirs is not mine:
                 flat[theirs.start : theirs.stop].copy_(piece[: len(theirs)])
-
-
-class _Sum:
-    """One bucket whose blocks are on their way."""
-
-    def __init__(
-        self,
-        reduction: ExactOverNetwork,
-        bucket: Bucket,
-        flat: Tensor,
-        works: Sequence[Work],
-        brought: Sequence[Sequence[Tensor]],
-        term: Term,
-    ) -> None:
-        self._reduction, self._bucket, self._flat = reduction, bucket, flat
-        self._works, self._brought, self._term = works, brought, term
-
-    def done(self) -> bool:
-        """Whether all blocks are here, without waiting; they are added up when they are waited
-        for.
-        """
-        return all((done := asks(work)) is not None and done() for work in self._works)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        for work in self._works:
-            work.wait(timeout)
-        pieces = [piece for each in self._brought for piece in each]
-        self._reduction.finish(pieces, self._term, self._flat, self._bucket.place)
 
 
 class TreeFold(Fold):
@@ -249,9 +236,7 @@ class TreeFold(Fold):
         parameter = self._parameters[number]
         if number in self._landed:
             raise LateGradient(
-                f"a second gradient of parameter {number} (shape {list(parameter.shape)}) arrived"
-                " in one micro-batch, and exact mode adds up one of each. Usual cause: a block"
-                " used twice under reentrant checkpointing (use_reentrant=False)"
+                "second-gradient-in-micro-batch", number=number, shape=str(list(parameter.shape))
             )
         self._landed.add(number)
         gradient, parameter.grad = parameter.grad, None
@@ -314,11 +299,8 @@ def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int
     """
     if reduce not in _CARRIERS:
         if reduce in REDUCTIONS:
-            raise UsageError(
-                f"reduce={reduce!r} with exact: it adds in an order of its own; leave it out, or"
-                " choose native or shared_memory"
-            )
-        raise UsageError(f"reduce={reduce!r} is unknown: choose one of {', '.join(_CARRIERS)}")
+            raise UsageError("exact-with-reduce", reduce=reduce)
+        chosen("reduce", reduce, _CARRIERS)
     in_memory = (
         reduce != "native"
         and group.size > 1
@@ -333,14 +315,7 @@ def check_window(window: object) -> Window:
     the number of ranks.
     """
     if not isinstance(window, Window):
-        raise UsageError(
-            "exact=True adds micro-batches in the order of their slots, which a"
-            f" {type(window).__name__} does not have: walk the windows of a"
-            " lockstep.Loader(global_batch=..., micro_batch=...)"
-        )
+        raise UsageError("exact-without-slots", kind=type(window).__name__)
     if window.recipe.get(BY_RANKS):
-        raise UsageError(
-            "exact=True, but the Loader cuts its data by the number of ranks: give it global_batch"
-            " and micro_batch (and, for a stream, sharding='items')"
-        )
+        raise UsageError("exact-cut-by-ranks")
     return window

@@ -16,12 +16,13 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import nn
 
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Group
+from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.departures import Departures
-from lockstep.gradients.door import CLEARED, Door
+from lockstep.gradients.bucket_timeline import BucketTimeline
+from lockstep.gradients.door import Door
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
@@ -54,7 +55,7 @@ class Reducer:
         self._caps = bucket_caps or (min(FIRST_BUCKET, bucket_bytes), bucket_bytes)
         self.layouts = 0
         """How often buckets were laid."""
-        self.departures = Departures()
+        self.timeline = BucketTimeline()
         """Of the window that is open, or was finished last."""
         self._works: list[Work] = []
         # of the sums that have left, to see whether somebody writes to them
@@ -71,7 +72,7 @@ class Reducer:
         """
         self._first = 0  # the rank that has slot 0 of the window
         self._trained = TrainedParameters(module, ignored)
-        self.door = Door(fold or InPlace(), self._leave_next, self._works, self.departures)
+        self.door = Door(fold or InPlace(), self._leave_next, self._works, self.timeline)
         self._take()
 
     # -- parameters and buckets -------------------------------------------------------------------
@@ -221,8 +222,7 @@ class Reducer:
         """
         if sorted(names) != sorted(self.names):
             raise UsageError(
-                "the order of gradients is another model's:"
-                f" {', '.join(sorted(set(names) ^ set(self.names)))}"
+                "gradients-of-another-model", parameters=sorted(set(names) ^ set(self.names))
             )
         numbers = {name: number for number, name in enumerate(self.names)}
         self.door.arrivals = None
@@ -238,9 +238,9 @@ class Reducer:
         if bucket.flag is not None:
             bucket.flag.fill_(self._missing())
         if bucket.index == 0:
-            self.departures.reset()
+            self.timeline.reset()
         self._works.append(self.reduction.start(bucket))
-        self.departures.leave(self._works[-1])
+        self.timeline.leave(self._works[-1])
         self._versions.append(bucket.sum._version)
 
     def take_in(self) -> None:
@@ -260,7 +260,7 @@ class Reducer:
 
     def _finish(self) -> None:
         door = self.door
-        self.departures.backward_is_over()
+        self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
             for number in (span.parameter for span in bucket.spans):
@@ -272,7 +272,7 @@ class Reducer:
             self._leave_next()
         for number, work in enumerate(self._works):
             work.wait()
-            self.departures.waited_for(number)
+            self.timeline.waited_for(number)
         door.fold.deliver()
         self.someone_misses = self._missing_everywhere()
         self.has_finished = True
@@ -307,7 +307,7 @@ class Reducer:
         """
         for number, name in enumerate(self.names):
             if self.door.here[number] and self.door.fold.cleared(number, landing=False):
-                raise UsageError(CLEARED.format(name))
+                raise UsageError("gradient-cleared", parameter=name)
         for bucket, version in zip(self.buckets, self._versions, strict=False):
             if bucket.sum._version != version:
-                raise UsageError(CLEARED.format(bucket.spans[0].name))
+                raise UsageError("gradient-cleared", parameter=bucket.spans[0].name)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from datetime import timedelta
 from functools import partial
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -19,14 +16,14 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives import by_schedule
-from lockstep.collectives.central import central_all_reduce
-from lockstep.collectives.group import Done, Group, Memory, Work
-from lockstep.collectives.handle import Later
-from lockstep.collectives.shared_memory.resident import Across, Sum
-from lockstep.errors import CollectiveTimeout, UsageError
+from lockstep.collectives.group import Group
+from lockstep.collectives.native import memory_of
+from lockstep.collectives.shared_memory.resident import Across
+from lockstep.collectives.work import Done, Handle, Later, Work
+from lockstep.config.knob import chosen
+from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.layout import Layout
-from lockstep.runtime import status
 
 
 class Reduction(ABC):
@@ -118,20 +115,17 @@ class Central(Reduction):
         self._group = group
 
     def start(self, bucket: Bucket) -> Work:
-        return _Later(self._group, bucket)
+        return Handle([], lambda: self._sum(bucket))
 
-
-class _Later:
-    def __init__(self, group: Group, bucket: Bucket) -> None:
-        self._group, self._bucket = group, bucket
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        for span, view in zip(self._bucket.spans, self._bucket.views, strict=True):
-            central_all_reduce(self._group, view, place=f"for the gradient of {span.name}")
-        if self._bucket.flag is not None:
-            central_all_reduce(
-                self._group, self._bucket.flag, place="for the number of missing gradients"
-            )
+    def _sum(self, bucket: Bucket) -> None:
+        places = {
+            f"for the gradient of {span.name}": view
+            for span, view in zip(bucket.spans, bucket.views, strict=True)
+        }
+        if bucket.flag is not None:
+            places["for the number of missing gradients"] = bucket.flag
+        for place, tensor in places.items():
+            by_schedule.all_reduce(self._group, tensor, "sum", "central", "", place)()
 
 
 class BySchedule(Reduction):
@@ -152,31 +146,13 @@ class BySchedule(Reduction):
         # made
         flat = bucket.sum.data
         run = by_schedule.all_reduce(
-            self._group, flat, "sum", self._algorithm, f" by {self.name}", place=bucket.place
+            self._group, flat, "sum", self._algorithm, f" by {self.name}", bucket.place
         )
         return (
             Later(self._group.in_background(run))
             if bucket.sum.device.type == "cpu"
-            else _InWait(run)
+            else Handle([], run)
         )
-
-
-class _InWait:
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self._run()
-
-
-def shared_memory_of(group: Group) -> Memory:
-    """Raises UsageError where the ranks have none."""
-    if group.memory is None:
-        raise UsageError(
-            "reduce='shared_memory' needs all ranks on the CPU of one x86 Linux host, and more"
-            " than one of them: use auto"
-        )
-    return group.memory
 
 
 class SharedMemory(Reduction):
@@ -192,7 +168,7 @@ class SharedMemory(Reduction):
     name = "shared memory"
 
     def __init__(self, group: Group) -> None:
-        self._memory = shared_memory_of(group)
+        self._memory = memory_of(group, "reduce")
         self._rank = group.rank
         self._parts: list[list[Tensor]] = []
         self.divisor = 1.0
@@ -230,10 +206,7 @@ class Hierarchical(Reduction):
     def __init__(self, group: Group) -> None:
         hosts = group.find_hosts()
         if hosts is None:
-            raise UsageError(
-                "reduce='hierarchical' needs several x86 Linux hosts, ranks on their CPUs, and more"
-                " than one of them on a host: use auto"
-            )
+            raise UsageError("hierarchical-impossible")
         self._local, self._across, self._owners = hosts.local, hosts.across, hosts.owners
         self._shared: list[list[Tensor]] = []  # by bucket, then by rank of this host
         if self._local.memory is not None:
@@ -265,32 +238,10 @@ class Hierarchical(Reduction):
 
         if memory is None:
             (alone,) = tensors
-            return _Crossing(self._local.in_background(lambda: between(alone.data)))
+            return Later(self._local.in_background(lambda: between(alone.data)))
         total = memory.sum_in_place(tensors, place, across=Across(self._owners, between))
-        return _Crossing(self._local.in_background(lambda: memory.finish(total)), total)
-
-
-class _Crossing:
-    """A sum that this host's threads are making."""
-
-    def __init__(self, future: Future[None], total: Sum | None = None) -> None:
-        self._future, self._total = future, total
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        status.waits(True)
-        try:
-            self._future.result(None if timeout is None else timeout.total_seconds())
-        except FutureTimeout as error:
-            raise CollectiveTimeout(
-                f"the sum between hosts was not there within {timeout}", missing=[]
-            ) from error
-        status.waits(False)
-        if self._total is not None:
-            self._total.await_others()
-
-    def done(self) -> bool:
-        """Whether this rank's part of it is, without waiting."""
-        return self._future.done()
+        mine = Later(self._local.in_background(lambda: memory.finish(total)))
+        return Handle([mine], total.await_others)
 
 
 REDUCTIONS: dict[str, Callable[[Group], Reduction]] = {
@@ -310,13 +261,13 @@ def reduction(name: str, group: Group) -> Reduction:
         return quickest_of(group)
     if name in ("shared_memory", "hierarchical") and group.size == 1:
         name = "native"
-    if name not in REDUCTIONS:
-        raise UsageError(f"reduce={name!r} is unknown: choose one of auto, {', '.join(REDUCTIONS)}")
+    chosen("reduce", name, ["auto", *REDUCTIONS])
     return REDUCTIONS[name](group)
 
 
 _TRIALS = 5
 _TRIAL_BYTES = 2**18
+_TRIAL = "for a trial"
 _tried: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
 
 
@@ -324,28 +275,22 @@ def quickest_of(group: Group) -> Reduction:
     """Shared memory on one host, hierarchical on several, unless it takes longer than the
     backend's own all-reduce, which is tried once a group.
     """
-    if group.memory is not None:
-        if group not in _tried:
-            _tried[group] = (
-                "shared_memory"
-                if _is_quicker(group, partial(_sum, group.memory.all_reduce))
-                else "native"
-            )
-        return REDUCTIONS[_tried[group]](group)
-    if group.size == 1 or _tried.get(group) == "native" or group.find_hosts() is None:
-        return Native(group)
-    found = Hierarchical(group)
-    if group not in _tried:
-        found.allocate([_TRIAL_BYTES // 4], [torch.float32])
-        _tried[group] = (
-            "hierarchical"
-            if _is_quicker(group, lambda: found.start_sum(0, _TRIAL).wait())
-            else "native"
-        )
-    return found if _tried[group] == "hierarchical" else Native(group)
+    name = _tried.get(group)
+    if name is None:
+        candidate: Callable[[], object]
+        if group.memory is not None:
+            name, candidate = "shared_memory", partial(_sum, group.memory.all_reduce)
+        elif group.size > 1 and group.find_hosts() is not None:
+            name, candidate = "hierarchical", _trial_of(Hierarchical(group))
+        else:
+            return Native(group)
+        _tried[group] = name = name if _is_quicker(group, candidate) else "native"
+    return REDUCTIONS[name](group)
 
 
-_TRIAL = "for a trial"
+def _trial_of(hierarchical: Hierarchical) -> Callable[[], object]:
+    hierarchical.allocate([_TRIAL_BYTES // 4], [torch.float32])
+    return lambda: hierarchical.start_sum(0, _TRIAL).wait()
 
 
 def _sum(all_reduce: Callable[..., Work]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.collectives.group import Work
+from lockstep.collectives.work import Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.reductions import Reduction
@@ -35,24 +35,17 @@ def check_hook(hook: object) -> None:
         )
     signature = inspect.signature(hook)
     bucket = list(signature.parameters.values())[1:2]
+    first = bucket[0].annotation if bucket else None
+    futures = (torch.futures.Future[torch.Tensor], torch.futures.Future)
     for what, given, allowed in (
-        (
-            "bucket annotation",
-            bucket[0].annotation if bucket else None,
-            (dist.GradBucket, GradBucket),
-        ),
-        (
-            "return annotation",
-            signature.return_annotation,
-            (torch.futures.Future[torch.Tensor], torch.futures.Future),
-        ),
+        ("bucket annotation", first, (dist.GradBucket, GradBucket)),
+        ("return annotation", signature.return_annotation, futures),
     ):
-        if (
-            given is not inspect.Parameter.empty
-            and not isinstance(given, str)
-            and given not in allowed
-        ):
-            raise UsageError(f"Communication hook: {what} should be {allowed[0]}, and is {given}")
+        unsaid = given is inspect.Parameter.empty or isinstance(given, str)
+        if not unsaid and given not in allowed:
+            raise UsageError(
+                "hook-annotation", what=what, expected=str(allowed[0]), found=str(given)
+            )
 
 
 class GradBucket:
@@ -107,10 +100,7 @@ class TorchHook(Reduction):
     def start(self, bucket: Bucket) -> Work:
         future = self._hook(self._state, GradBucket(bucket))
         if not isinstance(future, torch.futures.Future | torch._C.Future):
-            raise UsageError(
-                "communication hook: callback must return a torch.futures.Future, but got"
-                f" {type(future).__name__}: return a future of the mean"
-            )
+            raise UsageError("hook-without-future", found=type(future).__name__)
         return _Promised(future, bucket)
 
 
@@ -132,9 +122,6 @@ class _Promised:
                 if isinstance(mean, Tensor)
                 else f"a {type(mean).__name__}"
             )
-            raise UsageError(
-                f"communication hook: its future holds {found}, and the bucket has"
-                f" {self._bucket.sum.numel()} elements: return the bucket's mean"
-            )
+            raise UsageError("hook-wrong-size", found=found, numel=self._bucket.sum.numel())
         if mean.data_ptr() != self._bucket.sum.data_ptr():
             self._bucket.sum.copy_(mean.view_as(self._bucket.sum))

@@ -50,9 +50,7 @@ class TrainedParameters:
         """Take charge of what is to be trained now: two must never reduce the same gradient."""
         named = self.now()
         if not named:
-            raise UsageError(
-                "the model has no parameter with requires_grad=True: there is nothing to train"
-            )
+            raise UsageError("no-trainable-parameter")
         self.close()
         self.generation += 1
         self.names = [name for name, _ in named]
@@ -79,10 +77,7 @@ class TrainedParameters:
     def check_ours(self) -> None:
         """Raise a UsageError where somebody else has taken charge of them."""
         if self._taken_over:
-            raise UsageError(
-                "another Stepper or DistributedDataParallel has been made for these parameters"
-                " since, and reduces their gradients: use that one"
-            )
+            raise UsageError("parameters-taken-over")
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

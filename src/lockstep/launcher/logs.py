@@ -28,7 +28,7 @@ launcher, which joins equal lines.
 
 COLLECTIVES = "LOCKSTEP_DEBUG_FILE"
 """Environment variable: the file to which this rank adds a line for every collective
-(collectives/record.py).
+(collectives/group.py, Record).
 """
 _REDRAW = re.compile(r"\x1b\[\??\d*[ABCDGHJKhl]|\r(?!\n)")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
-from lockstep.collectives.texts import said_by
 from lockstep.errors import PeerFailed, TaskError
 from lockstep.model_parallel.stages import check_tensor, described
 from lockstep.runtime import randomness

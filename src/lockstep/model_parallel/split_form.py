@@ -19,8 +19,8 @@ from torch import Tensor
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import weights
 from lockstep.checkpoints.pieces import TensorPiece
+from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.collectives.group import Group
-from lockstep.collectives.texts import everybodys, said_by
 from lockstep.errors import UsageError
 from lockstep.model_parallel.local import Locals
 from lockstep.model_parallel.mesh_devices import Axes

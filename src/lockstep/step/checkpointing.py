@@ -29,7 +29,7 @@ from lockstep.checkpoints.identity import check_storable
 from lockstep.checkpoints.manifest import STATE, believed
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.checkpoints.saver import FIRST, Saver, steps_until_next
-from lockstep.collectives.texts import said_by
+from lockstep.collectives.broadcast_json import said_by
 from lockstep.config import knob
 from lockstep.errors import (
     DamagedCheckpoint,

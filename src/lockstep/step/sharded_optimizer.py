@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lockstep.checks.trainable import needs_closure
 from lockstep.collectives.group import Group
-from lockstep.collectives.slices import BLOCK
+from lockstep.collectives.schedule import BLOCK
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, Entry, plan
 from lockstep.updates.optimizer_state import CutOptimizer

@@ -471,7 +471,7 @@ class Stepper:
         if self.replicas is not None and self.replicas.due(self.steps):
             self.check_replicas()
         status.enter("loop")
-        hidden = None if self.world.device.type == "cuda" else self.reducer.departures.hidden()
+        hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         return StepResult(
             loss=ended.loss / ended.weight if ended.weight else math.nan,
             weight=ended.weight,

@@ -33,7 +33,7 @@ from lockstep.collectives.tcp import Connection, connections
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
-from lockstep.gradients.departures import Departure
+from lockstep.gradients.bucket_timeline import BucketTimes
 from lockstep.runtime.cores import cores
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
@@ -141,7 +141,7 @@ class AnatomyFile:
             self._add(each, lost if each is self._held[-1] else {})
         # Where it is a later step than those whose times are known.
         on_gpu = self._stepper.world.device.type == "cuda"
-        departures = () if on_gpu else self._stepper.reducer.departures.times()
+        departures = () if on_gpu else self._stepper.reducer.timeline.times()
         self._held = [
             _Held(times, len(window), window.samples, departures) for times in result.times
         ]
@@ -231,7 +231,7 @@ class _Held:
     times: StepTimes
     micro_batches: int
     samples: int
-    departures: Sequence[Departure]
+    departures: Sequence[BucketTimes]
 
     def detail(self) -> dict[str, Any]:
         """Where each piece of it lies, and when each bucket left and was there, by this

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.collectives.texts import everybodys
+from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.task import Record, Task
 from lockstep.data.windows import Window
 from lockstep.gradients.layout import BUCKET

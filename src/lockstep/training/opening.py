@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives.texts import said_by
+from lockstep.collectives.broadcast_json import said_by
 from lockstep.config.knob import knobs
 from lockstep.config.settings import Config, Device, Settings
 from lockstep.errors import ExitCode, PeerFailed, UsageError

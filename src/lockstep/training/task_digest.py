@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lockstep.collectives.broadcast_json import everybodys
+from lockstep.collectives.fingerprints import listed
 from lockstep.collectives.group import Group
-from lockstep.collectives.tags import listed
-from lockstep.collectives.texts import everybodys
 from lockstep.config.task import Task
 from lockstep.data.loader import is_iterable
 from lockstep.errors import LockstepWarning, ReplicaDivergence

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoints.pieces import TensorPiece
-from lockstep.collectives.group import Work
+from lockstep.collectives.work import Work
 from lockstep.config.parallelism import Outer
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket

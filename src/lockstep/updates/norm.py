@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.collectives.group import Group
-from lockstep.collectives.slices import BLOCK
+from lockstep.collectives.schedule import BLOCK
 
 _PIECE = 256 * BLOCK  # elements whose squares are held at a time: what fits into a core's cache
 

@@ -3,7 +3,7 @@ have updated.
 
     layout      the parameters one after the other in flat tensors (gradients/layout.py), which
                 become their memory
-    slice       a rank's part of a flat tensor (collectives/slices.py)
+    slice       a rank's part of a flat tensor (collectives/schedule.py)
     piece       what a slice holds of one parameter: a view of it, that the user's optimizer takes
                 for a parameter
 
@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.pieces import TensorPiece
 from lockstep.checkpoints.plain import decoded, encoded
-from lockstep.collectives.group import Group, Work
-from lockstep.collectives.slices import BLOCK, slice_of
-from lockstep.collectives.texts import everybodys
+from lockstep.collectives.broadcast_json import everybodys
+from lockstep.collectives.group import Group
+from lockstep.collectives.schedule import BLOCK, slice_of
+from lockstep.collectives.work import Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout

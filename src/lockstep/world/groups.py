@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.collectives.choose import Tuning
-from lockstep.collectives.exchanged_tags import ExchangedTags
+from lockstep.collectives.exchanged_fingerprints import ExchangedTags
+from lockstep.collectives.fingerprints import share_page
 from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible, share_memory
 from lockstep.collectives.shared_memory.segment import this_host
-from lockstep.collectives.tags import share_page
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import Placement
 from lockstep.world.rendezvous import loopback

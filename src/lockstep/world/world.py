@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from lockstep.collectives import store_barrier as meeting
 from lockstep.collectives.choose import share_tuning
+from lockstep.collectives.fingerprints import call_site
 from lockstep.collectives.group import Group
-from lockstep.collectives.tags import call_site
 from lockstep.config.knob import chosen
 from lockstep.errors import LockstepError, UsageError
 from lockstep.launcher import preemption

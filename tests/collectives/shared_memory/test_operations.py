@@ -13,10 +13,11 @@ from torch import Tensor
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
-from lockstep.collectives.shared_memory.fold import fold
-from lockstep.errors import CollectiveTimeout, UsageError
+from lockstep.errors import CollectiveTimeout
 from lockstep.testing import run_ranks
 from lockstep.world import groups as module
+from tests.collectives.numbers import folded
+from tests.refused import refused
 
 
 def noise(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,7 +49,7 @@ def test_everybody_has_the_bits_of_the_balanced_tree(workers: int) -> None:
         assert all(torch.equal(found[name], first) for found in everyone), name
         if first.dtype == torch.float32:
             assert torch.equal(
-                first, fold([noise(rank, len(first)) for rank in range(workers)], "sum")
+                first, folded([noise(rank, len(first)) for rank in range(workers)])
             ), name
         else:
             exact = torch.stack(
@@ -62,8 +63,8 @@ def test_everybody_has_the_bits_of_the_balanced_tree(workers: int) -> None:
 def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:
     big, tiny = torch.tensor([1.0]), torch.tensor([2.0**-24])
     # ((1 + t) + (t + t)); one after the other it would stay 1
-    assert fold([big, tiny, tiny, tiny], "sum").item() == 1 + 2.0**-23
-    assert fold([tiny, big, tiny], "sum").item() == 1  # ((t + 1) + t)
+    assert folded([big, tiny, tiny, tiny]).item() == 1 + 2.0**-23
+    assert folded([tiny, big, tiny]).item() == 1  # ((t + 1) + t)
 
 
 def in_flight(world: lockstep.World) -> list[float]:
@@ -121,16 +122,13 @@ def late(world: lockstep.World) -> str:
 def test_who_does_not_come_is_named() -> None:
     said = run_ranks(late, 2)[0]
     assert said.startswith("#1: all_reduce sum f32[3] at test_operations.py")
-    assert said.endswith("rank 1 did not come within the timeout of 0.3 s")
+    assert said.endswith("rank 1 did not come within the timeout of 0.3 s [collective-timeout]")
 
 
 def test_elsewhere_it_is_refused() -> None:
     with (
         lockstep.init(backend="gloo"),
-        pytest.raises(
-            UsageError,
-            match="algorithm='shared_memory' needs all ranks on the CPU of one x86 Linux host",
-        ),
+        refused("shared-memory-impossible", name="algorithm"),
     ):
         collectives.all_reduce(torch.ones(2), algorithm="shared_memory")
 

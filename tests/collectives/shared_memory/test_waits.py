@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.collectives.shared_memory import futex, operations, waits
+from lockstep.collectives.shared_memory import operations, waits
 from lockstep.errors import WorkerFailed
 
 pytestmark = pytest.mark.skipif(not operations.possible(), reason="as this room: x86-64 Linux")
@@ -36,20 +36,20 @@ def test_who_shares_cores(cores: list[list[int]], crowd: bool) -> None:
 def test_nobody_sleeps_on_what_has_changed_and_everybody_is_woken() -> None:
     word = ctypes.c_int64(7)
     address = ctypes.addressof(word)
-    futex.sleep(address, 6, _LONG)  # it is 7: nothing to sleep on
-    futex.sleep(address, 7, 0.01)
+    waits.futex_sleep(address, 6, _LONG)  # it is 7: nothing to sleep on
+    waits.futex_sleep(address, 7, 0.01)
     woken = []
 
     def wait() -> None:
         while word.value == 7:
-            futex.sleep(address, 7, _LONG)
+            waits.futex_sleep(address, 7, _LONG)
         woken.append(word.value)
 
     sleepers = [threading.Thread(target=wait) for _ in range(3)]
     for each in sleepers:
         each.start()
     word.value = 8
-    futex.wake(address)
+    waits.futex_wake(address)
     for each in sleepers:
         each.join()
     assert woken == [8, 8, 8]
@@ -57,8 +57,8 @@ def test_nobody_sleeps_on_what_has_changed_and_everybody_is_woken() -> None:
 
 def test_numbers_beyond_four_bytes_are_told_apart_by_their_lower_half() -> None:
     word = ctypes.c_int64(2**32 + 5)
-    futex.sleep(ctypes.addressof(word), 2**32 + 4, _LONG)
-    futex.sleep(ctypes.addressof(word), 2**32 + 5, 0.01)
+    waits.futex_sleep(ctypes.addressof(word), 2**32 + 4, _LONG)
+    waits.futex_sleep(ctypes.addressof(word), 2**32 + 5, 0.01)
 
 
 def test_a_sleeper_in_another_process_is_woken() -> None:
@@ -67,10 +67,10 @@ def test_a_sleeper_in_another_process_is_woken() -> None:
         pid = os.fork()
         if pid == 0:
             while word.value == 0:
-                futex.sleep(ctypes.addressof(word), 0, _LONG)
+                waits.futex_sleep(ctypes.addressof(word), 0, _LONG)
             os._exit(5)
         word.value = 1
-        futex.wake(ctypes.addressof(word))
+        waits.futex_wake(ctypes.addressof(word))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
         del word
 

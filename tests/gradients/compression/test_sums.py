@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.errors import UsageError
 from lockstep.gradients.compression.power_sgd import PowerSGD
 from lockstep.testing import run_ranks
 from tests.gradients.compression.summing import (
@@ -26,6 +25,7 @@ from tests.gradients.compression.summing import (
     parameters,
     true_sum,
 )
+from tests.refused import refused
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -289,8 +289,6 @@ def test_other_dtypes_are_refused(text: str, dtype: torch.dtype) -> None:
     odd = nn.Parameter(torch.zeros(3, 3, dtype=dtype), requires_grad=dtype.is_complex)
     with (
         lockstep.init(backend="gloo") as world,
-        pytest.raises(
-            UsageError, match=rf"compress='{text}': the gradient of 'p0' is {str(dtype)[6:]}"
-        ),
+        refused("compress-not-floats", compress=text, parameter="p0", dtype=str(dtype)[6:]),
     ):
         Summing(world.group, text, [odd])

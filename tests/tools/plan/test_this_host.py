@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Group
+from lockstep.collectives.work import Work
 from lockstep.config.parallelism import Parallelism
 from lockstep.gradients.facts import numbers
 from lockstep.tools.plan import this_host

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Group
+from lockstep.collectives.work import Work
 from lockstep.gradients.facts import numbers
 from lockstep.tools.timing import profiler
 from lockstep.tools.timing.profile import Profile

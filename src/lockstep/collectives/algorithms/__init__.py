@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 from lockstep.collectives.algorithms import moving, reducing
 from lockstep.collectives.schedule import Kind, Schedule
+from lockstep.config.knob import chosen, whole
 from lockstep.errors import UsageError
 
 Algorithm = Literal[
@@ -25,68 +27,66 @@ Algorithm = Literal[
 ]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
-_Build = Callable[[int, int], Schedule]  # (world, root) -> Schedule
+ROOTED: tuple[Kind, ...] = ("broadcast", "reduce", "scatter", "gather")
 
-_BY_KIND: dict[Kind, dict[str, _Build]] = {
+# From the world size, and the root where the collective has one.
+_BY_KIND: dict[Kind, dict[str, Callable[..., Schedule]]] = {
     "all_reduce": {
-        "central": lambda world, root: reducing.central(world),
-        "ring": lambda world, root: reducing.ring(world),
-        "tree": lambda world, root: reducing.tree(world),
-        "recursive_doubling": lambda world, root: reducing.recursive_doubling(world),
-        "halving_doubling": lambda world, root: reducing.halving_doubling(world),
-        "direct": lambda world, root: reducing.direct(world),
+        "central": reducing.central,
+        "ring": reducing.ring,
+        "tree": reducing.tree,
+        "recursive_doubling": reducing.recursive_doubling,
+        "halving_doubling": reducing.halving_doubling,
+        "direct": reducing.direct,
+        "hierarchical": reducing.hierarchical,
     },
-    "broadcast": {
-        "central": lambda world, root: moving.flat("broadcast", world, root),
-        "tree": moving.binomial_broadcast,
+    "broadcast": {"central": partial(moving.flat, "broadcast"), "tree": moving.binomial_broadcast},
+    "scatter": {"central": partial(moving.flat, "scatter"), "tree": moving.binomial_scatter},
+    "all_gather": {
+        "ring": moving.ring_all_gather,
+        "doubling": moving.doubling_all_gather,
+        "direct": moving.direct_all_gather,
     },
+    "all_to_all": {"direct": moving.direct_all_to_all},
+    # these move data backwards: what spread it now collects it
     "reduce": {
-        "central": (
-            lambda world, root: moving.flat("broadcast", world, root).reversed(
-                "reduce", in_order=True
-            )
-        ),
-        "tree": lambda world, root: moving.binomial_broadcast(world, root).reversed("reduce"),
-    },
-    "scatter": {
-        "central": lambda world, root: moving.flat("scatter", world, root),
-        "tree": moving.binomial_scatter,
+        "central": lambda *size: moving.flat("broadcast", *size).reversed("reduce", in_order=True),
+        "tree": lambda *size: moving.binomial_broadcast(*size).reversed("reduce"),
     },
     "gather": {
-        "central": (
-            lambda world, root: moving.flat("scatter", world, root).reversed(
-                "gather", in_order=True
-            )
-        ),
-        "tree": lambda world, root: moving.binomial_scatter(world, root).reversed("gather"),
-    },
-    "all_gather": {
-        "ring": lambda world, root: moving.ring_all_gather(world),
-        "doubling": lambda world, root: moving.doubling_all_gather(world),
-        "direct": lambda world, root: moving.direct_all_gather(world),
+        "central": lambda *size: moving.flat("scatter", *size).reversed("gather", in_order=True),
+        "tree": lambda *size: moving.binomial_scatter(*size).reversed("gather"),
     },
     "reduce_scatter": {
-        "ring": lambda world, root: moving.ring_all_gather(world).reversed("reduce_scatter"),
-        "halving": (
-            lambda world, root: moving.doubling_all_gather(world).reversed(
-                "reduce_scatter", "halving"
-            )
+        "ring": lambda world: moving.ring_all_gather(world).reversed("reduce_scatter"),
+        "halving": lambda world: moving.doubling_all_gather(world).reversed(
+            "reduce_scatter", "halving"
         ),
-        "direct": (
-            lambda world, root: moving.direct_all_gather(world).reversed(
-                "reduce_scatter", in_order=True
-            )
+        "direct": lambda world: moving.direct_all_gather(world).reversed(
+            "reduce_scatter", in_order=True
         ),
-    },
-    "all_to_all": {
-        "direct": lambda world, root: moving.direct_all_to_all(world),
     },
 }
 
 
 def algorithms_of(kind: Kind) -> list[str]:
     """The names of the written-out algorithms of a collective."""
-    return [*_BY_KIND[kind], *(["hierarchical"] if kind == "all_reduce" else [])]
+    return list(_BY_KIND[kind])
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise a UsageError for what is no rank of a group of this size."""
+    if not 0 <= root < size:
+        raise UsageError("root-not-a-rank", root=root, size=size, last=size - 1)
+
+
+def check_algorithm(kind: Kind, name: str, *others: str) -> None:
+    """Raise a UsageError for what is neither a written-out algorithm of this collective nor one
+    of the others.
+    """
+    choices = [*others, *algorithms_of(kind)]
+    if name not in choices:
+        raise UsageError("unknown-algorithm", algorithm=name, kind=kind, choices=choices)
 
 
 def schedule(
@@ -97,23 +97,11 @@ def schedule(
 
     Raises UsageError for an unknown name, a world size below 1 and a root outside it.
     """
-    if kind not in _BY_KIND:
-        raise UsageError(f"collective {kind!r} is unknown: choose one of {', '.join(_BY_KIND)}")
-    if world < 1 or not 0 <= root < world:
-        raise UsageError(
-            f"world={world} and root={root}: there is at least one rank, and the root is one of"
-            " them"
-        )
-    if algorithm == "hierarchical" and kind == "all_reduce":
-        if ranks_per_node is None or ranks_per_node < 1:
-            raise UsageError(
-                f"ranks_per_node={ranks_per_node}: a hierarchical all-reduce needs to know how many"
-                " ranks share a node"
-            )
-        return reducing.hierarchical(world, ranks_per_node)
-    if algorithm not in _BY_KIND[kind]:
-        raise UsageError(
-            f"algorithm={algorithm!r} is unknown for {kind}: choose one of auto, native,"
-            f" {', '.join(algorithms_of(kind))}"
-        )
-    return _BY_KIND[kind][algorithm](world, root)
+    chosen("kind", kind, _BY_KIND)
+    whole("world", world)
+    check_root(root, world)
+    check_algorithm(kind, algorithm)
+    more = [root] if kind in ROOTED else []
+    if algorithm == "hierarchical":
+        more = [whole("ranks_per_node", ranks_per_node)]
+    return _BY_KIND[kind][algorithm](world, *more)

@@ -3,7 +3,7 @@
 A rank copies a piece into its next slot and says so; when all have said so, each takes what it
 needs from everybody's slots, straight into its own tensor. One synchronisation a piece: a slot is
 written again only when all have read what was in it. Every rank adds in the same order, along a
-balanced tree (fold.py), so all have the same bits. Half-precision is added in float32.
+balanced tree (collectives/tree.py), so all have the same bits. Half-precision is added in float32.
 
 A small message takes what Python takes for it: so tensors are detached where they come in, and
 nothing here runs under torch.no_grad.
@@ -19,8 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Op, working_dtype
-from lockstep.collectives.shared_memory.fold import fold
+from lockstep.collectives.reduce_op import Op, working_dtype
+from lockstep.collectives.shared_memory.waits import Flag
+from lockstep.collectives.tree import fold
 
 PIECE = 2**20  # bytes
 SLOTS = 4
@@ -29,15 +30,13 @@ SLOTS = 4
 class Slots(Protocol):
     """What an Exchange needs of the group's shared memory (operations.py)."""
 
+    written: Flag
+    read: Flag
+
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def may_write(self, piece: int) -> bool: ...
-    def await_room(self, piece: int) -> None: ...
-    def written(self, piece: int) -> None: ...
-    def read(self, piece: int) -> None: ...
-    def done(self, piece: int) -> None: ...
     def slot(
         self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0
     ) -> Tensor: ...
@@ -45,29 +44,36 @@ class Slots(Protocol):
 
 
 class Exchange(ABC):
-    """One collective, in `pieces`, which are numbered over all of the group's collectives, from
-    `first` on.
+    """One collective, in pieces, which are numbered over all of the group's collectives, from
+    `first` on. Kinds say what they `take` from everybody's slots.
 
-    Kinds say what they `give` to their slot of a piece, and what they `take` from everybody's.
+    Args:
+        slots: of the group.
+        first: number of this collective's first piece.
+        mine: this rank's pieces, which it gives to the others.
+        results: flat tensors, and the tensors in which they belong.
     """
 
-    def __init__(self, slots: Slots, first: int, pieces: int) -> None:
-        self.slots, self.first, self.pieces = slots, first, pieces
+    def __init__(
+        self,
+        slots: Slots,
+        first: int,
+        mine: Sequence[Tensor],
+        results: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self.slots, self.first, self._mine, self._results = slots, first, mine, results
+        self.pieces = len(mine)
         self.number = 0  # among the group's collectives
         self.finished = False
         self._ahead = 0  # pieces written
 
-    @abstractmethod
     def give(self, piece: int) -> None:
         """Write this rank's piece to its slot."""
+        self.slot(self.slots.rank, piece, self._mine[piece]).copy_(self._mine[piece])
 
     @abstractmethod
     def take(self, piece: int) -> None:
         """Read what everybody has written of a piece."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """What is left to do with the result."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the result is there. Raises PeerFailed and CollectiveTimeout, naming who
@@ -77,24 +83,29 @@ class Exchange(ABC):
 
     def write_ahead(self) -> None:
         """Write what there is room for, without waiting: the others find it when they come."""
-        while self._ahead < self.pieces and self.slots.may_write(self.first + self._ahead):
+        while self._ahead < self.pieces and self.slots.read.reached(self._freed(self._ahead)):
             self._write()
+
+    def _freed(self, piece: int) -> int:
+        """How many pieces all must have read before this one may be written to its slot."""
+        return self.first + piece - SLOTS + 1
 
     def _write(self) -> None:
         self.give(self._ahead)
-        self.slots.written(self.first + self._ahead)
         self._ahead += 1
+        self.slots.written.post(self.first + self._ahead)
 
     def complete(self) -> None:
         for piece in range(self.pieces):
             if self._ahead <= piece:
-                self.slots.await_room(self.first + piece)
+                self.slots.read.until(self._freed(piece))
                 self._write()
             self.write_ahead()
-            self.slots.read(self.first + piece)
+            self.slots.written.until(self.first + piece + 1)
             self.take(piece)
-            self.slots.done(self.first + piece)
-        self.end()
+            self.slots.read.post(self.first + piece + 1)
+        for flat, tensor in self._results:
+            _copy_back(flat, tensor)
         self.finished = True
 
     def slot(self, rank: int, piece: int, like: Tensor, skip: int = 0) -> Tensor:
@@ -103,61 +114,42 @@ class Exchange(ABC):
 
 class AllReduce(Exchange):
     def __init__(self, slots: Slots, first: int, tensor: Tensor, op: Op) -> None:
-        self._tensor, self._op = tensor, op
-        self._flat = _flat(tensor, working_dtype(tensor))
-        self._pieces = _cut(self._flat)
-        super().__init__(slots, first, len(self._pieces))
-
-    def give(self, piece: int) -> None:
-        self.slot(self.slots.rank, piece, self._pieces[piece]).copy_(self._pieces[piece])
+        flat = _flat(tensor, working_dtype(tensor))
+        super().__init__(slots, first, _cut(flat), [(flat, tensor)])
+        self._op = op
 
     def take(self, piece: int) -> None:
-        mine = self._pieces[piece]
-        _combine([self.slot(rank, piece, mine) for rank in range(self.slots.size)], self._op, mine)
-
-    def end(self) -> None:
-        _copy_back(self._flat, self._tensor)
+        mine = self._mine[piece]
+        fold([self.slot(rank, piece, mine) for rank in range(self.slots.size)], self._op, mine)
 
 
 class Broadcast(Exchange):
     def __init__(self, slots: Slots, first: int, tensor: Tensor, root: int) -> None:
-        self._tensor, self._root = tensor, root
-        self._flat = _flat(tensor, tensor.dtype)
-        self._pieces = _cut(self._flat)
-        super().__init__(slots, first, len(self._pieces))
+        flat = _flat(tensor, tensor.dtype)
+        super().__init__(slots, first, _cut(flat), [(flat, tensor)])
+        self._root = root
 
     def give(self, piece: int) -> None:
         if self.slots.rank == self._root:
-            self.slot(self._root, piece, self._pieces[piece]).copy_(self._pieces[piece])
+            super().give(piece)
 
     def take(self, piece: int) -> None:
         if self.slots.rank != self._root:
-            self._pieces[piece].copy_(self.slot(self._root, piece, self._pieces[piece]))
-
-    def end(self) -> None:
-        _copy_back(self._flat, self._tensor)
+            self._mine[piece].copy_(self.slot(self._root, piece, self._mine[piece]))
 
 
 class AllGather(Exchange):
     def __init__(
         self, slots: Slots, first: int, everybodys: Sequence[Tensor], tensor: Tensor
     ) -> None:
-        self._mine = _cut(_flat(tensor, tensor.dtype))
-        self._everybodys = everybodys
-        self._flats = [_flat(each, each.dtype) for each in everybodys]
-        self._pieces = [_cut(flat) for flat in self._flats]
-        super().__init__(slots, first, len(self._mine))
-
-    def give(self, piece: int) -> None:
-        self.slot(self.slots.rank, piece, self._mine[piece]).copy_(self._mine[piece])
+        flats = [_flat(each, each.dtype) for each in everybodys]
+        results = list(zip(flats, everybodys, strict=True))
+        super().__init__(slots, first, _cut(_flat(tensor, tensor.dtype)), results)
+        self._pieces = [_cut(flat) for flat in flats]
 
     def take(self, piece: int) -> None:
         for rank, pieces in enumerate(self._pieces):
             pieces[piece].copy_(self.slot(rank, piece, pieces[piece]))
-
-    def end(self) -> None:
-        for flat, tensor in zip(self._flats, self._everybodys, strict=True):
-            _copy_back(flat, tensor)
 
 
 class ReduceScatter(Exchange):
@@ -166,31 +158,21 @@ class ReduceScatter(Exchange):
     def __init__(
         self, slots: Slots, first: int, tensor: Tensor, parts: Sequence[Tensor], op: Op
     ) -> None:
-        self._tensor, self._op = tensor, op
         working = working_dtype(tensor)
         self._room = PIECE // slots.size // 64 * 64  # bytes
-        self._flat = _flat(tensor, working)
-        self._mine = _cut(self._flat, self._room)
+        flat = _flat(tensor, working)
+        super().__init__(slots, first, _cut(flat, self._room), [(flat, tensor)])
+        self._op = op
         self._parts = [_cut(_flat(part, working), self._room) for part in parts]
-        super().__init__(slots, first, len(self._mine))
 
     def give(self, piece: int) -> None:
         for rank, chunks in enumerate(self._parts):
             self.slot(self.slots.rank, piece, chunks[piece], rank * self._room).copy_(chunks[piece])
 
     def take(self, piece: int) -> None:
-        mine = self._mine[piece]
-        _combine(
-            [
-                self.slot(rank, piece, mine, self.slots.rank * self._room)
-                for rank in range(self.slots.size)
-            ],
-            self._op,
-            mine,
-        )
-
-    def end(self) -> None:
-        _copy_back(self._flat, self._tensor)
+        mine, skip = self._mine[piece], self.slots.rank * self._room
+        chunks = [self.slot(rank, piece, mine, skip) for rank in range(self.slots.size)]
+        fold(chunks, self._op, mine)
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,13 +203,3 @@ def _cut(flat: Tensor, room: int = PIECE) -> Sequence[Tensor]:
         return (flat,) if flat.numel() else ()
     pieces: Sequence[Tensor] = flat.split(room // flat.element_size())
     return pieces
-
-
-def _combine(parts: list[Tensor], op: Op, out: Tensor) -> None:
-    if out.dtype in (torch.float16, torch.bfloat16):
-        total = fold([part.to(torch.float32) for part in parts], op)
-        out.copy_(total.div_(len(parts)) if op == "mean" else total)
-        return
-    fold(parts, op, out=out)
-    if op == "mean":
-        out.div_(len(parts))

@@ -20,12 +20,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.group import Group, Op, check_op
+from lockstep.collectives.algorithms import check_root
+from lockstep.collectives.fingerprints import Uncompared, call_site, timed_out
+from lockstep.collectives.reduce_op import Op, check_op
+from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.exchange import (
     PIECE,
     SLOTS,
@@ -37,17 +41,39 @@ from lockstep.collectives.shared_memory.exchange import (
 )
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.shared_memory.segment import share
-from lockstep.collectives.shared_memory.waits import Waits, crowded
-from lockstep.collectives.slices import slice_of
-from lockstep.collectives.tags import call_site, listed
-from lockstep.errors import CollectiveTimeout
+from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
 
 # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in
 # pairs
 _LINE = 16
-_WRITTEN, _READ, _READY, _DONE, _UPDATED, _COPIED = range(6)
+_FLAGS = 6
 _PAGE = 4096
 _VIEWS = 1024
+
+
+class Members(Protocol):
+    """What is needed of the group whose ranks share the memory (group.py)."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    size: int
+    number: int
+    timeout: timedelta
+    fingerprints: Uncompared
+
+    def announce(
+        self,
+        kind: str,
+        tensor: Tensor,
+        detail: str,
+        place: str | None,
+        sends: int,
+        text: str | None = None,
+    ) -> int: ...
+    def say(self, text: str) -> None: ...
+    def ended(self, number: int) -> None: ...
+    def look(self, awaited: Sequence[int] = ()) -> None: ...
+    def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None: ...
 
 
 def possible() -> bool:
@@ -60,7 +86,7 @@ def _length(size: int) -> int:
     return _header(size) + size * SLOTS * PIECE
 
 
-def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> SharedMemory:
+def share_memory(store: dist.Store, key: str, group: Members, timeout: timedelta) -> HostMemory:
     """A group's shared memory, and what is allocated in it later. Every member calls it, on a
     host where it is `possible`.
     """
@@ -70,12 +96,12 @@ def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) 
         return share(store, f"{key}/{next(numbers)}", group.rank, group.size, octets, timeout)
 
     with torch.inference_mode(False):  # as in `slot`
-        return SharedMemory(
+        return HostMemory(
             more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group))
         )
 
 
-def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
+def _cores(store: dist.Store, key: str, group: Members) -> list[list[int]]:
     """On which cores each member may run: a launcher may have bound them, each to its own."""
     store.set(f"{key}/cores/{group.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     return [json.loads(store.get(f"{key}/cores/{rank}")) for rank in range(group.size)]
@@ -85,7 +111,7 @@ def _header(size: int) -> int:
     return -(-size * _LINE * 8 // _PAGE) * _PAGE
 
 
-class SharedMemory:
+class HostMemory:
     """One group's collectives through shared memory. They are done in the order in which they were
     started, on every rank the same.
 
@@ -94,26 +120,27 @@ class SharedMemory:
     """
 
     def __init__(
-        self, memory: mmap.mmap, group: Group, more: Callable[[int], mmap.mmap], *, crowded: bool
+        self, memory: mmap.mmap, group: Members, more: Callable[[int], mmap.mmap], *, crowded: bool
     ) -> None:
-        self._memory = memory
         self._group = group
         self._more = more
         self._words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
         self._waits = Waits(
-            self._words, self._octets.data_ptr(), crowded=crowded, look=group.look, late=self._late
+            self._words,
+            self._octets.data_ptr(),
+            crowded=crowded,
+            look=group.look,
+            late=self._late,
+            timeout=lambda: group.timeout.total_seconds(),
         )
-        lines = [rank * _LINE for rank in range(group.size)]
-        self._written = [line + _WRITTEN for line in lines]
-        self._read = [line + _READ for line in lines]
-        self._ready = [line + _READY for line in lines]
-        self._done = [line + _DONE for line in lines]
-        self._updated = [line + _UPDATED for line in lines]
-        self._copied = [line + _COPIED for line in lines]
+        flags = [
+            Flag(self._waits, [rank * _LINE + word for rank in range(group.size)], group.rank)
+            for word in range(_FLAGS)
+        ]
+        self.written, self.read, self.ready, self.done, self._updated, self._copied = flags
         self._sums = 0  # started
         self._gathers = 0
-        self._mine = group.rank * _LINE
         # of slots: a view takes longer to make than a small message
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
         self._slots_begin = _header(group.size)
@@ -135,7 +162,7 @@ class SharedMemory:
 
     def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Exchange:
         """Start to replace `tensor` on every rank by that of rank `root`."""
-        self._group.check_root(root)
+        check_root(root, self.size)
         self._group.announce(
             "broadcast", tensor, f"from {root}", place, tensor.nbytes if self.rank == root else 0
         )
@@ -224,7 +251,7 @@ class SharedMemory:
         )
         self._sums += 1
         self._open.append(work)
-        self.say_ready(work.order)
+        self.ready.post(work.order + 1)
         return work
 
     def gather_slices(self, tensors: Sequence[Sequence[Tensor]], place: str | None = None) -> None:
@@ -241,8 +268,8 @@ class SharedMemory:
             "all_gather", tensors[0][rank], "slices in place", place, sends
         )
         self._gathers += 1
-        self._waits.post(self._mine + _UPDATED, self._gathers)
-        self._waits.until(self._updated, self._gathers, self._timeout)
+        self._updated.post(self._gathers)
+        self._updated.until(self._gathers)
         for everybodys in tensors:
             for other, theirs in enumerate(everybodys):
                 if other != rank:
@@ -250,8 +277,8 @@ class SharedMemory:
                     everybodys[rank].data[part.start : part.stop].copy_(
                         theirs[part.start : part.stop]
                     )
-        self._waits.post(self._mine + _COPIED, self._gathers)
-        self._waits.until(self._copied, self._gathers, self._timeout)
+        self._copied.post(self._gathers)
+        self._copied.until(self._gathers)
         self._group.ended(self._number)
 
     def nap(self) -> None:
@@ -264,42 +291,6 @@ class SharedMemory:
         """Do everything that was started."""
         if self._open:
             self.finish(self._open[-1])
-
-    # -- for a Sum --------------------------------------------------------------------------------
-
-    def say_ready(self, order: int) -> None:
-        self._waits.post(self._mine + _READY, order + 1)
-
-    def await_ready(self, order: int) -> None:
-        self._waits.until(self._ready, order + 1, self._timeout)
-
-    def say_done(self, order: int) -> None:
-        self._waits.post(self._mine + _DONE, order + 1)
-
-    def await_done(self, order: int) -> None:
-        self._waits.until(self._done, order + 1, self._timeout)
-
-    # -- for an Exchange --------------------------------------------------------------------------
-
-    def may_write(self, piece: int) -> bool:
-        """Whether everybody has read what was in this piece's slot."""
-        least = piece - SLOTS + 1
-        return least <= 0 or all([self._words[place] >= least for place in self._read])
-
-    def await_room(self, piece: int) -> None:
-        """Return when this piece's slot may be written to."""
-        if piece >= SLOTS:
-            self._waits.until(self._read, piece - SLOTS + 1, self._timeout)
-
-    def written(self, piece: int) -> None:
-        self._waits.post(self._mine + _WRITTEN, piece + 1)
-
-    def read(self, piece: int) -> None:
-        """Return when everybody has written this piece."""
-        self._waits.until(self._written, piece + 1, self._timeout)
-
-    def done(self, piece: int) -> None:
-        self._waits.post(self._mine + _READ, piece + 1)
 
     def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
         """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the
@@ -333,17 +324,7 @@ class SharedMemory:
     def rank(self) -> int:
         return self._group.rank
 
-    @property
-    def _timeout(self) -> float:
-        return self._group.timeout.total_seconds()
-
     def _late(self, missing: Sequence[int]) -> Exception:
         ranks = [self._group.ranks[rank] for rank in missing]
-        what = (
-            self._group.tags.said(self._number) if self._group.tags is not None else "shared memory"
-        )
-        return CollectiveTimeout(
-            f"#{self._number}: {what}: {listed(ranks)} did not come within the timeout of"
-            f" {self._timeout:g} s",
-            missing=ranks,
-        )
+        what = self._group.fingerprints.said(self._number)
+        return timed_out(self._number, what, ranks, self._group.timeout)

@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from lockstep.collectives.shared_memory.fold import fold
-from lockstep.collectives.slices import slice_of
-from lockstep.collectives.tree import Term, add_up
+from lockstep.collectives.schedule import slice_of
+from lockstep.collectives.shared_memory.waits import Flag
+from lockstep.collectives.tree import Term, add_up, fold
 
 # elements that are added up at a time, so that the sum is in the cache when it is written to the
 # others
@@ -32,9 +31,9 @@ _PIECE = 2**18
 class Queue(Protocol):
     """What a Sum needs of the group's shared memory (operations.py)."""
 
-    def await_ready(self, order: int) -> None: ...
-    def say_done(self, order: int) -> None: ...
-    def await_done(self, order: int) -> None: ...
+    ready: Flag
+    done: Flag
+
     def finish_all(self) -> None: ...
 
 
@@ -92,15 +91,15 @@ class Sum:
 
     def await_others(self) -> None:
         """Return when all slices are there; this rank's own is complete."""
-        self._queue.await_done(self.order)
+        self._queue.done.until(self.order + 1)
 
     def complete(self) -> None:
         """Add up this rank's slice, as soon as all are ready."""
-        self._queue.await_ready(self.order)
+        self._queue.ready.until(self.order + 1)
         owners = len(self._parts) if self._across is None else self._across.owners
         if self._rank < owners:
             self._complete(slice_of(self._parts[0].numel(), self._rank, owners), self._divisor())
-        self._queue.say_done(self.order)
+        self._queue.done.post(self.order + 1)
         self.finished = True
 
     def _complete(self, mine: range, divisor: float) -> None:
@@ -111,7 +110,7 @@ class Sum:
         for span in spans:
             pieces = [part[span] for part in self._parts]
             if self._along is None:
-                _sum_into(pieces, pieces[self._rank])
+                fold(pieces, "sum", pieces[self._rank])
             else:
                 add_up(
                     self._along.term,
@@ -133,10 +132,3 @@ class Sum:
             for rank, piece in enumerate(pieces):
                 if rank != self._rank:
                     piece.copy_(own)
-
-
-def _sum_into(pieces: Sequence[Tensor], out: Tensor) -> None:
-    if out.dtype in (torch.float16, torch.bfloat16):
-        out.copy_(fold([piece.to(torch.float32) for piece in pieces], "sum"))
-    else:
-        fold(pieces, "sum", out=out)

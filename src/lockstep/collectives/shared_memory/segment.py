@@ -33,11 +33,7 @@ def share(
     if rank:
         host, path = store.get(f"{key}/path").decode().rsplit(" ", 1)
         if host != this_host():
-            raise UsageError(
-                f"rank {rank} is on another host, or in another container, than rank 0, but the"
-                " launcher's variables say that all ranks are on one: set LOCAL_WORLD_SIZE to the"
-                " ranks of each host"
-            )
+            raise UsageError("host-of-another-rank", rank=rank)
         with open(path, "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)
         store.add(f"{key}/mapped", 1)

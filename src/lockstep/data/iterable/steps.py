@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives.group import Group, Work
+from lockstep.collectives.group import Group
+from lockstep.collectives.work import Work
 from lockstep.data.device import Copies, WhenAsked
 from lockstep.data.iterable.source import COMPARED, UNKNOWN, Reply, Request, Saved
 from lockstep.data.walk import Turns, Walk

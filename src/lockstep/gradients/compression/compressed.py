@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
 
-from lockstep.collectives.group import Done, Group, Work, asks
+from lockstep.collectives.group import Group
+from lockstep.collectives.work import Done, Staged, Work
 from lockstep.config.parallelism import Compression
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
@@ -92,8 +92,10 @@ class Compressed(Reduction):
             if plan.dtype not in _FLOATS:
                 dtype = str(plan.dtype).removeprefix("torch.")
                 raise UsageError(
-                    f"compress={self.name!r}: the gradient of {plan.spans[0].name!r} is {dtype},"
-                    " and only real floating-point numbers can be compressed"
+                    "compress-not-floats",
+                    compress=self.name,
+                    parameter=plan.spans[0].name,
+                    dtype=dtype,
                 )
         if self._owed is not None:
             self._owed.lay(layout)
@@ -101,7 +103,7 @@ class Compressed(Reduction):
 
     def start(self, bucket: Bucket) -> Work:
         numel = bucket.sum.numel() - (0 if bucket.flag is None else ALIGNMENT)
-        return _Staged(self._stages(bucket, bucket.sum.data[:numel])) if numel else Done()
+        return Staged(self._stages(bucket, bucket.sum.data[:numel])) if numel else Done()
 
     def _stages(self, bucket: Bucket, gradients: Tensor) -> Generator[Work]:
         flat = gradients.to(working(gradients.dtype))
@@ -124,27 +126,6 @@ class Compressed(Reduction):
         self._compressor.take_back(common)
         if self._owed is not None:
             self._owed.take_back(by_rank)
-
-
-class _Staged:
-    """Stages of which the first has begun."""
-
-    def __init__(self, stages: Generator[Work]) -> None:
-        self._stages = stages
-        self._work: Work | None = next(stages, None)
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """A second call does nothing; one after a timeout goes on where that one was."""
-        while self._work is not None:
-            self._work.wait(timeout)
-            self._work = next(self._stages, None)
-
-    def done(self) -> bool:
-        """Whether the stage that has begun is, without waiting: the others begin when they are
-        waited for.
-        """
-        done = None if self._work is None else asks(self._work)
-        return self._work is None or (done is not None and done())
 
 
 def working(dtype: torch.dtype) -> torch.dtype:

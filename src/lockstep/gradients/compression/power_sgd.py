@@ -173,16 +173,17 @@ def check_matrices(compression: Compression, model: nn.Module, rank: int) -> Non
         if each.requires_grad and (shape := matrix_of(each)) is not None
     }
     if not shapes:
-        raise UsageError(
-            f"compress='{compression}' makes two factors of a matrix, and no parameter of this"
-            " model is one: choose bf16"
-        )
+        raise UsageError("powersgd-without-matrix", compress=str(compression))
     name, shape = max(shapes.items(), key=lambda item: min(item[1]))
     if columns > min(shape):
         raise UsageError(
-            f"compress='{compression}': factors of {columns} columns, and no matrix of this model"
-            f" has so many rows and columns; the largest that way is {name!r}, {shape[0]} x"
-            f" {shape[1]}: choose a smaller rank, as in powersgd:{max(1, min(shape) // 8)}"
+            "powersgd-rank-too-large",
+            compress=str(compression),
+            columns=columns,
+            parameter=name,
+            rows=shape[0],
+            width=shape[1],
+            advice=max(1, min(shape) // 8),
         )
     if rank == 0 and not any(pays(columns, each) for each in shapes.values()):
         warnings.warn(

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from lockstep import collectives
+from lockstep.collectives.broadcast_json import said_by
 from lockstep.collectives.group import Group
-from lockstep.collectives.texts import said_by
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.fixed import towards
 from lockstep.launcher.launch import launch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.collectives.texts import everybodys
+from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.task import Task
 from lockstep.data.rows import DatasetRows, Piece
 from lockstep.errors import TaskError, UsageError

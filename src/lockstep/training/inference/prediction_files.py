@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.collectives.texts import everybodys, said_by
+from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
 from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError
 from lockstep.runtime.whole_file import force

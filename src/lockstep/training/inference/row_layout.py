@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.collectives.texts import everybodys
+from lockstep.collectives.broadcast_json import everybodys
 from lockstep.data.rows import Piece
 from lockstep.errors import UsageError
 from lockstep.world.world import World

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lockstep.collectives.texts import bytes_of
+from lockstep.collectives.broadcast_json import bytes_of
 from lockstep.errors import UsageError
 from lockstep.world.world import World
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.tags import alive
+from lockstep.collectives.fingerprints import alive
 from lockstep.config.parallelism import Parallelism
 from lockstep.data.epoch import Drawn
 from lockstep.data.windows import Plan, Window

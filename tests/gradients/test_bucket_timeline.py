@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from lockstep.gradients.departures import Departures
+from lockstep.gradients.bucket_timeline import BucketTimeline
 
 
 class Time:
@@ -40,14 +40,14 @@ class Begins:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     found = Time()
-    monkeypatch.setattr("lockstep.gradients.departures.time", found)
+    monkeypatch.setattr("lockstep.gradients.bucket_timeline.time", found)
     return found
 
 
 def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_once(
     time: Time,
 ) -> None:
-    found = Departures()
+    found = BucketTimeline()
     for now, arrives in ((1.0, 3.0), (2.0, 4.0), (6.0, 9.0)):
         time.now = now
         found.look()
@@ -71,7 +71,7 @@ def test_what_travels_while_the_backward_goes_on_is_hidden_and_overlaps_count_on
 
 
 def test_a_look_in_time_says_when_a_sum_was_there(time: Time) -> None:
-    found = Departures()
+    found = BucketTimeline()
     time.now = 1.0
     found.leave(Goes(time, 2.0))
     found.leave(Goes(time, 3.0))
@@ -85,7 +85,7 @@ def test_a_look_in_time_says_when_a_sum_was_there(time: Time) -> None:
 
 
 def test_nothing_is_hidden_of_what_begins_when_it_is_waited_for(time: Time) -> None:
-    found = Departures()
+    found = BucketTimeline()
     time.now = 1.0
     found.leave(Begins())
     time.now = 5.0
@@ -97,7 +97,7 @@ def test_nothing_is_hidden_of_what_begins_when_it_is_waited_for(time: Time) -> N
 
 
 def test_a_window_without_a_backward_hides_nothing(time: Time) -> None:
-    found = Departures()
+    found = BucketTimeline()
     found.backward_is_over()
     found.leave(Goes(time, 3.0))
     time.now = 3.0

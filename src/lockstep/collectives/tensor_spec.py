@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.collectives.fingerprints import short_dtype
 from lockstep.collectives.group import Group
-from lockstep.collectives.tags import short_dtype
 from lockstep.errors import CollectiveMismatch, UsageError
 
 _MOST_DIMS = 8
@@ -40,14 +41,14 @@ _DTYPES: tuple[torch.dtype, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSpec:
     """A tensor without its values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def __str__(self) -> str:
@@ -67,10 +68,7 @@ class Form:
     def encode(self) -> list[int]:
         """As a row of numbers, of one length for all."""
         if self.dtype not in _DTYPES or len(self.shape) > _MOST_DIMS:
-            raise UsageError(
-                f"a tensor {self} cannot be described to other ranks: it may have {_MOST_DIMS} dims"
-                " and one of torch's number types"
-            )
+            raise UsageError("tensor-not-describable", form=str(self), dims=_MOST_DIMS)
         return [
             _DTYPES.index(self.dtype),
             len(self.shape),
@@ -79,15 +77,14 @@ class Form:
         ]
 
     @classmethod
-    def decode(cls, row: Sequence[int]) -> Form:
+    def decode(cls, row: Sequence[int]) -> TensorSpec:
         return cls(_DTYPES[row[0]], tuple(row[2 : 2 + row[1]]))
 
 
-ROW = 2 + _MOST_DIMS
-"""Numbers of an encoded form."""
+ROW = 2 + _MOST_DIMS  # numbers of an encoded form
 
 
-def exchange(group: Group, mine: Sequence[Form], kind: str) -> list[list[Form]]:
+def exchange(group: Group, mine: Sequence[TensorSpec], kind: str) -> list[list[TensorSpec]]:
     """Every rank's forms, by rank; all ranks give equally many. A small collective on the host,
     which other ranks see as `kind`.
     """
@@ -98,23 +95,66 @@ def exchange(group: Group, mine: Sequence[Form], kind: str) -> list[list[Form]]:
     )
     table = torch.tensor([form.encode() for form in mine], dtype=torch.int64).view(len(mine), ROW)
     rows = group.host.all_gather(table, text=text).view(group.size, len(mine), ROW).tolist()
-    return [[Form.decode(row) for row in theirs] for theirs in rows]
+    return [[TensorSpec.decode(row) for row in theirs] for theirs in rows]
 
 
-def check_alike(kind: str, forms: Sequence[Form], group: Group) -> None:
-    """Raise CollectiveMismatch, on all ranks, where more than the length of dim 0 differs."""
+def gathered_forms(group: Group, kind: str, tensor: Tensor) -> list[TensorSpec]:
+    """Every rank's. Raises CollectiveMismatch, on all ranks, where more than the length of dim 0
+    differs.
+    """
+    forms = [form for (form,) in exchange(group, [TensorSpec.of(tensor)], kind)]
     first = forms[0]
     for rank, form in enumerate(forms):
-        if (
-            form.dtype != first.dtype
-            or form.shape[1:] != first.shape[1:]
-            or len(form.shape) != len(first.shape)
-        ):
+        if form.any_length() != first.any_length():
             raise CollectiveMismatch(
-                f"#{group.number}: {kind}: rank {group.ranks[0]} has {first}, rank"
-                f" {group.ranks[rank]} {form}. Only dim 0 may differ.",
+                "collective-shapes-differ",
                 number=group.number,
+                kind=kind,
+                first_rank=group.ranks[0],
+                first=str(first),
+                rank=group.ranks[rank],
+                form=str(form),
             )
+    return forms
+
+
+def scattered_forms(
+    group: Group, tensors: Sequence[Tensor] | None, root: int
+) -> tuple[list[TensorSpec], Tensor]:
+    """What rank `root` scatters, on all ranks; and an empty tensor of bytes, where it is to lie.
+
+    Refuses a list elsewhere, and one of another length, before anything is sent.
+    """
+    group.check_root(root)
+    if (tensors is not None) != (group.rank == root):
+        what = "a list" if tensors is not None else "no list"
+        raise UsageError("scatter-list-not-of-root", rank=group.rank, what=what, root=root)
+    table = torch.zeros(group.size, ROW, dtype=torch.int64)
+    if tensors is not None:
+        check_pieces("scatter", tensors, group.size)
+        table = torch.tensor(
+            [TensorSpec.of(tensor).encode() for tensor in tensors], dtype=torch.int64
+        )
+    group.host.broadcast(table, root, text=f"scatter from {root}").wait()
+    device = "cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu"
+    like = torch.empty(0, dtype=torch.uint8, device=tensors[0].device if tensors else device)
+    return [TensorSpec.decode(row) for row in table.tolist()], like
+
+
+def arriving_forms(group: Group, tensors: Sequence[Tensor]) -> list[TensorSpec]:
+    """What each rank has for this one in an all-to-all."""
+    check_pieces("all_to_all", tensors, group.size)
+    everyone = exchange(group, [TensorSpec.of(tensor) for tensor in tensors], "all_to_all")
+    return [theirs[group.rank] for theirs in everyone]
+
+
+def check_pieces(kind: str, tensors: Sequence[Tensor], size: int) -> None:
+    """Raise a UsageError unless there is a tensor for each of `size` ranks, all of one dtype."""
+    if len(tensors) != size:
+        raise UsageError("tensors-not-one-a-rank", kind=kind, count=len(tensors), size=size)
+    dtypes = sorted({short_dtype(tensor.dtype) for tensor in tensors})
+    if len(dtypes) > 1:
+        raise UsageError("mixed-dtypes", kind=kind, dtypes=dtypes)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -122,12 +162,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(octets: Tensor, form: Form) -> Tensor:
+def from_bytes(octets: Tensor, form: TensorSpec) -> Tensor:
     """The tensor that lies in these bytes, without a copy."""
     return octets[: form.bytes].view(form.dtype).view(form.shape)
 
 
-def room_for(forms: Sequence[Form]) -> int:
+def room_for(forms: Sequence[TensorSpec]) -> int:
     """Bytes that hold any of the tensors: exactly theirs where they are alike, else rounded up
     so that none lies askew behind another.
     """

@@ -1,6 +1,6 @@
 """Collectives compared among ranks that share no memory: their hashes travel before each of them.
 
-The page of a host (tags.py) costs nothing; this costs one small message a collective and makes
+The page of a host (fingerprints.py) costs nothing; this costs one small message a collective and makes
 every collective wait for the slowest rank. So it is asked for, to find a mistake:
 `lockstep.init(tags="all")`.
 """
@@ -15,16 +15,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lockstep.collectives.tags import different, listed
+from lockstep.collectives.fingerprints import Uncompared, different, listed, timed_out
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
 
 _LET_THE_OTHERS_SAY = timedelta(seconds=1)  # that they are waiting as well
 
 
-class ExchangedTags:
+class ExchangedFingerprints(Uncompared):
     """This rank's comparison of one group's collectives, over a gloo group of the same ranks
-    that nothing else uses.
+    that nothing else uses. All ranks are compared when a number is posted.
     """
+
+    compares = True
 
     def __init__(
         self,
@@ -40,9 +42,6 @@ class ExchangedTags:
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._timeout = timeout
 
-    def close(self) -> None:
-        """Nothing is held that the process group does not hold."""
-
     def post(self, number: int, text: str) -> None:
         """Say that this rank is about to do `text` as its collective `number`, and compare with all
         ranks.
@@ -57,23 +56,9 @@ class ExchangedTags:
             work = dist.all_gather(everyone, mine, group=self._group, async_op=True)
             work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._alone(number, text) from error
+            raise self._alone(number, text, error) from error
         if any(not torch.equal(other, mine) for other in everyone):
             raise self._mismatch(number, text)
-
-    def compare(self, number: int) -> bool:
-        """All ranks were compared when the number was posted."""
-        return True
-
-    def wait(self, number: int, timeout: timedelta) -> None:
-        """All ranks had come when the number was posted."""
-
-    def said(self, number: int) -> str:
-        """Nothing is kept."""
-        return ""
-
-    def look(self, number: int, awaited: Sequence[int] = ()) -> None:
-        """Nothing is seen of the others between collectives."""
 
     def _mismatch(self, number: int, text: str) -> CollectiveMismatch:
         self._store.set(f"said/{number}/{self._rank}", text)
@@ -82,19 +67,18 @@ class ExchangedTags:
         ]
         return different(number, texts, self._ranks)
 
-    def _alone(self, number: int, text: str) -> CollectiveTimeout | PeerFailed:
+    def _alone(self, number: int, text: str, error: RuntimeError) -> CollectiveTimeout | PeerFailed:
         """The comparison did not come about: ask who else is waiting."""
         self._store.set(f"waiting/{number}/{self._rank}", "")
         deadline = time.monotonic() + _LET_THE_OTHERS_SAY.total_seconds()
         while (missing := self._not_waiting(number)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        message = f"#{number}: {text}: {listed(missing) if missing else 'a rank'} did not come"
         if time.monotonic() < deadline or not missing:
-            return PeerFailed(f"{message}: its connection was closed")
-        return CollectiveTimeout(
-            f"{message} within the timeout of {self._timeout.total_seconds():g} s, or has ended",
-            missing=missing,
-        )
+            who = listed(missing) if missing else "a rank"
+            return PeerFailed(
+                "peer-left-collective", number=number, call=text, who=who, error=str(error)
+            )
+        return timed_out(number, text, missing, self._timeout)
 
     def _not_waiting(self, number: int) -> list[int]:
         return [

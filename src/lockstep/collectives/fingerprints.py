@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
+from lockstep.launcher.processes import DEAD, state
 from lockstep.runtime import status
 
 _HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid
@@ -45,8 +46,34 @@ _LET_THE_OTHERS_COME = 0.5  # seconds, so that a mismatch can tell what each ran
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
 
 
-class Tags:
+class Uncompared:
+    """What a group has whose ranks tell nobody what they are about to do."""
+
+    compares = False
+
+    def post(self, number: int, text: str) -> None:
+        """Say that this rank is about to do `text` as its collective `number`, and compare with
+        what the others have said of it. Raises CollectiveMismatch.
+        """
+
+    def wait(self, number: int, timeout: timedelta) -> None:
+        """Return when all ranks have come to collective `number` and mean the same by it."""
+
+    def look(self, number: int, awaited: Sequence[int] = ()) -> None:
+        """Raise what there is to say of the others while this rank waits for them elsewhere."""
+
+    def said(self, number: int) -> str:
+        """What this rank said its collective `number` is; empty when that is long ago."""
+        return ""
+
+    def close(self) -> None:
+        """Forget what the others say."""
+
+
+class HostFingerprints(Uncompared):
     """This rank's view of the page of one group whose members share a host."""
+
+    compares = True
 
     def __init__(
         self, memory: mmap.mmap, rank: int, ranks: Sequence[int], *, places: bool = True
@@ -61,21 +88,21 @@ class Tags:
         self._others = [other for other in range(len(ranks)) if other != rank]
         self._mine = rank * _BLOCK
         _HEADER.pack_into(memory, self._mine, 0, 0, os.getpid())
-        self.compared = 0
+        self._compared = 0
 
     def close(self) -> None:
         self._memory.close()
 
     def post(self, number: int, text: str) -> None:
-        """Say that this rank is about to do `text` as its collective `number`."""
         start = self._tag(self._rank, number)
         encoded = text.encode()[: _TAG - 8]
         _NUMBER.pack_into(self._memory, start, 0)  # not to be read while it changes
         self._memory[start + 8 : start + _TAG] = encoded.ljust(_TAG - 8, b"\0")
         _NUMBER.pack_into(self._memory, start, number)
         _NUMBER.pack_into(self._memory, self._mine, number)
+        self._compare(number)
 
-    def compare(self, number: int) -> bool:
+    def _compare(self, number: int) -> bool:
         """Compare with the ranks that have come to `number`; True when all have. Raises
         CollectiveMismatch.
         """
@@ -108,13 +135,13 @@ class Tags:
         Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead;
         CollectiveTimeout, naming who did not come.
         """
-        if number <= self.compared or self.compare(number):
-            self.compared = max(self.compared, number)
+        if number <= self._compared or self._compare(number):
+            self._compared = max(self._compared, number)
             return
         begin = last_look = time.monotonic()
         pause = 0.0
         status.waits(True)
-        while not self.compare(number):
+        while not self._compare(number):
             # 0 yields the core: on a host with more ranks than cores the one awaited may need it
             time.sleep(pause)
             now = time.monotonic()
@@ -125,18 +152,17 @@ class Tags:
                 if now - begin > timeout.total_seconds():
                     raise self._timeout(number, timeout)
         status.waits(False)
-        self.compared = number
+        self._compared = number
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
         """Compare once, and see whether a rank is dead that has not come to `number`, or that is
         `awaited` (places) in the middle of it.
         """
-        if not self.compare(number):
+        if not self._compare(number):
             self._look_for_the_dead(number, self._missing(number))
         self._look_for_the_dead(number, awaited)
 
     def said(self, number: int) -> str:
-        """What this rank said its collective `number` is; empty when that is long ago."""
         return self._text(self._rank, number) or ""
 
     # -- messages ---------------------------------------------------------------------------------
@@ -170,7 +196,7 @@ class Tags:
     def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
         for other in among:
             latest, _, pid = _HEADER.unpack_from(self._memory, other * _BLOCK)
-            if pid and not alive(pid):
+            if pid and state(pid) == DEAD:
                 last = self._text(other, latest)
                 act = (
                     f"its last collective was #{latest}: {last}"
@@ -178,17 +204,17 @@ class Tags:
                     else "it had called no collective"
                 )
                 raise PeerFailed(
-                    f"rank {self._ranks[other]} (pid {pid}) has ended; {act}. This rank waited for"
-                    f" it in #{number}: {self._text(self._rank, number)}"
+                    "peer-has-ended",
+                    peer=self._ranks[other],
+                    pid=pid,
+                    last=act,
+                    number=number,
+                    call=self._text(self._rank, number),
                 )
 
     def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
         missing = [self._ranks[other] for other in self._missing(number)]
-        return CollectiveTimeout(
-            f"#{number}: {self._text(self._rank, number)}: {listed(missing)} did not come within"
-            f" the timeout of {timeout.total_seconds():g} s",
-            missing=missing,
-        )
+        return timed_out(number, self._text(self._rank, number), missing, timeout)
 
 
 def share_page(
@@ -199,11 +225,11 @@ def share_page(
     timeout: timedelta,
     *,
     places: bool = True,
-) -> Tags:
+) -> HostFingerprints:
     """Make or join the page of a group whose members all run on this host. Every member calls
     it. Linux only.
     """
-    return Tags(
+    return HostFingerprints(
         share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout),
         rank,
         ranks,
@@ -223,14 +249,26 @@ def different(number: int, texts: Sequence[str | None], ranks: Sequence[int]) ->
     for rank, text in zip(ranks, texts, strict=True):
         if text is not None:
             said.setdefault(text, []).append(rank)
-    parts = [f"{listed(who)} {text}" for text, who in said.items()]
-    rule = "All ranks must call the same collectives in the same order."
-    if len({text.rsplit(" at ", 1)[0] for text in said}) == 1:
-        rule = (
-            "These are alike but stand at different places: all ranks must come to a collective by"
-            " the same line."
-        )
-    return CollectiveMismatch(f"#{number}: {'; '.join(parts)}. {rule}", number=number)
+    alike = len({text.rsplit(" at ", 1)[0] for text in said}) == 1
+    return CollectiveMismatch(
+        "collective-places-differ" if alike else "collective-mismatch",
+        number=number,
+        calls="; ".join(f"{listed(who)} {text}" for text, who in said.items()),
+    )
+
+
+def timed_out(
+    number: int, call: str | None, missing: Sequence[int], timeout: timedelta
+) -> CollectiveTimeout:
+    """The error that says which ranks (of the world) did not come to collective `number`."""
+    return CollectiveTimeout(
+        "collective-timeout",
+        number=number,
+        call=call,
+        who=listed(missing),
+        missing=missing,
+        seconds=timeout.total_seconds(),
+    )
 
 
 def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
@@ -272,18 +310,3 @@ def listed(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {','.join(map(str, ranks))}"
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this host is: one that has died and was not looked after is not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()[0] != b"Z"
-    except OSError:
-        return True

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lockstep.collectives.group import Work, asks
+from lockstep.collectives.work import Work, asks
 
 _SECOND = 1e9  # ns
 
 
-class Departure(NamedTuple):
+class BucketTimes(NamedTuple):
     """One bucket's, in seconds of this process's monotonic clock."""
 
     left: float
@@ -21,7 +21,7 @@ class Departure(NamedTuple):
     """None: not known yet."""
 
 
-class Departures:
+class BucketTimeline:
     """Of one window. Nobody waits for a look: a sum that came unseen counts as there when
     somebody looks, or waits for it.
     """
@@ -60,10 +60,10 @@ class Departures:
         if self._arrived[number] is None:
             self._arrived[number] = time.monotonic_ns()
 
-    def times(self) -> Sequence[Departure]:
+    def times(self) -> Sequence[BucketTimes]:
         """By bucket, in the order in which they left."""
         return [
-            Departure(left / _SECOND, None if at is None else at / _SECOND)
+            BucketTimes(left / _SECOND, None if at is None else at / _SECOND)
             for left, at in zip(self._left, self._arrived, strict=True)
         ]
 

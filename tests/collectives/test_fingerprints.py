@@ -16,7 +16,7 @@ import torch
 
 import lockstep
 from lockstep import collectives
-from lockstep.collectives.tags import listed
+from lockstep.collectives.fingerprints import listed
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -25,6 +25,7 @@ from lockstep.errors import (
     WorkerFailed,
 )
 from lockstep.testing import run_ranks
+from tests.refused import refused
 
 
 def opposite_order(world: lockstep.World) -> tuple[str, list[float]]:
@@ -45,10 +46,10 @@ def opposite_order(world: lockstep.World) -> tuple[str, list[float]]:
 def test_m7_equal_shapes_in_opposite_order() -> None:
     for rank, (message, values) in enumerate(run_ranks(opposite_order, 2)):
         assert re.fullmatch(
-            r"#1: rank 0 all_reduce sum f32\[3\] at test_tags.py:\d+; rank 1 all_reduce sum"
-            r" f32\[3\] at test_tags.py:\d+\. "
+            r"#1: rank 0 all_reduce sum f32\[3\] at test_fingerprints.py:\d+; rank 1 all_reduce sum"
+            r" f32\[3\] at test_fingerprints.py:\d+\. "
             r"These are alike but stand at different places: all ranks must come to a collective by"
-            r" the same line\.",
+            r" the same line \[collective-places-differ\]",
             message,
         )
         assert values == [1.0 + rank, 100.0 * (1 + rank)]  # nothing was mixed
@@ -66,8 +67,8 @@ def different_sizes(world: lockstep.World) -> str:
 def test_m22_different_sizes_do_not_abort_in_c() -> None:
     for message in run_ranks(different_sizes, 3):
         assert re.match(
-            r"#1: ranks 0,2 all_reduce sum f32\[4\] at test_tags.py:\d+; rank 1 all_reduce sum"
-            r" f32\[6\] at test_tags.py:\d+\.",
+            r"#1: ranks 0,2 all_reduce sum f32\[4\] at test_fingerprints.py:\d+; rank 1 all_reduce sum"
+            r" f32\[6\] at test_fingerprints.py:\d+\. .* \[collective-mismatch\]$",
             message,
         )
 
@@ -110,7 +111,7 @@ def test_m21_a_rank_that_ends_early_is_named_on_all_ranks() -> None:
     for message in run_ranks(uneven, 2):
         assert re.match(
             r"#6: rank 0 end of the world \(close\); rank 1 all_reduce sum f32\[8\] at"
-            r" test_tags.py:\d+\.",
+            r" test_fingerprints.py:\d+\.",
             message,
         )
 
@@ -119,14 +120,10 @@ def dies(world: lockstep.World) -> None:
     collectives.all_reduce(torch.zeros(8))
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(
-        PeerFailed,
-        match=(
-            r"rank 1 \(pid \d+\) has ended; its last collective was #1: all_reduce sum f32\[8\] at"
-            r" test_tags.py"
-        ),
-    ):
+    with refused("peer-has-ended", PeerFailed, peer=1, number=2) as caught:
         collectives.all_reduce(torch.zeros(9))
+    last = "its last collective was #1: all_reduce sum f32[8] at test_fingerprints.py"
+    assert caught.value.values["last"].startswith(last)
     raise LockstepError("as expected")
 
 
@@ -153,8 +150,8 @@ def late(world: lockstep.World, flag: str) -> str:
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert (
         run_ranks(late, 2, args=(str(tmp_path / "given-up"),))[0]
-        == "(1,) #1: all_reduce sum f32[8] at test_tags.py:N: rank 1 did not come within the"
-        " timeout of 0.3 s"
+        == "(1,) #1: all_reduce sum f32[8] at test_fingerprints.py:N: rank 1 did not come within the"
+        " timeout of 0.3 s [collective-timeout]"
     )
 
 

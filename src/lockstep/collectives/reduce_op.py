@@ -1,0 +1,85 @@
+"""How elements are reduced: which operations there are, what torch and c10d call them, and for which
+dtypes each has a meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.config.knob import chosen
+from lockstep.errors import UsageError
+
+Op = Literal["sum", "mean", "max", "min", "prod"]
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+OF_TORCH: dict[Any, Op] = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.PRODUCT: "prod",
+}
+
+COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,  # divided once, at the end
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def check_op(op: str, tensor: Tensor) -> None:
+    """Raise a UsageError for an unknown operation, and for one that has no meaning for the
+    dtype.
+    """
+    chosen("op", op, REDUCE_OPS)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UsageError("mean-of-integers", dtype=dtype)
+    if op in ("max", "min") and tensor.is_complex():
+        raise UsageError("op-of-complex", op=op, dtype=dtype)
+    if tensor.dtype == torch.bool and op not in ("max", "min"):
+        raise UsageError("op-of-bool", op=op)
+    if tensor.layout != torch.strided:
+        raise UsageError("op-of-sparse", op=op)
+    if tensor.dtype not in _WORKING and tensor.dtype not in _WIDER:
+        raise UsageError("op-of-dtype", op=op, dtype=dtype)
+
+
+def check_rows(tensor: Tensor) -> None:
+    """Raise a UsageError for what a reduce-scatter cannot cut."""
+    if not tensor.dim():
+        raise UsageError("collective-without-rows")
+
+
+_WORKING = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+}
+_WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32}
+
+
+def working_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype in which backends reduce a tensor: its own where they know it."""
+    return _WIDER.get(tensor.dtype, tensor.dtype)

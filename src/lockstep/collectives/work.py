@@ -1,0 +1,118 @@
+"""Collectives that are under way, and how each kind of them is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Generic, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from lockstep.runtime import status
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """A collective that is under way. Nothing may touch its tensor before `wait` has returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> object: ...
+
+
+def asks(work: Work) -> Callable[[], bool] | None:
+    """How to ask a work, without waiting, whether it is done; None where it only begins when
+    somebody waits for it.
+    """
+    if isinstance(work, Handle):
+        parts = [asks(each) for each in work.works]
+        known = [part for part in parts if part is not None]
+        return (
+            None if len(known) < len(parts) or not parts else lambda: all(part() for part in known)
+        )
+    found: Callable[[], bool] | None = getattr(work, "done", None)
+    return found
+
+
+def wait_on_page(work: dist.Work, timeout: timedelta | None = None) -> None:
+    """Wait for what a backend does, and say on the status page that this rank waits."""
+    status.waits(True)
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
+    status.waits(False)
+
+
+class Done:
+    """Work that was finished when it was started."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        return None
+
+
+class Later(Generic[T]):
+    """A collective that a group's background thread does: waited for like a Handle."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> T:
+        """Return the result when it is there. Raises what the collective raised, and
+        TimeoutError.
+        """
+        status.waits(True)
+        found = self._future.result(None if timeout is None else timeout.total_seconds())
+        status.waits(False)
+        return found
+
+    def done(self) -> bool:
+        """Whether the result is there, without waiting."""
+        return self._future.done()
+
+
+class Handle(Generic[T]):
+    """A collective that is under way. Its tensors must not be touched before `wait`, which
+    returns the result; several may be in flight.
+
+    Args:
+        works: to wait for.
+        finish: then makes the result. Without works it is the whole collective.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], T]) -> None:
+        self.works = works
+        self._finish = finish
+        self._result: list[T] = []
+
+    def wait(self, timeout: timedelta | None = None) -> T:
+        """Return the result when it is there (on a GPU: when the current stream will wait for
+        it). A later call returns it again.
+        """
+        if not self._result:
+            for work in self.works:
+                work.wait(timeout)
+            self._result.append(self._finish())
+            self.works = ()
+        return self._result[0]
+
+
+class Staged:
+    """Collectives, each of which begins when the one before is done. The first has begun."""
+
+    def __init__(self, stages: Generator[Work]) -> None:
+        self._stages = stages
+        self._work: Work | None = next(stages, None)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """A second call does nothing; one after a timeout continues where that one was."""
+        while self._work is not None:
+            self._work.wait(timeout)
+            self._work = next(self._stages, None)
+
+    def done(self) -> bool:
+        """Whether the stage that has begun is, without waiting: the others begin when they are
+        waited for.
+        """
+        done = None if self._work is None else asks(self._work)
+        return self._work is None or (done is not None and done())
