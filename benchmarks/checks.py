@@ -23,6 +23,7 @@ import torch
 
 import lockstep
 from against_ddp import CASES, loss
+from lockstep.collectives.fingerprints import Uncompared
 from lockstep.launcher.stalls import Watcher
 from lockstep.runtime import status
 from lockstep.step.wrapper_arguments import Checks
@@ -51,12 +52,12 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             steppers[kind] = lockstep.Stepper(model, optimizer, checks=checks, update=update)
         seconds: dict[str, list[float]] = {kind: [] for kind in VARIANTS}
-        tags, notes = world.group.tags, 0
+        fingerprints, notes = world.group.fingerprints, 0
         for step in range(steps + 3):
             batch = case.samples(case.batch, generator)
             for kind in VARIANTS if step % 2 else reversed(VARIANTS):
                 world.group.all_reduce(torch.zeros(1)).wait()
-                world.group.tags = None if kind == "untagged" else tags
+                world.group.fingerprints = Uncompared() if kind == "untagged" else fingerprints
                 status._page = page if kind == "noted" else None
                 before = page.ticks
                 begin = time.perf_counter()
@@ -67,7 +68,7 @@ def measure(name: str, steps: int, folder: str) -> tuple[dict[str, list[float]],
                 if step >= 3:
                     seconds[kind].append(time.perf_counter() - begin)
                     notes += page.ticks - before
-                world.group.tags = tags
+                world.group.fingerprints = fingerprints
         slowest = torch.tensor([seconds[kind] for kind in VARIANTS], dtype=torch.float64)
         world.group.all_reduce(slowest, "max").wait()
         return (

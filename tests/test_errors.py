@@ -22,7 +22,7 @@ KINDS = {
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, LockstepError)
 }
-BARE = {}
+BARE: set[str] = set()
 """Rooms whose errors have no codes yet."""
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.collectives.choose import Tuning
-from lockstep.collectives.exchanged_fingerprints import ExchangedTags
+from lockstep.collectives.exchanged_fingerprints import ExchangedFingerprints
 from lockstep.collectives.fingerprints import share_page
 from lockstep.collectives.group import Group, Hosts
 from lockstep.collectives.shared_memory.operations import possible, share_memory
@@ -154,19 +154,21 @@ class WorldGroups:
         `host`: the group's tensors are on the CPU, whatever the world's device.
         """
         group.waits = host or self._device.type == "cpu"
-        if group.size == 1 or group.tags is not None or self._tags == "off":
+        if group.size == 1 or group.fingerprints.compares or self._tags == "off":
             return
         name = group.process_group.group_name
         if sys.platform == "linux" and (one_host or self.on_one_host):
-            group.tags = self._owner.own(
+            group.fingerprints = self._owner.own(
                 share_page(self._store, name, group.rank, group.ranks, self._timeout)
             )
             self._share_memory(group, name)
         elif self._tags == "all":
-            group.tags = self._owner.own(
-                ExchangedTags(self._store, name, self.twin(group), group.ranks, self._timeout)
+            group.fingerprints = self._owner.own(
+                ExchangedFingerprints(
+                    self._store, name, self.twin(group), group.ranks, self._timeout
+                )
             )
-        if group.tags is not None:
+        if group.fingerprints.compares:
             group.timeout = self._timeout
 
     def _share_memory(self, group: Group, name: str) -> None:

@@ -117,7 +117,9 @@ class World:
         is adopted: used, never closed.
         """
         if not dist.is_initialized():
-            raise UsageError("process-group-destroyed" if len(World._open) else "no-world-open")
+            if len(World._open):
+                raise UsageError("process-group-destroyed", what="what needs a world")
+            raise UsageError("no-world-open")
         assert dist.group.WORLD is not None
         if dist.group.WORLD in World._failed:
             raise UsageError("world-failed")

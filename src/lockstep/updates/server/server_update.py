@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from lockstep.collectives.fingerprints import alive
 from lockstep.config.parallelism import Parallelism
 from lockstep.data.epoch import Drawn
 from lockstep.data.windows import Plan, Window
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
 from lockstep.launcher import preemption
+from lockstep.launcher.processes import DEAD, state
 from lockstep.runtime import status
 from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.optimizer_state import CutOptimizer, elementwise_pieces
@@ -100,7 +100,7 @@ class ServerUpdate(Update):
         here = world.local_size == world.size
         if self._rank == 0:
             self._desk = Desk(
-                counter, self._shards.owners, lambda rank: here and not alive(pids[rank])
+                counter, self._shards.owners, lambda rank: here and state(pids[rank]) == DEAD
             )
         self._missable = here and self._rank >= self._shards.owners
         self._shards.serve(world, self._desk)
