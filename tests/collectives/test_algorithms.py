@@ -195,8 +195,8 @@ def test_every_name_is_known_to_the_type() -> None:
             {"algorithm": "ring", "kind": "scatter", "choices": ["central", "tree"]},
         ),
         ("reduce_all", "ring", {}, "unknown-choice", {"name": "kind", "value": "reduce_all"}),
-        ("reduce", "tree", {"root": 4}, "root-not-a-rank", {"root": 4, "size": 4}),
-        ("reduce", "tree", {"root": -1}, "root-not-a-rank", {"root": -1, "size": 4}),
+        ("reduce", "tree", {"root": 4}, "root-outside-group", {"root": 4, "size": 4}),
+        ("reduce", "tree", {"root": -1}, "root-outside-group", {"root": -1, "size": 4}),
         (
             "all_reduce",
             "hierarchical",

@@ -154,7 +154,7 @@ def wrong_arguments(world: lockstep.World) -> None:
         collectives.all_reduce(tensor, algorithm="star")  # type: ignore[call-overload]
     with refused("mean-of-integers", dtype="int64"):
         collectives.all_reduce(torch.zeros(2, dtype=torch.int64), "mean")
-    with refused("root-not-a-rank", root=2, size=2, last=1):
+    with refused("root-outside-group", root=2, size=2, last=1):
         collectives.broadcast(tensor, root=2)
 
 

@@ -300,7 +300,7 @@ def in_subgroups(world: lockstep.World) -> tuple[float, float, str]:
 
 
 def test_subgroups_and_roots_inside_them() -> None:
-    sentence = "root-not-a-rank {'root': 2, 'size': 2, 'last': 1}"
+    sentence = "root-outside-group {'root': 2, 'size': 2, 'last': 1}"
     assert run_ranks(in_subgroups, 4) == [
         (2.0, 2.0, sentence),
         (3.0, 1.0, sentence),
@@ -407,7 +407,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
             "unknown-choice",
             {"name": "op", "value": "median", "choices": ["sum", "mean", "max", "min", "prod"]},
         ),
-        ("root-not-a-rank", {"root": 1, "size": 1, "last": 0}),
+        ("root-outside-group", {"root": 1, "size": 1, "last": 0}),
         ("scatter-list-not-of-root", {"rank": 0, "what": "no list", "root": 0}),
         ("tensors-not-one-a-rank", {"kind": "scatter", "count": 2, "size": 1}),
         ("tensors-not-one-a-rank", {"kind": "all_to_all", "count": 2, "size": 1}),

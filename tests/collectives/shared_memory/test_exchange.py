@@ -114,7 +114,7 @@ def test_one_rank_shares_with_nobody() -> None:
 
 
 def wrong_root(world: lockstep.World) -> None:
-    with refused("root-not-a-rank", root=2, size=2):
+    with refused("root-outside-group", root=2, size=2):
         collectives.broadcast(torch.ones(1), 2, algorithm="shared_memory")
 
 

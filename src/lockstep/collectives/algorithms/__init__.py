@@ -77,7 +77,7 @@ def algorithms_of(kind: Kind) -> list[str]:
 def check_root(root: int, size: int) -> None:
     """Raise a UsageError for what is no rank of a group of this size."""
     if not 0 <= root < size:
-        raise UsageError("root-not-a-rank", root=root, size=size, last=size - 1)
+        raise UsageError("root-outside-group", root=root, size=size, last=size - 1)
 
 
 def check_algorithm(kind: Kind, name: str, *others: str) -> None:
