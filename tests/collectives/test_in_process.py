@@ -268,7 +268,11 @@ ONE, TWO = torch.ones(2), torch.ones(3)
             "not-a-whole-number",
             {"name": "ranks_per_node", "value": None},
         ),
-        (lambda: in_process.reduce([ONE, ONE], root=2), "root-outside-group", {"root": 2, "size": 2}),
+        (
+            lambda: in_process.reduce([ONE, ONE], root=2),
+            "root-outside-group",
+            {"root": 2, "size": 2},
+        ),
     ],
 )
 def test_what_cannot_work_is_said(
