@@ -131,14 +131,7 @@ class Loader(WindowLoader[Epoch]):
             self.size,
             depends=self.depends_on_world_size,
         )
-        self._fingerprint = {
-            "dataset length": samples,
-            "order": self.order.fingerprint(),
-            "seed": self._seed,
-            **self.batch_plan.fields(),
-        }
-        if micro_batch is None and "micro_batch" in self._fingerprint:
-            self._fingerprint["micro_batch"] = "one a rank"
+        self._fingerprint = self._identity(samples, micro_batch)
         self._position = Position(0, 0)  # of the next window
         self._recipe: dict[str, Any] | None = None
         self._digested: tuple[int, dict[str, str]] = -1, {}  # the epoch last asked for
@@ -149,6 +142,18 @@ class Loader(WindowLoader[Epoch]):
         """Where the slots of a step are no fixed share of each rank: who deals them out
         (`Stepper.draws`).
         """
+
+    def _identity(self, samples: int, micro_batch: int | None) -> dict[str, Any]:
+        """What a position belongs to: of another, it is refused."""
+        found = {
+            "dataset length": samples,
+            "order": self.order.fingerprint(),
+            "seed": self._seed,
+            **self.batch_plan.fields(),
+        }
+        if micro_batch is None and "micro_batch" in found:
+            found["micro_batch"] = "one a rank"
+        return found
 
     def _workers(self, wanted: int) -> tuple[int, int | None]:
         """(workers, batches that each fetches ahead): together the micro-batches of a window, so

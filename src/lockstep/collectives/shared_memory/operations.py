@@ -51,7 +51,7 @@ _PAGE = 4096
 _VIEWS = 1024
 
 
-class Members(Protocol):
+class MemoryGroup(Protocol):
     """What is needed of the group whose ranks share the memory (group.py)."""
 
     ranks: tuple[int, ...]
@@ -86,7 +86,7 @@ def _length(size: int) -> int:
     return _header(size) + size * SLOTS * PIECE
 
 
-def share_memory(store: dist.Store, key: str, group: Members, timeout: timedelta) -> HostMemory:
+def share_memory(store: dist.Store, key: str, group: MemoryGroup, timeout: timedelta) -> HostMemory:
     """A group's shared memory, and what is allocated in it later. Every member calls it, on a
     host where it is `possible`.
     """
@@ -101,7 +101,7 @@ def share_memory(store: dist.Store, key: str, group: Members, timeout: timedelta
         )
 
 
-def _cores(store: dist.Store, key: str, group: Members) -> list[list[int]]:
+def _cores(store: dist.Store, key: str, group: MemoryGroup) -> list[list[int]]:
     """On which cores each member may run: a launcher may have bound them, each to its own."""
     store.set(f"{key}/cores/{group.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     return [json.loads(store.get(f"{key}/cores/{rank}")) for rank in range(group.size)]
@@ -120,7 +120,12 @@ class HostMemory:
     """
 
     def __init__(
-        self, memory: mmap.mmap, group: Members, more: Callable[[int], mmap.mmap], *, crowded: bool
+        self,
+        memory: mmap.mmap,
+        group: MemoryGroup,
+        more: Callable[[int], mmap.mmap],
+        *,
+        crowded: bool,
     ) -> None:
         self._group = group
         self._more = more
