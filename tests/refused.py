@@ -11,13 +11,24 @@ import pytest
 from lockstep.errors import LockstepError, UsageError
 
 
+class Refusal:
+    """What a block raised; there after the block."""
+
+    value: LockstepError
+
+
 @contextmanager
 def refused(
     code: str, kind: type[LockstepError] = UsageError, /, **values: Any
-) -> Iterator[pytest.ExceptionInfo[LockstepError]]:
+) -> Iterator[Refusal]:
     """The block raises an error of this kind, with this code and at least these values."""
-    with pytest.raises(kind) as caught:
-        yield caught
-    error = caught.value
+    refusal = Refusal()
+    try:
+        yield refusal
+    except kind as raised:
+        # its traceback would hold this frame, and with it the test's, until the garbage collector comes
+        error = refusal.value = raised.with_traceback(None)
+    else:
+        pytest.fail(f"nothing was refused: {code}")
     assert error.code == code, str(error)
     assert error.values | values == error.values, str(error)

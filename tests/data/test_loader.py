@@ -243,9 +243,9 @@ def test_a_later_walk_ends_an_earlier_one(workers: int) -> None:
     old = next(earlier)
     assert as_data(old[0]) == [0, 1]
     new = next(iter(Epoch(ours, 1)))
-    with refused("batches-not-fetched", LockstepError, epoch=0) as caught:
+    why = "another epoch was begun, a state loaded or the Loader closed"
+    with refused("batches-not-fetched", LockstepError, epoch=0, why=why):
         list(old)
-    assert "another epoch was begun" in caught.value.values["why"]
     assert as_data(old[0]) == [0, 1]
     assert as_data(list(new)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
