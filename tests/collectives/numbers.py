@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lockstep.collectives.addition_order import fold
 from lockstep.collectives.algorithms import algorithms_of, schedule
 from lockstep.collectives.schedule import (
     REDUCING,
@@ -20,7 +21,6 @@ from lockstep.collectives.schedule import (
     together,
     wanted_after,
 )
-from lockstep.collectives.tree import fold
 
 KINDS: tuple[Kind, ...] = (
     "all_reduce",

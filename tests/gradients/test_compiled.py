@@ -69,8 +69,8 @@ def train(world: lockstep.World, kind: str) -> tuple[int, int, Tensor]:
         forward, reducer = torch.compile(ddp, backend=count), ddp._averaging.reducer
     assert reducer is not None
     to_come: list[int] = []
-    leave = reducer.door._leave
-    reducer.door._leave = lambda: (to_come.append(reducer.door.here.count(False)), leave())[1]  # type: ignore[func-returns-value]
+    leave = reducer.hooks._leave
+    reducer.hooks._leave = lambda: (to_come.append(reducer.hooks.here.count(False)), leave())[1]  # type: ignore[func-returns-value]
     for _ in range(2):
         to_come.clear()
         model.zero_grad()

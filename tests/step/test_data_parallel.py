@@ -59,11 +59,11 @@ def test_no_sync_restores_the_old_state_also_after_an_exception() -> None:
         assert ddp._averaging is not None
         with pytest.raises(KeyError), ddp.no_sync(), ddp.no_sync():
             raise KeyError
-        assert ddp._averaging.reducer.door.closing
+        assert ddp._averaging.reducer.hooks.closing
         with ddp.no_sync():
             with ddp.no_sync():
                 pass
-            assert not ddp._averaging.reducer.door.closing
+            assert not ddp._averaging.reducer.hooks.closing
 
 
 def through_module(world: lockstep.World) -> list[Tensor]:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lockstep.collectives.addition_order import ABSENT, add_rows
 from lockstep.collectives.group import Group
-from lockstep.collectives.tree import ABSENT, add_rows
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] | None]
 

@@ -1,4 +1,4 @@
-"""Exact mode: sums along one tree over the slots of a step (collectives/tree.py), so that no number
+"""Exact mode: sums along one tree over the slots of a step (collectives/addition_order.py), so that no number
 of ranks changes a bit.
 
 TreeFold            a rank's own micro-batches, while they land
@@ -13,11 +13,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lockstep.collectives.addition_order import (
+    ABSENT,
+    Block,
+    Term,
+    Turn,
+    add_up,
+    blocks,
+    levels,
+    tree,
+    turns,
+)
 from lockstep.collectives.group import Group
 from lockstep.collectives.native import memory_of
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.resident import Along
-from lockstep.collectives.tree import ABSENT, Block, Term, Turn, add_up, blocks, levels, tree, turns
 from lockstep.collectives.work import Handle, Work
 from lockstep.config.knob import chosen
 from lockstep.data.windows import BY_RANKS, Cut, Window

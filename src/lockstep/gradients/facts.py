@@ -14,8 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lockstep.collectives.addition_order import ABSENT, add_rows
 from lockstep.collectives.group import Group
-from lockstep.collectives.tree import ABSENT, add_rows
 from lockstep.collectives.work import Work
 
 _WEIGHT, _STOP, _NEWLY_MOVING, _BY_RANK = range(4)

@@ -6,7 +6,7 @@ finishes once a window and divides by its weight. The Reducer knows neither opti
 window: it only sums.
 
 Correctness is in `finish`: what has not left goes then, a gradient that never came counts as zero.
-What leaves during a backward (door.py) is only an optimisation of it.
+What leaves during a backward (autograd_hooks.py) is only an optimisation of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.data.windows import Cut
 from lockstep.errors import UsageError
+from lockstep.gradients.autograd_hooks import AutogradHooks
 from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.bucket_timeline import BucketTimeline
-from lockstep.gradients.door import Door
 from lockstep.gradients.fold import Fold, InPlace
 from lockstep.gradients.layout import BUCKET, FIRST_BUCKET, Entry, Layout, plan
 from lockstep.gradients.reductions import Reduction
@@ -72,7 +72,7 @@ class Reducer:
         """
         self._first = 0  # the rank that has slot 0 of the window
         self._trained = TrainedParameters(module, ignored)
-        self.door = Door(fold or InPlace(), self._leave_next, self._works, self.timeline)
+        self.hooks = AutogradHooks(fold or InPlace(), self._leave_next, self._works, self.timeline)
         self._take()
 
     # -- parameters and buckets -------------------------------------------------------------------
@@ -101,16 +101,16 @@ class Reducer:
 
     def _take(self) -> None:
         """Take charge of the module's trainable parameters."""
-        door, trained = self.door, self._trained
+        hooks, trained = self.hooks, self._trained
         landed = {
             id(parameter)
-            for parameter, here in zip(trained.parameters, door.here, strict=True)
+            for parameter, here in zip(trained.parameters, hooks.here, strict=True)
             if here
         }
-        trained.take(door.landed)
-        door.static_graph.forget()
-        door.arrivals = []
-        door.here = [id(parameter) in landed for parameter in trained.parameters]
+        trained.take(hooks.landed)
+        hooks.static_graph.forget()
+        hooks.arrivals = []
+        hooks.here = [id(parameter) in landed for parameter in trained.parameters]
         self.has_finished = False  # whether a window of these parameters has been summed
         self._build(list(reversed(range(len(trained.parameters)))))
 
@@ -119,7 +119,7 @@ class Reducer:
         generator's step): nothing is to be done.
         """
         named = self._trained.now()
-        if not named and not self.door.guarded:
+        if not named and not self.hooks.guarded:
             return
         if [id(parameter) for _, parameter in named] == list(
             map(id, self.parameters)
@@ -132,7 +132,7 @@ class Reducer:
         return [
             Entry(name, room, parameter.dtype, parameter.device)
             for name, parameter, room in zip(
-                self.names, self.parameters, self.door.fold.room(self.parameters), strict=True
+                self.names, self.parameters, self.hooks.fold.room(self.parameters), strict=True
             )
         ]
 
@@ -143,24 +143,24 @@ class Reducer:
         self.layout: Layout = plan(entries, order, caps=self._caps)
         # what nobody holds any more goes before the new memory comes
         self.buckets: list[Bucket] = []
-        self.door.lay((), ())
+        self.hooks.lay((), ())
         memory = self.reduction.memory(self.layout)
         self.buckets = [
             Bucket(bucket, self.parameters, room)
             for bucket, room in zip(self.layout.buckets, memory, strict=True)
         ]
-        self.door.fold.lay(self.buckets, self.parameters)
-        self.door.lay(self.names, self.buckets)
+        self.hooks.fold.lay(self.buckets, self.parameters)
+        self.hooks.lay(self.names, self.buckets)
         self._forget()
 
     def dense(self) -> None:
         """From now on gradients of all parameters lie in buckets. Every rank calls it alike."""
-        self.door.fold = InPlace()
+        self.hooks.fold = InPlace()
         self._build(self.layout.order)
 
     def _arm(self) -> None:
         """Be ready for a closing backward."""
-        self.door.arm(self.buckets)
+        self.hooks.arm(self.buckets)
         self._forget()
 
     def _forget(self) -> None:
@@ -173,11 +173,11 @@ class Reducer:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        self.door.here = [False] * len(self.parameters)
-        self.door.stray = False
+        self.hooks.here = [False] * len(self.parameters)
+        self.hooks.stray = False
         self.renew()
         self._first = 0 if cut is None or self.group.size == 1 else cut.first(self.group.size)
-        if self.door.fold.begin(cut):
+        if self.hooks.fold.begin(cut):
             self._build(self.layout.order)
         self._arm()
 
@@ -190,20 +190,20 @@ class Reducer:
         waited for and forgotten.
         """
         self._trained.check_ours()
-        if self.door.open:
+        if self.hooks.open:
             for work in self._works:
                 work.wait()
             self._arm()
         if self._trained.changed():
             self._follow_model()
-        elif self.has_finished and self.door.arrivals is not None:
-            self._follow_arrivals(self.door.arrivals)
+        elif self.has_finished and self.hooks.arrivals is not None:
+            self._follow_arrivals(self.hooks.arrivals)
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
         """Lay the buckets in the order in which gradients arrived in the first window, on the
         rank of slot 0, so that they fill one by one.
         """
-        self.door.arrivals = None
+        self.hooks.arrivals = None
         last = list(dict.fromkeys(reversed(arrived)))[::-1]  # a parameter's last gradient counts
         order = list(dict.fromkeys([*last, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
@@ -225,7 +225,7 @@ class Reducer:
                 "gradients-of-another-model", parameters=sorted(set(names) ^ set(self.names))
             )
         numbers = {name: number for number, name in enumerate(self.names)}
-        self.door.arrivals = None
+        self.hooks.arrivals = None
         if list(names) != self.order:
             self._build([numbers[name] for name in names])
 
@@ -234,7 +234,7 @@ class Reducer:
     def _leave_next(self) -> None:
         """Send the next bucket, in the order of their numbers."""
         bucket = self.buckets[len(self._works)]
-        self.door.fold.complete(bucket)
+        self.hooks.fold.complete(bucket)
         if bucket.flag is not None:
             bucket.flag.fill_(self._missing())
         if bucket.index == 0:
@@ -248,8 +248,8 @@ class Reducer:
         other hands than autograd's.
         """
         for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None and not self.door.here[number]:
-                self.door.take_in(number, parameter.grad)
+            if parameter.grad is not None and not self.hooks.here[number]:
+                self.hooks.take_in(number, parameter.grad)
 
     def finish(self) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all
@@ -259,34 +259,34 @@ class Reducer:
             self._finish()
 
     def _finish(self) -> None:
-        door = self.door
+        hooks = self.hooks
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
             for number in (span.parameter for span in bucket.spans):
-                if not door.closed[number]:
+                if not hooks.closed[number]:
                     self.filled_here[number] = (
-                        self.parameters[number].grad is None and not door.here[number]
+                        self.parameters[number].grad is None and not hooks.here[number]
                     )
-                    door.fold.fill(number, door.scale)
+                    hooks.fold.fill(number, hooks.scale)
             self._leave_next()
         for number, work in enumerate(self._works):
             work.wait()
             self.timeline.waited_for(number)
-        door.fold.deliver()
+        hooks.fold.deliver()
         self.someone_misses = self._missing_everywhere()
         self.has_finished = True
-        self.landed_here = door.here
-        door.static_graph.learn()
-        door.here = [False] * len(self.parameters)
+        self.landed_here = hooks.here
+        hooks.static_graph.learn()
+        hooks.here = [False] * len(self.parameters)
         self._arm()
 
     def _missing(self) -> float:
         """Parameters without a gradient on this rank. One without any backward had no
         micro-batch: it knows nothing of what is missing.
         """
-        here = self.door.here
-        return float(here.count(False)) if any(here) or self.door.open else 0.0
+        here = self.hooks.here
+        return float(here.count(False)) if any(here) or self.hooks.open else 0.0
 
     def _missing_everywhere(self) -> float:
         flag = self.buckets[-1].flag
@@ -306,7 +306,7 @@ class Reducer:
         lost on this rank only. Waits for nobody.
         """
         for number, name in enumerate(self.names):
-            if self.door.here[number] and self.door.fold.cleared(number, landing=False):
+            if self.hooks.here[number] and self.hooks.fold.cleared(number, landing=False):
                 raise UsageError("gradient-cleared", parameter=name)
         for bucket, version in zip(self.buckets, self._versions, strict=False):
             if bucket.sum._version != version:

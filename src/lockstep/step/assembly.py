@@ -32,7 +32,7 @@ from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.model_shard import ModelShard
 from lockstep.step.wrapper_arguments import Checks, check_checks
 from lockstep.updates.local_steps import LocalSteps
-from lockstep.updates.own_step import Replicated, Sharded
+from lockstep.updates.replicated_and_sharded import Replicated, Sharded
 from lockstep.updates.server.server_update import ServerUpdate
 from lockstep.updates.update import Update, Updated
 from lockstep.world.world import World
@@ -109,7 +109,7 @@ def assemble(
     reducer, bare = reducer_of(
         model, method, options.bucket_mb, shard.replicas(everyone), alone=alone
     )
-    reducer.door.guard()
+    reducer.hooks.guard()
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [
         name

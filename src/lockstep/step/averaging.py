@@ -64,9 +64,9 @@ class Averaging:
             bucket_caps=caps,
             ignored=ignored,
         )
-        door = self.reducer.door
-        door.closing, door.scale, door.end_of_backward = True, 1 / group.size, self.finish
-        door.static_graph.on = static_graph
+        hooks = self.reducer.hooks
+        hooks.closing, hooks.scale, hooks.end_of_backward = True, 1 / group.size, self.finish
+        hooks.static_graph.on = static_graph
         self._unused = UnusedCheck(self.reducer, "skip" if may_be_unused else "error")
         self._replicas = ReplicaCheck() if compares else None
         self._forwards = 0  # that were compared, or might have been
@@ -83,7 +83,7 @@ class Averaging:
         """Whose model all ranks had at the end of the last `join`."""
 
     def set_static_graph(self) -> None:
-        self.reducer.door.static_graph.on = True
+        self.reducer.hooks.static_graph.on = True
         self._unused = UnusedCheck(self.reducer, "skip")
 
     @property
@@ -158,7 +158,7 @@ class Uneven(JoinHook):
     ) -> None:
         self._averaging, self.enabled = averaging, enabled
         self._divide_by_all = divide_by_all
-        self._before = averaging.reducer.door.scale
+        self._before = averaging.reducer.hooks.scale
         self._own: list[Tensor | None] | None = None
         self.active = averaging.reducer.group.size
         """Ranks that have inputs for the step at hand."""
@@ -172,7 +172,7 @@ class Uneven(JoinHook):
         reducer.group.all_reduce(counts, place="for join()").wait()
         self.active, reducing = counts.tolist()
         if not isinstance(reducer.reduction, TorchHook):  # a hook divides by itself
-            reducer.door.scale = 1 / (reducer.group.size if self._divide_by_all else self.active)
+            reducer.hooks.scale = 1 / (reducer.group.size if self._divide_by_all else self.active)
         return bool(reducing)
 
     def root(self, mine: bool) -> int:
@@ -209,4 +209,4 @@ class Uneven(JoinHook):
 
     def end(self) -> None:
         """Divide as before again."""
-        self._averaging.reducer.door.scale = self._before
+        self._averaging.reducer.hooks.scale = self._before

@@ -207,12 +207,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward is reduced: False inside `no_sync`."""
-        return self._averaging is not None and self._averaging.reducer.door.closing
+        return self._averaging is not None and self._averaging.reducer.hooks.closing
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         if self._averaging is not None:
-            self._averaging.reducer.door.closing = value
+            self._averaging.reducer.hooks.closing = value
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -308,7 +308,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         joining = averaging.joining
         reduced = (
             torch.is_grad_enabled()
-            and averaging.reducer.door.closing
+            and averaging.reducer.hooks.closing
             and (self.training or joining is not None)
         )
         if joining is not None:
@@ -326,12 +326,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         if averaging is None:
             return output
         averaging.share_buffers(after_forward=True)
-        door = averaging.reducer.door
-        averaging.follows_backward = torch.is_grad_enabled() and door.closing
+        hooks = averaging.reducer.hooks
+        averaging.follows_backward = torch.is_grad_enabled() and hooks.closing
         if averaging.follows_backward and (self.static_graph or self.find_unused_parameters):
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(door.backward_begins)
+                    tensor.register_hook(hooks.backward_begins)
         return output
 
     @contextmanager
@@ -341,7 +341,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         The old state comes back at the end, also after an exception. Only the backward needs to be
         inside.
         """
-        with self._tied("no_sync()").reducer.door.window(last=False):
+        with self._tied("no_sync()").reducer.hooks.window(last=False):
             yield
 
     def join(
@@ -401,7 +401,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise UsageError("second-hook")
         check_hook(hook)
         reducer.reduction = TorchHook(state, hook)
-        reducer.door.scale = 1.0  # hooks divide
+        reducer.hooks.scale = 1.0  # hooks divide
 
     def sync_buffers(self) -> None:
         """Average BatchNorm's statistics over the ranks (other buffers come from rank 0). All ranks
@@ -415,8 +415,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if isinstance(reducer.reduction, TorchHook):
             raise UsageError("hook-with-stepper")
         self._averaging = None
-        reducer.door.end_of_backward = None
-        reducer.door.closing = False
-        reducer.door.scale = 1.0
+        reducer.hooks.end_of_backward = None
+        reducer.hooks.closing = False
+        reducer.hooks.scale = 1.0
         reducer.dense()
         return reducer

@@ -255,7 +255,7 @@ class Stepper:
             try:
                 with (
                     keyed,
-                    self.reducer.door.window(last=last),
+                    self.reducer.hooks.window(last=last),
                     cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1),
                 ):
                     status.enter("forward")
@@ -288,8 +288,8 @@ class Stepper:
             opened.note(weight, loss)
             return loss
 
-        opened.backwards, door = len(batches), self.reducer.door
-        with door.backward(), randomness.preserved(devices=True), door.window(last=False):
+        opened.backwards, hooks = len(batches), self.reducer.hooks
+        with hooks.backward(), randomness.preserved(devices=True), hooks.window(last=False):
             run(batches, begin, count)
         status.enter("data")
 
@@ -388,7 +388,7 @@ class Stepper:
             return
         scaled = loss * scale if scale != 1 else loss
         status.enter("backward")
-        with self.reducer.door.backward():
+        with self.reducer.hooks.backward():
             (self.scaler.scale(scaled) if self.scaler is not None else scaled).backward()
         status.enter("forward")
 
@@ -441,7 +441,7 @@ class Stepper:
         Where all weights are 0, the loss is not finite, or (with `clip` or a scaler) the gradient
         is not, nothing is updated and `reason` says so.
         """
-        opened = check_ended(self._window, stray=self.reducer.door.stray)
+        opened = check_ended(self._window, stray=self.reducer.hooks.stray)
         status.enter("reduce")
         scale = self._scale_of(opened)
         if not opened.facts.sent:

@@ -31,7 +31,7 @@ from lockstep.gradients.reductions import Alone
 from lockstep.runtime import status
 from lockstep.updates.meeting_buffers import MeetingBuffers
 from lockstep.updates.optimizer_state import WholeOptimizer, whole_pieces
-from lockstep.updates.own_step import Replicated
+from lockstep.updates.replicated_and_sharded import Replicated
 from lockstep.updates.shards import places
 from lockstep.updates.update import EndedWindow, Updated
 

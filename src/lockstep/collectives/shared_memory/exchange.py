@@ -3,7 +3,7 @@
 A rank copies a piece into its next slot and says so; when all have said so, each takes what it
 needs from everybody's slots, straight into its own tensor. One synchronisation a piece: a slot is
 written again only when all have read what was in it. Every rank adds in the same order, along a
-balanced tree (collectives/tree.py), so all have the same bits. Half-precision is added in float32.
+balanced tree (collectives/addition_order.py), so all have the same bits. Half-precision is added in float32.
 
 A small message takes what Python takes for it: so tensors are detached where they come in, and
 nothing here runs under torch.no_grad.
@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lockstep.collectives.addition_order import fold
 from lockstep.collectives.reduce_op import Op, working_dtype
 from lockstep.collectives.shared_memory.waits import Flag
-from lockstep.collectives.tree import fold
 
 PIECE = 2**20  # bytes
 SLOTS = 4

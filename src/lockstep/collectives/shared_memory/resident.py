@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from lockstep.collectives.addition_order import Term, add_up, fold
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.waits import Flag
-from lockstep.collectives.tree import Term, add_up, fold
 
 # elements that are added up at a time, so that the sum is in the cache when it is written to the
 # others
@@ -49,7 +49,7 @@ class Across(NamedTuple):
 
 
 class Along(NamedTuple):
-    """What is added up in place of one tensor a rank, and in which order (collectives/tree.py)."""
+    """What is added up in place of one tensor a rank, and in which order (collectives/addition_order.py)."""
 
     term: Term
     tensors: Sequence[Tensor]

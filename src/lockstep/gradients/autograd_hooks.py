@@ -1,4 +1,4 @@
-"""The door: what does a gradient that lands now mean?
+"""The hooks: what does a gradient that lands now mean?
 
 stray      no backward whose gradients count is running: noted, and left where it is
 cleared    somebody has replaced what had landed before: an error, it belonged to the sum
@@ -37,7 +37,7 @@ _DENSE = (
 )
 
 
-class Door:
+class AutogradHooks:
     """Where the gradients of one model come in. `leave` sends the next bucket; `works` are the
     sums of those that have left, at `timeline`.
     """

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.collectives.tree import (
+from lockstep.collectives.addition_order import (
     ABSENT,
     Block,
     Term,
