@@ -84,10 +84,8 @@ def test_a_pipeline_from_the_command_to_its_evaluation(tmp_path: Path) -> None:
         ),
         (
             ["--mesh", "pipeline=2", "--workers", "1:2"],
-            (
-                "--mesh pipeline=2 has a place for each of 2 ranks: give that number of workers,"
-                " and no range"
-            ),
+            "--mesh pipeline=2 assigns work to each of 2 ranks: give --workers 2, and no range."
+            " [range-of-workers-with-places]",
         ),
         (
             ["--schedule", "gpipe"],

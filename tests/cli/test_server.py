@@ -166,7 +166,6 @@ def test_who_held_what_is_said_of_a_shard_that_has_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lockstep", "run", "--workers", "2", "script.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "PeerFailed: rank 1, which held 100 % of the parameters, has gone" in ended.stderr, (
-        ended.stderr
-    )
-    assert "From its last checkpoint, with the same --run, the training goes on" in ended.stderr
+    said = "PeerFailed: rank 1 has ended. It held 100 % of the parameters"
+    assert said in ended.stderr, ended.stderr
+    assert "[server-rank-gone]" in ended.stderr

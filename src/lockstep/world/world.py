@@ -118,7 +118,7 @@ class World:
         """
         if not dist.is_initialized():
             if len(World._open):
-                raise UsageError("process-group-destroyed", what="what needs a world")
+                raise UsageError("process-group-destroyed", what="World.current()")
             raise UsageError("no-world-open")
         assert dist.group.WORLD is not None
         if dist.group.WORLD in World._failed:

@@ -132,9 +132,9 @@ def _measure(settings: Settings, size: int, own: int, seconds: float) -> Size:
             on_rank, settings.workers, arguments, {}, timeout=patience, imports=_IMPORTS
         )[0]
     except WorkerFailed as error:
-        return Size(micro_batch=size, note=why(str(error)))
+        return Size(micro_batch=size, note=why(error.sentence))
     except LaunchTimeout as error:
-        return Size(micro_batch=size, note=str(error))
+        return Size(micro_batch=size, note=error.sentence)
 
 
 def why(failure: str) -> str:
