@@ -21,10 +21,10 @@ from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     PeerFailed,
-    UsageError,
     WorkerFailed,
 )
 from lockstep.testing import run_ranks
+from tests.refused import refused
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert missing == (1,)
     assert re.fullmatch(
         r"#1: all_reduce sum f32\[2\] at test_exchanged_fingerprints.py:\d+: rank 1 did not come within the"
-        r" timeout of 5 s \[collective-timeout\]",
+        r" timeout of 5 s\. .* \[collective-timeout\]",
         message,
     )
 
@@ -136,7 +136,7 @@ def test_a_rank_that_has_died_is_named() -> None:
 
 
 def test_an_unknown_way_to_compare_is_refused() -> None:
-    with pytest.raises(UsageError, match="tags='some': choose one of host, all, off"):
+    with refused("unknown-choice", name="tags", value="some", choices=["host", "all", "off"]):
         lockstep.init(tags="some")  # type: ignore[arg-type]
 
 

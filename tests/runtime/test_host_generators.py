@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.runtime.host_generators import Numpy, Random, Torch
 from tests.data.datasets import draw_from
-from tests.data.test_generators import _leave_states_alone, everything
+from tests.data.test_keyed import _leave_states_alone, everything
 
 __all__ = ["_leave_states_alone"]
 

@@ -122,7 +122,8 @@ def late(world: lockstep.World) -> str:
 def test_who_does_not_come_is_named() -> None:
     said = run_ranks(late, 2)[0]
     assert said.startswith("#1: all_reduce sum f32[3] at test_operations.py")
-    assert said.endswith("rank 1 did not come within the timeout of 0.3 s [collective-timeout]")
+    assert "rank 1 did not come within the timeout of 0.3 s" in said
+    assert said.endswith("[collective-timeout]")
 
 
 def test_elsewhere_it_is_refused() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.batch_script import Job, batch_script
+from lockstep.cli.batch_script import BatchJob, batch_script
 from tests.launcher.slurm.cluster import Cluster, until
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -90,7 +90,7 @@ def test_what_was_cancelled_stays_cancelled(slurm: Cluster, tmp_path: Path) -> N
         "while True: time.sleep(0.1)\n"
     )
     command = [sys.executable, str(tmp_path / "saves.py")]
-    job = Job(
+    job = BatchJob(
         job_name="cancelled",
         command=command,
         nodes=1,

@@ -298,8 +298,8 @@ def test_what_cannot_work_is_refused() -> None:
         "list": "[slots-not-drawn]",
         "share": "[slots-not-drawn]",
         "stream": "[slots-cannot-be-drawn]",
-        "save": "Checkpoints.save() between the meetings",
-        "meet": "Stepper.meet() between the meetings",
+        "save": "Checkpoints.save() was called while the workers' models differ",
+        "meet": "Stepper.meet() was called while the workers' models differ",
     }
     (found,) = run_ranks(refused_each, 1, args=([*words],))
     for what, said in words.items():
