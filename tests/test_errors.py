@@ -15,7 +15,7 @@ import pytest
 import lockstep
 from lockstep import errors
 from lockstep.cli.explain import explain
-from lockstep.errors import BarrierTimeout, LockstepError, UsageError, catalog
+from lockstep.errors import BarrierTimeout, LaunchTimeout, LockstepError, UsageError, catalog
 
 SOURCE = Path(lockstep.__file__).parent
 KINDS = {
@@ -97,6 +97,16 @@ def test_what_another_rank_said_keeps_its_code() -> None:
     assert UsageError("no code, only words").code == ""
 
 
+def test_an_entry_alone_is_the_catalogs() -> None:
+    assert {code: errors.entry_of(code) for code in catalog()} == catalog()
+    assert not errors.entry_of("no-such-code")
+
+
+def test_a_line_of_a_traceback_is_no_code() -> None:
+    said = LockstepError("rank 0 failed: bad layer\n  return shape + [rows-1]")
+    assert (said.code, str(said)) == ("", "rank 0 failed: bad layer\n  return shape + [rows-1]")
+
+
 def test_the_code_stands_on_the_first_line() -> None:
     said = LockstepError("rank 1 is late [barrier-timeout]\n  its stack")
     assert (said.code, str(said)) == (
@@ -109,6 +119,8 @@ def test_the_code_stands_on_the_first_line() -> None:
 def test_an_error_can_be_copied(again) -> None:  # type: ignore[no-untyped-def]
     error = again(BarrierTimeout("barrier-timeout", missing=[1], late=2))
     assert (error.missing, error.values["late"], error.code) == ((1,), 2, "barrier-timeout")
+    also_an_os_error = again(LaunchTimeout("some words", running=[0]))
+    assert (str(also_an_os_error), also_an_os_error.running) == ("some words", (0,))
 
 
 def test_without_the_catalog_the_values_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, Self
@@ -75,7 +75,7 @@ class LockstepError(RuntimeError):
 
     def __init__(self, code: str, **values: Any) -> None:
         super().__init__(code)
-        said = _SAID.search(code)
+        said = _SAID.search(code.partition("\n")[0])
         self.code = said[1] if said else code if _CODE.fullmatch(code) else ""
         self.values = values
         self._place = ""
@@ -89,25 +89,39 @@ class LockstepError(RuntimeError):
     def sentence(self) -> str:
         """What is wrong and what to do, without the code."""
         text = str(self.args[0])
-        told = _SAID.sub("", text, 1) if text != self.code else sentence(text, self.values)
-        return self._place + told
+        if text == self.code:
+            return self._place + sentence(text, self.values)
+        return self._place + (_SAID.sub("", text, count=1) if self.code else text)
 
     def __str__(self) -> str:
         first, newline, rest = self.sentence.partition("\n")
         return f"{first} [{self.code}]{newline}{rest}" if self.code else self.sentence
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).__new__, (type(self), *self.args), vars(self)
+        return partial(type(self), **self.values), self.args, vars(self)
+
+
+def catalog() -> Mapping[str, Mapping[str, str]]:
+    """By code: message, cause and fix of every error."""
+    import tomllib  # only what explains errors needs it
+
+    rooms = tomllib.loads(_entries())
+    return {code: entry for room in rooms.values() for code, entry in room.items()}
 
 
 @cache
-def catalog() -> Mapping[str, Mapping[str, str]]:
-    """By code: message, cause and fix of every error."""
-    import tomllib  # only a run that fails needs it
+def entry_of(code: str) -> Mapping[str, str]:
+    """Of one error; empty where there is no such code. The file is not parsed as a whole: an error
+    is said at once.
+    """
+    import tomllib
 
-    with Path(__file__).with_name("errors.toml").open("rb") as file:
-        rooms = tomllib.load(file)
-    return {code: entry for room in rooms.values() for code, entry in room.items()}
+    own = re.search(rf"^\[\w+\.{re.escape(code)}\]\n((?!\[).*\n)+", _entries(), re.MULTILINE)
+    return tomllib.loads(own[0].partition("\n")[2]) if own else {}
+
+
+def _entries() -> str:
+    return Path(__file__).with_name("errors.toml").read_text(encoding="utf-8")
 
 
 class _Sentences(Formatter):
@@ -124,7 +138,7 @@ class _Sentences(Formatter):
 def sentence(code: str, values: Mapping[str, Any]) -> str:
     """The message of an entry, with these values."""
     try:
-        return _Sentences().vformat(catalog()[code]["message"], (), values)
+        return _Sentences().vformat(entry_of(code)["message"], (), values)
     except (OSError, LookupError):  # not installed whole: the values still say what was wrong
         return ", ".join([code, *(f"{name}={value!r}" for name, value in values.items())])
 

@@ -21,7 +21,7 @@ REFUSED: Any = next(
 )
 """What the parser of the command line raises. Its module depends on typer's version."""
 
-_PAIR = re.compile(r"""\b([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]+)""")
+_PAIR = re.compile(r"""(?<![\w-])([a-z][a-z_]*)=('[^']*'|"[^"]*"|[^\s,;:()]+)""")
 _NAME = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 _TYPES = {int: "a whole number", float: "a number"}
 

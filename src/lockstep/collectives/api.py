@@ -280,8 +280,8 @@ def _choose(
     if kind in native.IN_MEMORY and (in_memory or algorithm == SHARED_MEMORY):
         return SHARED_MEMORY
     if algorithm == "auto":
-        return group.tuning.choose(
-            kind, given.nbytes if isinstance(given, Tensor) else 0, group.size
-        )
+        # not nbytes, which a sparse tensor refuses: it is named where the operation is checked
+        size = given.numel() * given.element_size() if isinstance(given, Tensor) else 0
+        return group.tuning.choose(kind, size, group.size)
     check_algorithm(kind, algorithm, "auto", "native")
     return algorithm

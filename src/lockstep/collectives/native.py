@@ -124,14 +124,16 @@ def all_gather(
     forms = gathered_forms(group, "all_gather", tensor)
     room = room_for(forms)
     mine = padded(tensor, room)
+    if memory is not None:
+        # each of its own: who keeps one keeps no other
+        apart = [mine.new_empty(room) for _ in forms]
+        return Handle([memory.all_gather(apart, mine)], lambda: list(map(from_bytes, apart, forms)))
     everyone = mine.new_empty(group.size * room)
     pieces = everyone.split(room) if room else [everyone] * group.size
 
     def finish() -> list[Tensor]:
-        return [from_bytes(*pair) for pair in zip(pieces, forms, strict=True)]
+        return list(map(from_bytes, pieces, forms))
 
-    if memory is not None:
-        return Handle([memory.all_gather(pieces, mine)], finish)
     group.announce("all_gather", mine, "bytes", None, sends=(group.size - 1) * room)
     if group.size == 1 or room == 0:
         everyone.copy_(mine)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections.abc
 import functools
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -200,7 +201,7 @@ def number(
     error: type[UsageError] = UsageError,
 ) -> float:
     """`value` as a float. Raises `error` for what is not a finite number, or lies outside the bounds."""
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    numeric = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if numeric and math.isfinite(value) and above < value < below and least <= value <= most:
         return float(value)
     bounds = {"of at least": least, "above": above, "at most": most, "below": below}
@@ -263,9 +264,8 @@ def within(where: str) -> Iterator[None]:
 
 def value_of(text: str) -> int | float | str:
     """A number where the text is one, for `whole` and `number` to look at."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number.is_integer() else number

@@ -52,7 +52,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            knob.whole(f"mesh: {axis}", getattr(self, axis), unit="ranks")
+            count = knob.whole(f"mesh: {axis}", getattr(self, axis), unit="ranks")
+            object.__setattr__(self, axis, count)
 
     @classmethod
     def read(cls, text: str) -> Mesh:

@@ -109,9 +109,9 @@ class Outer:
     def __str__(self) -> str:
         """As `read` takes it, without what is as always."""
         given = [
-            f"{each.name}={getattr(self, each.name)}"
+            f"{each.name}={value if isinstance(value, str) else f'{value:g}'}"
             for each in fields(self)[1:]
-            if getattr(self, each.name) != each.default
+            if (value := getattr(self, each.name)) != each.default
         ]
         return f"{self.kind}:{','.join(given)}" if given else self.kind
 
@@ -245,7 +245,7 @@ class Parallelism:
         if self.server is None:
             raise UsageError("staleness-without-server", staleness=self.staleness)
         value = self.staleness
-        value = knob.value_of(value) if isinstance(value, str) else value
+        value = knob.value_of(str(value))
         if value != math.inf:
             knob.whole("staleness", value, 0, unit="steps (or inf)")
 

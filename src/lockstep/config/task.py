@@ -167,14 +167,15 @@ class Task:
         for name in ("global_batch", "micro_batch", "epochs", "eval_micro_batch"):
             value = getattr(self, name)
             if value is not None or name != "eval_micro_batch":
-                knob.whole(f"Task.{name}", value, error=TaskError)
+                object.__setattr__(self, name, knob.whole(f"Task.{name}", value, error=TaskError))
         if self.micro_batch > self.global_batch:
             raise TaskError(
                 "micro-batch-too-large",
                 micro_batch=self.micro_batch,
                 global_batch=self.global_batch,
             )
-        knob.whole("Task.seed", self.seed, -math.inf, error=TaskError)
+        seed = knob.whole("Task.seed", self.seed, -math.inf, error=TaskError)
+        object.__setattr__(self, "seed", seed)
         if self.clip is not None:
             knob.number("Task.clip", self.clip, above=0, error=TaskError)
 

@@ -24,7 +24,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.knob import number
+from lockstep.config.knob import number, whole
 from lockstep.errors import UsageError
 from lockstep.runtime.randomness import derive
 
@@ -44,8 +44,8 @@ class Permutation:
     """
 
     def __init__(self, n: int, key: int) -> None:
-        number("n", n, least=1, most=_LARGEST)
-        self.n = n
+        self.n = n = whole("n", n)
+        number("n", n, most=_LARGEST)
         self._key = key
         rows = math.isqrt(n - 1) + 1
         # each at most 2^31, so that no sum or product below overflows

@@ -125,7 +125,7 @@ class Central(Reduction):
         if bucket.flag is not None:
             places["for the number of missing gradients"] = bucket.flag
         for place, tensor in places.items():
-            by_schedule.all_reduce(self._group, tensor, "sum", "central", "", place)()
+            by_schedule.all_reduce(self._group, tensor, "sum", "central", " by central", place)()
 
 
 class BySchedule(Reduction):

@@ -29,6 +29,7 @@ from lockstep.errors import (
     PeerFailed,
     UsageError,
     WorkerFailed,
+    entry_of,
 )
 from lockstep.runtime.whole_file import write_whole
 
@@ -277,7 +278,7 @@ def worker_failed(cause: Failure) -> WorkerFailed:
     error = WorkerFailed(text, rank=rank, traceback=traceback)
     return (
         error
-        if error.code
+        if entry_of(error.code)
         else WorkerFailed("rank-failed", rank=rank, traceback=traceback, text=text)
     )
 

@@ -62,7 +62,7 @@ class Nodes:
             return _of_variables(workers, env)
         assert nodes is not None
         assert node_rank is not None
-        check_rank("--node-rank", node_rank, "--nodes", nodes)
+        check_rank("node_rank", node_rank, "nodes", nodes)
         host, port = host_and_port(str(endpoint), "--rdzv-endpoint")
         share = _share(workers, nodes, "--nodes")
         return cls(count=nodes, rank=node_rank, host=host, port=port, workers=share)

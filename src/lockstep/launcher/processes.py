@@ -113,10 +113,12 @@ def state(pid: int) -> str:
     """As psutil calls it: STOPPED, DISK (waits for one), DEAD, also where it is gone, or
     something else.
     """
-    found = DEAD
-    with suppress(psutil.NoSuchProcess):
-        found = psutil.Process(pid).status()
-    return found
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return DEAD
+    except psutil.AccessDenied:
+        return ""  # it is there, and another user's
 
 
 def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:

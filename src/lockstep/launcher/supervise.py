@@ -108,7 +108,7 @@ def supervise(
             heeds=heeds,
             debug=launch.debug,
         )
-        variables = {**timeout_for_ranks(launch.timeout), **(environment or {})}
+        variables = {**(environment or {}), **timeout_for_ranks(launch.timeout)}
         cold = launch.cold or launch.debug
         generation = _Generation(
             rank=rank,

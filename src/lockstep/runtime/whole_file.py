@@ -11,10 +11,14 @@ def write_whole(file: Path, text: str, *, forced: bool = False) -> None:
     there before. `forced`: it is on the disk when this returns.
     """
     new = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
-    new.write_text(text, encoding="utf-8")
-    if forced:
-        force(new)
-    new.replace(file)
+    try:
+        new.write_text(text, encoding="utf-8")
+        if forced:
+            force(new)
+        new.replace(file)
+    except BaseException:
+        new.unlink(missing_ok=True)  # on a full disk, above all
+        raise
     if forced:
         force(file.parent)
 

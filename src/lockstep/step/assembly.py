@@ -52,8 +52,10 @@ class StepperOptions:
     trace_nonfinite: bool
 
     def __post_init__(self) -> None:
-        if self.clip is not None:
-            knob.number("clip", self.clip, above=0)
+        if self.clip is not None and not self.clip > 0:  # inf measures the norm
+            raise UsageError(
+                "number-out-of-range", name="clip", value=self.clip, expected="a number above 0"
+            )
         knob.chosen("unused", self.unused, UNUSED)
         check_checks(self.checks)
 

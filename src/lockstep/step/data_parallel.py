@@ -219,6 +219,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Whether the next forward follows a backward that was reduced."""
         return self._averaging is None or self._averaging.follows_backward
 
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        if self._averaging is not None:
+            self._averaging.follows_backward = value
+
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward begins with the same buffers on all ranks. After a forward
         without a backward they are the same still.

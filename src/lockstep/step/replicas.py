@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from lockstep.collectives import in_process
 from lockstep.collectives.algorithms import algorithms_of
@@ -294,14 +293,20 @@ class Replicas:
 def gather(outputs: Sequence[Any], device: torch.device) -> Any:
     """Join the outputs of chunks along dim 0, in order, on a device."""
 
-    def joined(*parts: Any) -> Tensor:
-        if isinstance(parts[0], Tensor) and parts[0].dim():
-            return torch.cat([part.to(device) for part in parts])
-        zero_d = isinstance(parts[0], Tensor)
-        returned = "a 0-d tensor" if zero_d else f"a {type(parts[0]).__name__}"
-        raise UsageError("outputs-cannot-be-joined", returned=returned)
+    first = outputs[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat([output.to(device) for output in outputs])
+    if isinstance(first, dict):
+        return {key: gather([output[key] for output in outputs], device) for key in first}
+    if isinstance(first, (tuple, list)):
+        return _like(first, [gather(column, device) for column in zip(*outputs, strict=True)])
+    returned = "a 0-d tensor" if isinstance(first, Tensor) else f"a {type(first).__name__}"
+    raise UsageError("outputs-cannot-be-joined", returned=returned)
 
-    return tree_map(joined, *outputs)
+
+def _like(value: Any, members: list[Any]) -> Any:
+    """A tuple, named tuple or list of the same class."""
+    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
 
 
 def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torch.device]:
@@ -316,12 +321,17 @@ def _placed(replicas: int | None, devices: Sequence[Device] | None) -> list[torc
     return [torch.device(devices[rank % len(devices)]) for rank in range(replicas or len(devices))]
 
 
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those that are cut, also inside subclasses of dict, list and tuple."""
+    if isinstance(value, Tensor) and value.dim():
+        yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
 
 
 def _length(batch: Any) -> int:
-    lengths = [len(each) for each in tree_leaves(batch) if _is_cut(each)]
+    lengths = [len(each) for each in _tensors(batch)]
     if not lengths:
         raise UsageError("batch-without-tensors")
     if len(set(lengths)) > 1:
@@ -329,12 +339,14 @@ def _length(batch: Any) -> int:
     return lengths[0]
 
 
-def _chunk(batch: Any, rank: int, size: int, device: torch.device) -> Any:
-    return tree_map_only(
-        Tensor,
-        lambda each: (each.tensor_split(size)[rank] if _is_cut(each) else each).to(device),
-        batch,
-    )
+def _chunk(value: Any, rank: int, size: int, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return (value.tensor_split(size)[rank] if value.dim() else value).to(device)
+    if isinstance(value, dict):
+        return {key: _chunk(each, rank, size, device) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return _like(value, [_chunk(each, rank, size, device) for each in value])
+    return value
 
 
 @torch.no_grad()

@@ -99,8 +99,12 @@ class ShardedOptimizer(Optimizer, Joinable):
         return list(dict.fromkeys(each for group in self.param_groups for each in group["params"]))
 
     def _trained(self) -> list[int]:
-        """Where it changes, parameters were frozen or thawed."""
-        return [id(each) for each in self._all_params if each.requires_grad]
+        """Where it changes, one was thawed that was never trained: what was frozen since keeps its
+        place.
+        """
+        return [
+            id(each) for each in self._all_params if each.requires_grad or id(each) in self._ever
+        ]
 
     def _shards(self) -> Shards | Dealt:
         """The parameters, cut among the ranks."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.collectives.network import Link, Network
+from lockstep.config.knob import value_of
 from lockstep.errors import UsageError
 from lockstep.tools.plan.carriers import OneHost, cost
 from lockstep.tools.timing.hockney import fit
@@ -94,11 +95,11 @@ def link_named(text: str, choices: str = LINKS) -> Link:
     named = {name.lower(): link for name, link in NETWORKS.items()}
     if text.lower() in named:
         return named[text.lower()]
-    found = re.fullmatch(rf"{_NUMBER},(.*)", text.strip())
-    bits = bits_per_second(found[2]) if found else None
-    if found is None or bits is None:
+    latency, _, rate = text.partition(",")
+    microseconds, bits = value_of(latency), bits_per_second(rate)
+    if isinstance(microseconds, str) or not 0 <= microseconds < math.inf or bits is None:
         raise UsageError("unknown-choice", name="network", value=text, choices=choices)
-    return Link(float(found[1]) / 1e6, TCP * bits / 8)
+    return Link(microseconds / 1e6, TCP * bits / 8)
 
 
 def bits_per_second(rate: str) -> float | None:

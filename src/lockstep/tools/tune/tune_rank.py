@@ -126,7 +126,7 @@ class Trials:
                 ways, turns, self._world, warm_up=WARM_UP, steady=_steady(base, candidate)
             )
         except UsageError as error:
-            raise Refused(str(error)) from error
+            raise Refused(error.sentence) from error
         self._step = max(map(median, found.values()))
         self._before = self._beside(began, (turns + WARM_UP) * self._turn(base, candidate))
         return found["base"], found["candidate"]
