@@ -311,7 +311,7 @@ def test_an_overflow_in_fp16_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (
             {"best": "f1", "best_mode": "max"},
-            r"'f1'.*accuracy, loss \[metric-not-measured\]",
+            r"'f1'.*accuracy, loss.* \[metric-not-measured\]",
         ),
         (
             {"loss": lambda output, batch: output.sum()},

@@ -19,7 +19,7 @@ _PAGE = """# Errors
 
 Written by `lockstep explain > docs/guide/errors.md`.
 
-An error ends with its code: `error: --workers 0: ... [not-a-whole-number]`. `lockstep explain CODE` prints its entry.
+An error ends with its code: `error: --epochs 0: ... [not-a-whole-number]`. `lockstep explain CODE` prints its entry.
 """
 
 
