@@ -114,7 +114,7 @@ def state(pid: int) -> str:
     something else.
     """
     try:
-        return psutil.Process(pid).status()
+        return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return DEAD
     except psutil.AccessDenied:
