@@ -102,7 +102,7 @@ def test_who_is_a_rank_in_a_job(slurm: Cluster, tmp_path: Path) -> None:
     shell, one, meant = (line for line in found if line.startswith(("shell", "one", "meant")))
     assert shell.startswith("shell the job has 2 tasks")
     assert shell.endswith(" [batch-script-shell]")
-    assert one.startswith("one SLURM_NTASKS=1 but tasks-per-node=2: 1 process started, 2 expected")
+    assert one.startswith("one SLURM_NTASKS=1 but tasks-per-node=2: 1 of 2 processes started")
     assert one.endswith(" [fewer-tasks-than-asked]")
     assert meant == f"meant Placement(rank=0, size=1, local_rank=0, local_size=1, node=0, {source}"
 
