@@ -17,16 +17,14 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_an_entry_with_its_cause_and_fix(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_an_entry_with_its_cause_and_fix(capsys: pytest.CaptureFixture[str]) -> None:
     text = explained(capsys, "missing-argument")
     entry = catalog()["missing-argument"]
     assert text.splitlines()[0] == "missing-argument"
     assert "    <name> is missing: `<command> -h` says what it takes\n" in text
-    assert f"Cause: {entry['cause']}" in text
-    assert f"Fix:   {entry['fix']}" in text
+    words = " ".join(text.split())
+    assert f"Cause: {entry['cause']}" in words
+    assert f"Fix: {entry['fix']}" in words
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ Named = Sequence[tuple[str, Tensor]]
 _FREE = 1e-4  # seconds
 _SHARE = 0.005  # of the time of a step
 _RAREST = 100  # steps
+_MEASURED = 10  # digests before their cost is believed: the first ones may be interrupted
 _EXACT = 2**52 - 1  # float64 has integers up to here exactly
 _WORD = 8  # bytes
 _CHUNK = 2**25  # bytes that are mixed at once
@@ -145,6 +146,7 @@ class OverwrittenCheck:
 
     def __init__(self) -> None:
         self._next = 0
+        self._digests = 0
         self._fastest = math.inf  # seconds of a digest: what one takes that is not interrupted
 
     def tell(self, facts: FactsMessage, step: int, tensors: Sequence[Tensor]) -> None:
@@ -155,6 +157,7 @@ class OverwrittenCheck:
             begin = perf_counter()
             found = digest(tensors) & _EXACT
             self._fastest = min(self._fastest, perf_counter() - begin)
+            self._digests += 1
             facts.add_digest(found, self._fastest)
 
     def differ(self, facts: Facts, step: int) -> bool:
@@ -166,7 +169,7 @@ class OverwrittenCheck:
         digesting = max(facts.digesting_by_rank)
         # 0 in the first step
         seconds = max(map(sum, zip(facts.busy_by_rank, facts.waited_by_rank, strict=True)))
-        if digesting > _FREE and seconds > 0:
+        if self._digests >= _MEASURED and digesting > _FREE and seconds > 0:
             self._next = step + min(_RAREST, max(1, math.ceil(digesting / (_SHARE * seconds))))
         return len(set(facts.digests_by_rank)) > 1
 

@@ -245,7 +245,9 @@ class Parallelism:
         if self.server is None:
             raise UsageError("staleness-without-server", staleness=self.staleness)
         value = self.staleness
-        value = knob.value_of(str(value))
+        value = knob.value_of(value) if isinstance(value, str) else value
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if value != math.inf:
             knob.whole("staleness", value, 0, unit="steps (or inf)")
 

@@ -44,8 +44,8 @@ class Permutation:
     """
 
     def __init__(self, n: int, key: int) -> None:
-        self.n = n = whole("n", n)
-        number("n", n, most=_LARGEST)
+        self.n = n = whole("n", n, -math.inf)
+        number("n", n, least=1, most=_LARGEST)
         self._key = key
         rows = math.isqrt(n - 1) + 1
         # each at most 2^31, so that no sum or product below overflows
