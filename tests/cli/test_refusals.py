@@ -220,3 +220,8 @@ def test_a_task_that_fails_leaves_no_run_directory(tmp_path: Path) -> None:
     assert "ArithmeticError: no data" in done.stderr
     assert "rank-0.log" not in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["fails.py"]
+
+
+def test_an_option_that_stands_as_one_is_left_alone() -> None:
+    said = "--node-rank=2 does not lie in 0..1, but --nodes=2: numbers count from 0"
+    assert as_typed(said, ["train", "--nodes", "2", "--node-rank", "2"]) == said

@@ -162,6 +162,11 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     run_ranks(wrong_arguments, 2)
 
 
+def test_a_sparse_tensor_is_named_also_where_the_algorithm_is_chosen_by_size() -> None:
+    with lockstep.init(), refused("op-of-sparse"):
+        collectives.all_reduce(torch.eye(3).to_sparse())
+
+
 def test_without_a_world_the_error_says_what_to_call() -> None:
     with refused("no-process-group"):
         collectives.all_reduce(torch.zeros(1))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Compression, Outer, Parallelism, ServerOptions
 from lockstep.errors import UsageError
 from tests.refused import refused
@@ -180,3 +181,13 @@ def test_a_refusal_names_both_options() -> None:
         "reduce='ring' with exact=True: this algorithm adds in an order of its own. Leave reduce"
         " out, or choose native or shared_memory."
     )
+
+
+def test_a_whole_number_may_be_written_as_a_decimal_one() -> None:
+    """And `lr=1.0` is the training that `lr=1` was."""
+    assert Parallelism(update="server", staleness=2.0).bound == 2
+    assert Parallelism(update="server", staleness="2.0").bound == 2
+    assert ServerOptions.read("server:shards=2.0") == ServerOptions(2)
+    assert str(Outer.read("nesterov:lr=1.0,fragments=2.0")) == "nesterov:lr=1,fragments=2"
+    with refused("not-a-whole-number", name="data", value=2.0):  # an axis is counted
+        Mesh.read("data=2.0")

@@ -424,3 +424,22 @@ class Mean(nn.Module):
 def test_a_copy_of_a_trained_master_is_a_plain_module() -> None:
     replicas = ready()
     assert isinstance(copy.deepcopy(replicas.master), nn.Sequential)
+
+
+class Named(dict[str, Tensor]):
+    """A batch of a class that torch does not know."""
+
+
+def test_tensors_inside_a_class_of_ones_own_are_cut_too() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, batch: tuple[Tensor, Named]) -> Named:
+            first, more = batch
+            return Named(sum=self.scale * (first + more["y"]))
+
+    first, second = torch.arange(8.0), torch.arange(8.0) + 1
+    found = lockstep.Replicas(Sums(), 2)((first, Named(y=second)))
+    assert torch.equal(found["sum"], first + second)

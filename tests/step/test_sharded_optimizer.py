@@ -202,3 +202,21 @@ def in_a_subgroup(world: lockstep.World) -> list[float]:
 
 def test_it_works_in_a_group_of_torchs() -> None:
     assert run_ranks(in_a_subgroup, 3) == [[-1.0], [-1.0], [0.0]]
+
+
+def toggled(world: lockstep.World) -> int:
+    """How often the parameters are laid out anew, when one is frozen in every second step."""
+    weights = [nn.Parameter(torch.ones(3000)) for _ in range(2)]
+    optimizer = lockstep.ShardedOptimizer(weights, torch.optim.Adam, lr=0.1)
+    places = set()
+    for step in range(6):
+        weights[1].requires_grad_(step % 2 == 0)
+        for each in weights:
+            each.grad = torch.ones(3000) if each.requires_grad else None
+        optimizer.step()
+        places.add(weights[0].data_ptr())
+    return len(places)
+
+
+def test_freezing_a_parameter_moves_no_other() -> None:
+    assert run_ranks(toggled, 2) == [1, 1]

@@ -128,7 +128,10 @@ class Field:
         elif self.type is int:
             return whole(self.name, value, self.knob.least, unit=unit)
         elif self.type is float:
-            number(self.name, value, least=self.knob.least, above=self.knob.above, unit=unit)
+            found = number(
+                self.name, value, least=self.knob.least, above=self.knob.above, unit=unit
+            )
+            return value if isinstance(value, int | float) else found
         elif not isinstance(value, self._kind):
             expected = {bool: "true or false", str: "a text"}.get(self.type, self.knob.unit)
             raise UsageError("wrong-type", name=self.name, value=value, expected=expected)
@@ -264,8 +267,9 @@ def within(where: str) -> Iterator[None]:
 
 def value_of(text: str) -> int | float | str:
     """A number where the text is one, for `whole` and `number` to look at."""
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    return int(number) if number.is_integer() else number
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

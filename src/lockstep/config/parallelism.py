@@ -103,7 +103,7 @@ class Outer:
         `average:after=100`. Raises UsageError.
         """
         kind, given = _options("outer", text, [each.name for each in fields(cls)[1:]])
-        values: dict[str, Any] = {name: knob.value_of(value) for name, value in given.items()}
+        values: dict[str, Any] = {name: _number(value) for name, value in given.items()}
         return cls(kind, **values)
 
     def __str__(self) -> str:
@@ -137,7 +137,15 @@ class ServerOptions:
             knob.chosen("lr", lr, ("constant", "by-age"))
             if "shards" not in given:
                 return cls(None, lr)
-            return cls(knob.whole("shards", knob.value_of(given["shards"])), lr)
+            return cls(knob.whole("shards", _number(given["shards"])), lr)
+
+
+def _number(value: Any) -> Any:
+    """Of a text, a number where it is one; and a whole one as an int, however it is written:
+    2, 2.0, 1e2.
+    """
+    found = knob.value_of(value) if isinstance(value, str) else value
+    return int(found) if isinstance(found, float) and found.is_integer() else found
 
 
 def _options(name: str, text: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
@@ -244,10 +252,7 @@ class Parallelism:
             return
         if self.server is None:
             raise UsageError("staleness-without-server", staleness=self.staleness)
-        value = self.staleness
-        value = knob.value_of(value) if isinstance(value, str) else value
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
+        value = _number(self.staleness)
         if value != math.inf:
             knob.whole("staleness", value, 0, unit="steps (or inf)")
 

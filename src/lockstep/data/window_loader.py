@@ -4,6 +4,7 @@ at a time, and where the training stands in its data.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -31,7 +32,7 @@ class Position:
     """Its number in its epoch."""
 
 
-class WindowLoader(Generic[AnyEpoch]):
+class WindowLoader(ABC, Generic[AnyEpoch]):
     """A loader that is walked by epochs and windows."""
 
     depends_on_world_size: bool
@@ -99,8 +100,9 @@ class WindowLoader(Generic[AnyEpoch]):
         whole("count", count, 0)
         return self._epochs(count, start if start is None else whole("start", start, 0))
 
+    @abstractmethod
     def _epochs(self, count: int, start: int | None) -> Iterator[AnyEpoch]:
-        raise NotImplementedError
+        """Those from `start` on; None: from the position."""
 
     def close(self) -> None:
         """End the workers now, not when the loader is collected; what was not fetched is lost. A

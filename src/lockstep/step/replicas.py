@@ -292,7 +292,6 @@ class Replicas:
 
 def gather(outputs: Sequence[Any], device: torch.device) -> Any:
     """Join the outputs of chunks along dim 0, in order, on a device."""
-
     first = outputs[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat([output.to(device) for output in outputs])
