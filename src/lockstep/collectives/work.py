@@ -1,4 +1,4 @@
-"""Collectives that are under way, and how each kind of them is waited for."""
+"""Handles of collectives under way: one class for each way to wait."""
 
 from __future__ import annotations
 

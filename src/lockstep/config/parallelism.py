@@ -2,7 +2,7 @@
 together.
 
     reduce      how gradients are summed           compress    in how many bits they travel
-    update      who applies them                   sync_every  how often replicas meet
+    update      who applies them                   sync_every  how often replicas synchronize
     exact       in one order of addition, at any number of ranks
     mesh        who holds which part of the model
 

@@ -68,8 +68,8 @@ class BucketTimeline:
         ]
 
     def hidden(self) -> float:
-        """Seconds in which something was on its way while the backward went on. What only begins
-        when it is waited for was not.
+        """Seconds in which something was on its way while the backward went on. A sum that
+        starts only when a rank waits for it is not hidden.
         """
         total = reached = 0
         for asked, left, arrived in zip(self._asks, self._left, self._arrived, strict=True):

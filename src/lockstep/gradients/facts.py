@@ -137,8 +137,8 @@ class Reading:
     What `values` holds when the work queued so far is done. `values` must not change afterwards.
 
     On a GPU the numbers are copied to pinned memory behind that work, and only `list()` waits, for
-    the copy alone: what was queued later goes on meanwhile. `work`, a collective under way on
-    `values`, is waited for by the copy and not by the current stream.
+    the copy alone: what was queued later goes on meanwhile. `work` is a collective under way
+    on `values`: the copy waits for it, the current stream does not.
     """
 
     def __init__(self, values: Tensor, work: Work | None = None) -> None:

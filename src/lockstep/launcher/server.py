@@ -91,9 +91,9 @@ class Server:
         self._lock = threading.RLock()
         self._codes: dict[int, int] = {}
         self._environment = dict(environment)
-        self._warmth: Warmth | None = None  # of a successor, once it has said so
+        self._warmth: Warmth | None = None  # of a successor, once it has reported it
         self._successor: Server | None = None
-        self._why_cold: str | None = None  # once it has said so
+        self._why_cold: str | None = None  # once it has reported it
         self.owner = os.getpid()
         self.stays = False
         """Never ended to make room for another server."""

@@ -1,5 +1,5 @@
-"""Nobody gets on: who is waited for, in which phase, at which line. Seen from outside, before any
-timeout, from the ranks' status pages.
+"""Stalls: which rank the others wait for, in which phase, at which line. Seen from outside, before
+any timeout, from the ranks' status pages.
 
 quiet          no page has changed. How long that may last is learnt: five times the longest so far,
                not less than a floor. Ten times
@@ -121,7 +121,7 @@ class Watcher:
         if self._told or quiet <= self._longest:
             return None
         asked = self._elsewhere is not None and self._elsewhere.asked()
-        # who is waited for elsewhere is not left alone
+        # a rank that another node waits for is not left alone
         times = 1 if asked else self._lenience(pids)
         if times == 1:
             self._quiet = quiet

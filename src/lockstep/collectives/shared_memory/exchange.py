@@ -1,7 +1,7 @@
 """Collectives of private tensors through slots in shared memory, piece by piece.
 
-A rank copies a piece into its next slot and says so; when all have said so, each takes what it
-needs from everybody's slots, straight into its own tensor. One synchronisation a piece: a slot is
+A rank copies a piece into its next slot and raises its flag. When all flags are up, each takes what
+it needs from everybody's slots, straight into its own tensor. One synchronisation a piece: a slot is
 written again only when all have read what was in it. Every rank adds in the same order, along a
 balanced tree (collectives/addition_order.py), so all have the same bits. Half-precision is added in float32.
 

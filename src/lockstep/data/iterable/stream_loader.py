@@ -53,8 +53,8 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
 
     Streams may end unevenly: a rank that is dry has empty windows until all are. For that the ranks
     exchange a few numbers each step, one window ahead. `drop_last` leaves out the steps that are
-    not full on all ranks. A dataset with `state_dict` and `load_state_dict` resumes by them; they
-    are called after every micro-batch, and `__iter__` must begin anew unless a state was just
+    not full on all ranks. A dataset with `state_dict` and `load_state_dict` resumes by them; the state
+    is taken after every micro-batch, and `__iter__` must restart the stream unless a state was just
     loaded.
 
     Raises:

@@ -89,7 +89,7 @@ class WorkerGroup:
 
     def _quiet(self, member: Member, told: Quiet) -> None:
         """A member's ranks do not progress: the others are asked, and when all have told, all
-        hear which rank is waited for.
+        hear which rank the others wait for.
         """
         if self.told.quiet(member.place.id, told):
             for other in self.running:
