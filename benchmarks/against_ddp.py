@@ -32,9 +32,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 import rivals
 from lockstep.errors import UsageError
-from lockstep.tools.bench import step_table
+from lockstep.tools.bench import training_step
+from lockstep.tools.bench.baselines import WINDOWS
 from lockstep.tools.bench.training_step import BASELINES, measure
-from lockstep.tools.bench.weighed import WINDOWS
 from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
 
 VARIANTS = (
@@ -254,13 +254,13 @@ def compare(names: list[str], options: argparse.Namespace) -> bool:
             others=rivals.WRAPPERS,
         )
         every.append(replace(found, left_out={**left_out, **found.left_out}))
-        print(step_table.text(every[-1]), end="\n\n", flush=True)
+        print(training_step.text(every[-1]), end="\n\n", flush=True)
     write_json(
         options.json,
         {"models": [found.as_json() for found in every], "versions": rivals.versions()},
     )
     if options.plot is not None:
-        step_table.plot(every, options.plot)
+        training_step.plot(every, options.plot)
     return any(found.wrong for found in every)
 
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from lockstep.collectives.network import Link, Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.device_table import device_named
 from lockstep.tools.plan.model_plan import NCCL, work_of_model
-from lockstep.tools.plan.model_table import model_named
+from lockstep.tools.plan.model_table import device_named, model_named
 from lockstep.tools.plan.networks import nvlink, pcie
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork

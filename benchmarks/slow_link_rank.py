@@ -32,8 +32,7 @@ from lockstep.gradients.reducer import Reducer
 from lockstep.gradients.reductions import reduction
 from lockstep.step.forward import Forward
 from lockstep.step.stepper import Stepper
-from lockstep.tools.bench.baselines import Setting, TorchDDP
-from lockstep.tools.bench.weighed import WeighedWindow
+from lockstep.tools.bench.baselines import Setting, TorchDDP, WeighedWindow
 from lockstep.tools.timing.in_turns import take_turns
 from lockstep.training.build import loader_of
 from lockstep.training.inference.evaluation import Evaluation

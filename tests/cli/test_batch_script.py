@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.cli.batch_script import BatchJob, batch_script, limit
+from lockstep.cli.slurm import BatchJob, batch_script, limit
 from tests.refused import refused
 
 JOB = BatchJob(

@@ -14,7 +14,7 @@ import matplotlib.font_manager  # noqa: F401 - the first import on a machine mak
 import pytest
 from typer.testing import CliRunner, Result
 
-from lockstep.cli import bench_scaling
+from lockstep.cli import bench
 from lockstep.cli.app import app
 from lockstep.tools.bench.scaling import benchmark
 
@@ -159,14 +159,14 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
 ) -> None:
     monkeypatch.setattr("lockstep.runtime.cores.cores", lambda: 6)
     monkeypatch.setattr("lockstep.launcher.server.gpus", lambda: 0)
-    assert bench_scaling._powers_of_two("auto") == [1, 2, 4]
+    assert bench._powers_of_two("auto") == [1, 2, 4]
     monkeypatch.setattr("lockstep.launcher.server.gpus", lambda: 8)
-    assert (bench_scaling._powers_of_two("auto"), bench_scaling._powers_of_two("cpu")) == (
+    assert (bench._powers_of_two("auto"), bench._powers_of_two("cpu")) == (
         [1, 2, 4, 8],
         [1, 2, 4],
     )
     monkeypatch.setattr("lockstep.runtime.cores.cores", lambda: 1)
-    assert bench_scaling._powers_of_two("cpu") == [1, 2]
+    assert bench._powers_of_two("cpu") == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from lockstep.config.mesh import Mesh
 from lockstep.model_parallel.local import Locals
-from lockstep.model_parallel.mesh_devices import Axes, open_devices
 from lockstep.model_parallel.sharded_parameters import shard_parameters
+from lockstep.model_parallel.split_form import Axes, open_devices
 from lockstep.model_parallel.tensor import split_tensors
 from lockstep.tasks import text
 from lockstep.world.world import World

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config.mesh import AXES, Mesh
 from lockstep.errors import UsageError
-from lockstep.model_parallel.mesh_devices import device_mesh, open_devices
+from lockstep.model_parallel.split_form import device_mesh, open_devices
 from lockstep.testing import run_ranks
 from lockstep.world.world import World
 from tests.config.test_mesh import factorisations

@@ -141,7 +141,7 @@ class Sometimes(nn.Module):
 
 
 def different_layers(world: World) -> None:
-    from lockstep.model_parallel.mesh_devices import open_devices
+    from lockstep.model_parallel.split_form import open_devices
 
     mesh = Mesh(shard=2)
     devices, _ = open_devices(mesh, world)
@@ -164,7 +164,7 @@ def test_ranks_may_use_different_parameters_of_a_unit() -> None:
 
 
 def uncuttable(world: World) -> None:
-    from lockstep.model_parallel.mesh_devices import open_devices
+    from lockstep.model_parallel.split_form import open_devices
 
     devices, _ = open_devices(Mesh(shard=2), world)
     scalar, turned = nn.Linear(2, 2), nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.config.mesh import Mesh
 from lockstep.errors import TaskError
-from lockstep.model_parallel.mesh_devices import device_mesh
+from lockstep.model_parallel.split_form import device_mesh
 from lockstep.model_parallel.tensor import fits, split_tensors
 from tests.model_parallel.cut_models import build
 from tests.refused import refused

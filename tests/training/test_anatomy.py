@@ -28,8 +28,7 @@ from lockstep.errors import LockstepWarning, Preempted
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.tools.report.judged import judged
-from lockstep.training.anatomy import AnatomyFile, ends_line, in_detail
-from lockstep.training.memory_use import Activations, memory_use
+from lockstep.training.anatomy import Activations, AnatomyFile, ends_line, in_detail, memory_use
 from lockstep.training.timeline.lanes import read
 from lockstep.updates.update import Applied
 from lockstep.world.world import World

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep.launcher.logs import Tee
-from lockstep.training import progress
-from lockstep.training.progress import Live, Plain, clock, describe
+from lockstep.training import journal
+from lockstep.training.journal import Live, Plain, clock, describe
 
 
 def record(step: int) -> dict[str, Any]:
@@ -28,14 +28,14 @@ class Clock:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     now = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", now)
+    monkeypatch.setattr(journal.time, "monotonic", now)
     return now
 
 
 def test_plain_lines_at_most_every_ten_seconds(
     time: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = progress.progress(20, 2)
+    shown = journal.progress(20, 2)
     assert isinstance(shown, Plain)
     for step in range(1, 21):
         time.now += 3
@@ -61,7 +61,7 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     stderr = sys.stderr
-    shown = progress.progress(20, 2)
+    shown = journal.progress(20, 2)
     assert isinstance(shown, Live)
     for step in range(1, 21):
         time.now += 1
@@ -85,7 +85,7 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     terminal, log = sys.stderr, io.StringIO()
     monkeypatch.setattr(sys, "stderr", Tee(terminal, log))
     monkeypatch.setattr(sys, "stdout", Tee(sys.stdout, log))
-    shown = progress.progress(20, 2)
+    shown = journal.progress(20, 2)
     assert isinstance(shown, Live)
     for step in range(1, 21):
         time.now += 6

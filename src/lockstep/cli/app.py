@@ -20,7 +20,7 @@ from lockstep.cli import refusals
 from lockstep.cli.options import GroupedCommand, spread
 from lockstep.errors import ExitCode, LockstepError, UsageError
 
-COMMANDS = {  # name, which is that of its module and function too: what it does
+COMMANDS = {  # name, which is its function's too: what it does
     "run": "Run a script or module on several ranks.",
     "train": "Train TASK data-parallel on several ranks.",
     "tune": "Find the settings that train TASK fastest here.",
@@ -38,6 +38,7 @@ COMMANDS = {  # name, which is that of its module and function too: what it does
     "bench": "Measure collectives, scaling, training, and sampling.",
     "checkpoints": "List, verify, compare, and export checkpoints.",
 }
+_MODULES = {"predict": "evaluate"}  # of commands that share one; others have their own
 
 
 class _Commands(TyperGroup):
@@ -61,7 +62,7 @@ def _imported(name: str) -> Any:
     """The command that its module declares: a group of commands named `app`, or a function of
     its own name.
     """
-    module = import_module(f"lockstep.cli.{name}")
+    module = import_module(f"lockstep.cli.{_MODULES.get(name, name)}")
     alone = _frame()
     alone.callback()(_options)
     if hasattr(module, "app"):

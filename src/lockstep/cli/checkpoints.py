@@ -43,8 +43,7 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     `verify` does.
     """
     from lockstep.checkpoints.folders import best_name
-    from lockstep.tools.timing.output_files import write_json
-    from lockstep.tools.timing.tables import table
+    from lockstep.tools.timing.output_files import table, write_json
 
     directory = _directory(run)
     best = best_name(directory)

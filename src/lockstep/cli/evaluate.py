@@ -1,5 +1,5 @@
-"""`lockstep evaluate`: a run's weights on its task's eval_data, each sample once. And what it
-shares with `lockstep predict`: find the run's checkpoint, start the ranks, read what they found.
+"""`lockstep evaluate` and `lockstep predict`: a run's weights on its task's eval_data, each sample
+once. evaluate prints metrics; predict writes one row a sample to a file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lockstep.cli.arguments import (
     answer_of,
     existing_run,
     fitted,
+    run_of,
     task_of,
 )
 from lockstep.cli.options import Only
@@ -148,3 +149,35 @@ class AppliedCheckpoint:
         kind = "best" if self.best else "newest"
         counts = f"{samples} sample{'s' * (samples != 1)}, {workers} worker{'s' * (workers != 1)}"
         return f"{found['task']}: {counts}, {kind} checkpoint (step {found['step']})"
+
+
+def predict(
+    task: TaskName,
+    run: Run,
+    config: Annotated[Config, Only("device", "loader_workers")],
+    choice: Annotated[RunChoice, Only("overrides")],
+    cluster: Annotated[Cluster, Only("ray")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Ends in .npy or .parquet; default: DIR/predictions.npy.",
+        ),
+    ] = None,
+    workers: Workers = None,
+    best: Best = False,
+    json: JsonFile = None,
+) -> None:
+    """Write what a run's newest (or best) checkpoint predicts for the task's eval_data, in its
+    order.
+
+    The number of ranks does not change the file, and no rank holds more than its own rows.
+    """
+    from lockstep.training.inference.apply import check_out
+
+    file = check_out(run_of(run) / "predictions.npy" if out is None else out)
+    applied = AppliedCheckpoint("predict", task, existing_run(run), workers, best, file)
+    found = applied.answer(config, choice, cluster)
+    write_json(json, found)
+    print(f"{applied.first_words(found)} | predictions in {file}")

@@ -139,7 +139,7 @@ def _runs(one: Path, other: Path, json: Path | None) -> None:
 
 
 def _table(verdict: Verified) -> str:
-    from lockstep.tools.timing.tables import table
+    from lockstep.tools.timing.output_files import table
 
     words = {True: "same" if verdict.exact else "agrees", False: "differs"}
     rows = [

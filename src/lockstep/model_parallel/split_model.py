@@ -32,11 +32,10 @@ from lockstep.errors import TaskError, UsageError
 from lockstep.gradients.reducer import Reducer
 from lockstep.model_parallel.layers import layers_of
 from lockstep.model_parallel.local import Locals
-from lockstep.model_parallel.mesh_devices import open_devices
 from lockstep.model_parallel.pipeline import Pipeline
 from lockstep.model_parallel.sharded_parameters import shard_parameters
 from lockstep.model_parallel.split import by_time, cut, shared
-from lockstep.model_parallel.split_form import SplitForm, sha256
+from lockstep.model_parallel.split_form import SplitForm, open_devices, sha256
 from lockstep.model_parallel.stages import joined_stages, stage_module
 from lockstep.model_parallel.tensor import check_ties, split_tensors
 from lockstep.model_parallel.tied_parameters import ModelNames, TiedStages
@@ -64,7 +63,7 @@ class _Stages:
 
 class SplitModel:
     """Made by every rank from the same whole model, which it takes apart. It answers what a
-    WholeModel does (training/placed_model.py).
+    WholeModel does (training/assembled.py).
     """
 
     holder = "replica"

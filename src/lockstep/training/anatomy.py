@@ -20,27 +20,118 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from lockstep.collectives.tcp import Connection, connections
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import Window
 from lockstep.gradients.bucket_timeline import BucketTimes
+from lockstep.runtime import randomness
 from lockstep.runtime.cores import cores
 from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
-from lockstep.training.memory_use import memory_use
 from lockstep.training.metrics import TelemetryFile
 from lockstep.training.timeline.lanes import FOLDER
+
+T = TypeVar("T")
+
+
+class Activations:
+    """Counts, once, the bytes that the forward of one micro-batch keeps for its backward: storages,
+    each once, without the model's own.
+
+    Not `counts`: of a compiled model, whose graph would be another one with somebody looking on.
+    """
+
+    def __init__(self, *, counts: bool) -> None:
+        self._counts = counts
+        self.bytes: int | None = None
+        """None where they have not been counted."""
+
+    def watch(self, model: torch.nn.Module, forward: Callable[[], T]) -> T:
+        """What `forward`, one micro-batch's with its loss, gives. Nothing is watched after the
+        first time.
+
+        Some forwards cannot be watched (torch.func refuses): they are computed once more from where
+        they began, and nothing is known of them.
+        """
+        if not self._counts:
+            return forward()
+        self._counts = False
+        own = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in [*model.parameters(), *model.buffers()]
+            if tensor.layout is torch.strided
+        }
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # itself would be a cycle where it is an output
+
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        back = randomness.kept(devices=True)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                found = forward()
+        except RuntimeError as error:
+            if "saved tensor" not in str(error):
+                raise
+        else:
+            self.bytes = sum(size for place, size in kept.items() if place not in own)
+            return found
+        back()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return forward()
+
+
+def memory_use(stepper: Stepper, activations: int | None) -> dict[str, int | None]:
+    """Bytes on this rank: of a sharded optimizer its share. `peak`: the most that the process,
+    or its GPU, has held so far.
+    """
+    states = [value for state in stepper.optimizer.state.values() for value in _tensors(state)]
+    return {
+        "parameters": sum(each.nbytes for each in stepper.model.parameters()),
+        "gradients": sum(bucket.sum.nbytes for bucket in stepper.reducer.buckets),
+        "optimizer": sum(each.nbytes for each in states),
+        "activations": activations,
+        "peak": _peak(stepper.world.device),
+    }
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _peak(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        return next(
+            (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None
+        )
+
 
 _LINES = 1000
 _IN_DETAIL = 20  # steps, and later one in _RARELY

@@ -1,32 +1,129 @@
-"""What a training is made of on this rank: model, optimizer, Stepper, Loader, evaluation, and
-where it has come to.
+"""What a training is made of on this rank: the model, whole or a part of one that lies over a mesh
+(model_parallel/), optimizer, Stepper, Loader, evaluation, and where it has come to.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.identity import check_storable
-from lockstep.config.settings import Settings
+from lockstep.checkpoints.identity import check_storable, sha256, weights
+from lockstep.config.settings import Settings, check_parts
 from lockstep.config.task import Precision, Task
 from lockstep.data.loader import is_iterable
 from lockstep.data.windows import Window
+from lockstep.errors import UsageError
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, grad_scaler
+from lockstep.step.model_shard import Whole
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
+from lockstep.training.anatomy import Activations
 from lockstep.training.build import Length, loader_of, model_of, optimizer_of, scheduler_of
-from lockstep.training.inference.evaluation import Evaluation
+from lockstep.training.inference.evaluation import Evaluation, OwnRows
 from lockstep.training.metrics import finite
-from lockstep.training.placed_model import place_model
 from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
 from lockstep.training.state import TrainingState
 from lockstep.training.task_digest import compare_tasks, task_digests
 from lockstep.world.world import World
+
+if TYPE_CHECKING:
+    from lockstep.model_parallel.split_model import SplitModel
+
+
+class WholeModel(Whole, OwnRows):
+    """All of it, on this rank's device. Beside what the Stepper asks (model_shard.py), what the
+    training loop does; SplitModel answers the same.
+    """
+
+    holder = "rank"
+    """Who walks a share of the data; of a split model a "replica", which is several ranks."""
+
+    def __init__(self, model: nn.Module, world: World, *, compiles: bool) -> None:
+        """`compiles`: by torch.compile, in place, so that the weights keep their names."""
+        super().__init__(world)
+        self.module = model.to(world.device)
+        """Whose gradients the Stepper sums."""
+        self.runs = self.module
+        """What is trained, under the names of the whole model: for the task's optimizer."""
+        self._activations = Activations(counts=not compiles)
+        if compiles:
+            self.module.compile()
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes that the forward of a micro-batch keeps for its backward; None where they are
+        not known.
+        """
+        return self._activations.bytes
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Have an optimizer that was made for `runs` update `module`: it does."""
+
+    def walk(self, stepper: Stepper, window: Window, forward: Forward) -> None:
+        """All of a window's micro-batches, forward and backward."""
+        for batch in stepper.micro_batches(window):
+            loss, weight = self._activations.watch(self.module, partial(_loss, forward, batch))
+            stepper.backward(loss, weight)
+
+    def idle(self) -> str | None:
+        """How long this rank waited for others within its steps, in words, where that can be
+        told.
+        """
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """For mesh.json: where this rank stands, and what it holds."""
+        return {"rank": self._world.rank, "data": self._world.rank, "layers": "all"}
+
+    def digest(self) -> str:
+        """SHA-256 of the whole model's weights. Every rank calls it."""
+        return sha256(weights(self.module))
+
+
+def _loss(forward: Forward, batch: Any) -> tuple[Tensor, float | Tensor]:
+    return forward.loss(forward(batch), batch)
+
+
+def place_model(
+    task: Task, forward: Forward, settings: Settings, world: World
+) -> WholeModel | SplitModel:
+    """`forward.model`, where the settings have it; `forward` then runs what is here. A model
+    that is split is taken apart.
+    """
+    compiles = task.compile if settings.compile is None else settings.compile
+    grid = settings.mesh
+    if grid is None or grid.only_data:
+        return WholeModel(forward.model, world, compiles=bool(compiles))
+    check_parts(grid, settings.precision or task.precision, compile=compiles)
+    if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
+        raise UsageError(
+            "mesh-with-iterable",
+            mesh=str(settings.mesh),
+            shares=grid.replicas,
+            world_size=world.size,
+        )
+    # with torch's engines, which take a second to import
+    from lockstep.model_parallel.split_model import SplitModel
+
+    placed = SplitModel(
+        task,
+        forward.model,
+        grid,
+        world,
+        schedule=settings.schedule,
+        split=settings.split,
+        forward=forward,
+    )
+    forward.model = placed.modes
+    return placed
 
 
 class AssembledTraining:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.batch_script import BatchJob, batch_script
+from lockstep.cli.slurm import BatchJob, batch_script
 from tests.launcher.slurm.cluster import Cluster, until
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]

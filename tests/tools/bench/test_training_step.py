@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.errors import TaskError, UsageError
 from lockstep.testing import run_ranks
-from lockstep.tools.bench import baselines, step_table, training_step
+from lockstep.tools.bench import baselines, training_step
+from lockstep.tools.bench.baselines import WeighedWindow, feed
 from lockstep.tools.bench.training_step import BASELINES, StepComparison, StepRow, measure
-from lockstep.tools.bench.weighed import WeighedWindow, feed
 from lockstep.world.world import World
 from tests.refused import refused
 
@@ -244,7 +244,7 @@ def test_json_holds_every_figure() -> None:
 
 
 def test_the_table_names_what_trained_something_else() -> None:
-    lines = step_table.text(comparison()).splitlines()
+    lines = training_step.text(comparison()).splitlines()
     assert [line.split()[:2] for line in lines[3:7]] == [
         ["local", "100.0"],
         ["ddp:5", "300.0"],
@@ -259,12 +259,12 @@ def test_the_table_names_what_trained_something_else() -> None:
         " from those of ddp:5, and more than 0.1 is no rounding"
     )
     # within what 8 bits round
-    assert len(step_table.text(comparison(precision="bf16")).splitlines()) == 9
+    assert len(training_step.text(comparison(precision="bf16")).splitlines()) == 9
 
 
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    step_table.plot([comparison(), comparison(task="other")], tmp_path / "steps.png")
+    training_step.plot([comparison(), comparison(task="other")], tmp_path / "steps.png")
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 

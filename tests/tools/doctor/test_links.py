@@ -49,7 +49,7 @@ def test_links_that_are_all_slow_are_named_between_hosts() -> None:
 
 
 def test_the_table() -> None:
-    assert links.table(_links(b_c=5e6)).splitlines() == [
+    assert links.squares(_links(b_c=5e6)).splitlines() == [
         "MB/s from      a      b      c",
         "a              -  1,000  1,000",
         "b          1,000      -      5",
@@ -60,7 +60,7 @@ def test_the_table() -> None:
         "b        50   -  50",
         "c        50  50   -",
     ]
-    assert not links.table([])
+    assert not links.squares([])
 
 
 def _measure(world: World) -> tuple[list[MeasuredLink], list[str]]:

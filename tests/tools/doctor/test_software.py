@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.tools.doctor import software
+from lockstep.tools.doctor import host
 
 _DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12\n"
 
@@ -22,7 +22,7 @@ _DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23
     ],
 )
 def test_versions(found: str, wanted: str, level: str) -> None:
-    finding = software.version("torch", found, wanted)
+    finding = host.version("torch", found, wanted)
     assert finding.level == level
     if level == "fix":
         assert finding.fix.startswith(f"torch {found} is outside {wanted}")
@@ -42,22 +42,22 @@ def test_versions(found: str, wanted: str, level: str) -> None:
     ],
 )
 def test_gpus(given: tuple[list[str], str | None, str, str], level: str, value: str) -> None:
-    found = software.graphics(*given)
+    found = host.graphics(*given)
     assert (found.level, found.value) == (level, value)
 
 
 def test_systems() -> None:
-    assert software.system("linux", "x86_64").level == "ok"
-    assert "shared memory" in software.system("linux", "aarch64").fix
-    assert "darwin is not tested" in software.system("darwin", "arm64").fix
+    assert host.system("linux", "x86_64").level == "ok"
+    assert "shared memory" in host.system("linux", "aarch64").fix
+    assert "darwin is not tested" in host.system("darwin", "arm64").fix
 
 
 def test_this_installation_can_be_looked_at() -> None:
-    assert [found.name for found in software.findings()] == [
+    assert [found.name for found in host.installation()] == [
         "Python",
         "torch",
         "system",
         "backends",
         "GPUs",
     ]
-    assert all(found.level == "ok" for found in software.findings()[:2])
+    assert all(found.level == "ok" for found in host.installation()[:2])

@@ -28,7 +28,7 @@ from lockstep.tools.plan.curve import (
     share_of_work,
 )
 from lockstep.tools.plan.networks import PlanNetwork
-from lockstep.tools.plan.of_task import PlanScaling
+from lockstep.tools.plan.work import PlanScaling
 from tests.refused import refused
 from tests.tools.timing.profiles import ALONE, profile
 

@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from lockstep.tools.plan.device_table import DEVICES, device_named
-from lockstep.tools.plan.model_table import MODELS, Family, resnet
+from lockstep.tools.plan.model_table import DEVICES, MODELS, Family, device_named, resnet
 from tests.refused import refused
 
 FLOPS = {name: model.flops for name, model in MODELS.items()} | {

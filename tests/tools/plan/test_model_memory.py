@@ -6,7 +6,6 @@ import pytest
 
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.device_table import DEVICES
 from lockstep.tools.plan.model_memory import (
     RESERVED,
     RankMemory,
@@ -15,7 +14,7 @@ from lockstep.tools.plan.model_memory import (
     memory,
     too_large,
 )
-from lockstep.tools.plan.model_table import MODELS, Model, ModelLayer
+from lockstep.tools.plan.model_table import DEVICES, MODELS, Model, ModelLayer
 
 A100 = DEVICES["a100-80g"]
 # 7.5 billion parameters, as in figure 1 of the ZeRO paper (arXiv 1910.02054), in 100 layers that

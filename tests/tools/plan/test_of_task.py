@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.gradients.facts import numbers
-from lockstep.tools.plan.of_task import PlanScaling, samples_of, sides, work_of
+from lockstep.tools.plan.work import PlanScaling, samples_of, sides, work_of
 from tests.refused import refused
 from tests.tools.timing.profiles import PAIR, profile
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from lockstep.tools.recorded import read
-from lockstep.tools.report import settings_table
-from lockstep.tools.report.curves import thinned
-from lockstep.tools.report.page import page
+from lockstep.tools.report.history import thinned
+from lockstep.tools.report.page import page, settings_table
 from lockstep.tools.report.verdict import verdict
 from lockstep.training.tuned import Tuned, TunedOn
 from tests.tools.report.runs import anatomy, make, metrics
@@ -195,10 +194,7 @@ def test_settings_say_where_they_come_from(tmp_path: Path) -> None:
     run = make(
         tmp_path / "run", loader_workers=2, bucket_mb=4, settings_file=str(file), epochs=None
     )
-    rows = {
-        name: [value, came]
-        for name, value, came in settings_table.section(read(run)).tables[0].rows
-    }
+    rows = {name: [value, came] for name, value, came in settings_table(read(run)).tables[0].rows}
     assert rows["loader_workers"] == ["2", f"tuned ({file})"]
     assert rows["bucket_mb"] == ["4", "given"]
     assert rows["epochs"] == ["2", "the task"]

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.tools.report.slow_link import SlowLink, slow_link
-from lockstep.tools.report.verdict import verdict
+from lockstep.tools.report.verdict import SlowLink, slow_link, verdict
 from tests.training.timeline.synthetic import BASE, anatomy, lines
 
 FAST, SLOW = 100e6, 10e6

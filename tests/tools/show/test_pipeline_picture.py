@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from lockstep import World
 from lockstep.config.pipeline_schedules import NAMES, PipelineSchedule
 from lockstep.model_parallel.layers import layers_of
-from lockstep.model_parallel.pipeline import Pipeline
+from lockstep.model_parallel.pipeline import Pipeline, TimedStage
 from lockstep.model_parallel.split import cut
-from lockstep.model_parallel.stage_turns import TimedStage
 from lockstep.model_parallel.stages import stage_module
 from lockstep.testing import run_ranks
 from lockstep.tools.show.pipeline_picture import chart, drawing, text, title

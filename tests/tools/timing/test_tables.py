@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.tools.timing.tables import table
+from lockstep.tools.timing.output_files import table
 
 
 def test_columns_are_as_wide_as_their_text_and_numbers_end_at_the_right() -> None:

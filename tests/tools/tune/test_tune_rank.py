@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from lockstep.config.settings import Settings
 from lockstep.testing import run_ranks
 from lockstep.tools.timing.in_turns import Trial
-from lockstep.tools.tune import knobs as knobs_of
-from lockstep.tools.tune.knobs import knobs
+from lockstep.tools.tune import tune_rank
 from lockstep.tools.tune.search import Refused
-from lockstep.tools.tune.tune_rank import Trials
+from lockstep.tools.tune.tune_rank import Trials, knobs
 from lockstep.training.tuned import KNOBS
 from lockstep.world.world import World
 from tests.training import toy
@@ -83,7 +82,7 @@ def test_what_lockstep_refuses_is_a_sentence_and_the_next_is_timed() -> None:
 
 
 def what_there_is(world: World, cores: int, reduce: Any) -> dict[str, tuple[Any, ...]]:
-    knobs_of.cores = lambda: cores
+    tune_rank.cores = lambda: cores
     settings = Settings(task="toy", workers=world.size, reduce=reduce)
     trial = Trial(toy.task(), settings, world)
     return {

@@ -28,7 +28,7 @@ from lockstep.config import knob
 from lockstep.launcher.launch import launch
 from lockstep.tools.timing.in_turns import largest, settle
 from lockstep.tools.timing.output_files import picture
-from lockstep.tools.timing.tables import table as text_table
+from lockstep.tools.timing.output_files import table as text_table
 from lockstep.world.world import World, init
 
 KINDS: tuple[Kind, ...] = (

@@ -30,8 +30,8 @@ from lockstep.tools.plan.methods import method_of, work_of_module
 from lockstep.tools.plan.networks import link_named
 from lockstep.tools.plan.simulate import Predicted, simulate
 from lockstep.tools.plan.work import RankWork
+from lockstep.tools.timing.output_files import table
 from lockstep.tools.timing.profiler import counted
-from lockstep.tools.timing.tables import table
 
 COMPRESSIONS = ("--compress bf16", "--compress int8", "--compress powersgd:4")
 SIGNIFICANT = 0.1

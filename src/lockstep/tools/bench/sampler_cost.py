@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.errors import LockstepError
 from lockstep.tools.timing.machine import Peak, from_proc
-from lockstep.tools.timing.tables import table as text_table
+from lockstep.tools.timing.output_files import table as text_table
 
 Kind = Literal["ours", "torch"]
 

@@ -27,7 +27,7 @@ from lockstep.collectives.group import Group
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.launcher.fixed import towards
 from lockstep.launcher.launch import launch
-from lockstep.tools.doctor import host, links, software
+from lockstep.tools.doctor import host, links
 from lockstep.tools.doctor.links import MeasuredLink
 from lockstep.tools.finding import Finding, judged
 from lockstep.world.world import World, init
@@ -49,7 +49,7 @@ class Examined:
         lines = [
             f"{finding.level:<6}{finding.name:<12}{finding.value}" for finding in self.findings
         ]
-        table = ["", links.table(self.links)] if self.links else []
+        table = ["", links.squares(self.links)] if self.links else []
         return "\n".join([*lines, *table, "", self.verdict()])
 
     def verdict(self) -> str:
@@ -149,7 +149,7 @@ def examine_host(workers: int) -> Examined:
     """Look at this host, and start that many ranks on it."""
     name = socket.gethostname()
     found = [
-        *software.findings(),
+        *host.installation(),
         *host.findings(workers),
         host.own_name(name, host.addresses_of),
         host.used(host.interfaces(), "127.0.0.1", os.environ.get("GLOO_SOCKET_IFNAME")),
@@ -203,7 +203,7 @@ def main(json_file: Path | None) -> bool:
 
 def examine_nodes(world: World) -> Examined:
     """A collective; what it returns is the same on all ranks."""
-    own = [*software.findings(), *host.findings(world.local_size)]
+    own = [*host.installation(), *host.findings(world.local_size)]
     address = "127.0.0.1"
     with suppress(OSError, KeyError):
         address = towards(os.environ["MASTER_ADDR"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.collectives.group import Group
 from lockstep.tools.finding import Finding, judged
-from lockstep.tools.timing import tables
+from lockstep.tools.timing.output_files import table
 
 _PINGS = 20
 _WORTH = 0.15  # seconds that a direction is measured, about
@@ -166,7 +166,7 @@ def judge(links: Sequence[MeasuredLink], *, hosts: bool) -> Finding:
     return judged("links", value, fix=found) if hosts else judged("links", value, warn=found)
 
 
-def table(links: Sequence[MeasuredLink]) -> str:
+def squares(links: Sequence[MeasuredLink]) -> str:
     """Two squares, one below the other: MB/s from row to column, and microseconds."""
     speeds = {(link.source, link.target): f"{link.bandwidth / 1e6:,.0f}" for link in links}
     times = {(link.source, link.target): f"{1e6 * link.latency:,.0f}" for link in links}
@@ -176,7 +176,7 @@ def table(links: Sequence[MeasuredLink]) -> str:
 def _square(title: str, cells: Mapping[tuple[str, str], str]) -> str:
     names = list(dict.fromkeys(source for source, _ in cells))
     rows = ([row, *(cells.get((row, name), "-") for name in names)] for row in names)
-    return tables.table([title, *names], rows)
+    return table([title, *names], rows)
 
 
 def _rate(bandwidth: float) -> str:

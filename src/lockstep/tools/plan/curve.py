@@ -21,13 +21,19 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.tools.plan.carriers import OneHost
 from lockstep.tools.plan.model_memory import RankMemory
 from lockstep.tools.plan.networks import PlanNetwork
-from lockstep.tools.plan.of_task import PlanScaling, heard, samples_of, slots_of, work_of
 from lockstep.tools.plan.simulate import HEAD, Assumed, PlanRow, Predicted, simulate, spent
-from lockstep.tools.plan.work import check_mesh, over
+from lockstep.tools.plan.work import (
+    PlanScaling,
+    check_mesh,
+    heard,
+    over,
+    samples_of,
+    slots_of,
+    work_of,
+)
 from lockstep.tools.timing.machine import memory_of_a_rank
-from lockstep.tools.timing.output_files import picture
+from lockstep.tools.timing.output_files import megabytes, percent, picture, table
 from lockstep.tools.timing.profile import Profile
-from lockstep.tools.timing.tables import megabytes, percent, table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,9 +40,8 @@ from lockstep.errors import UsageError
 from lockstep.tools.plan.networks import TCP, bits_per_second
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import BACKWARD, RankWork
-from lockstep.tools.timing.output_files import reading
+from lockstep.tools.timing.output_files import megabytes, milliseconds, reading, table
 from lockstep.tools.timing.profile import laid_out
-from lockstep.tools.timing.tables import megabytes, milliseconds, table
 
 REFERENCE = "native"
 METHODS = (

@@ -28,8 +28,7 @@ from functools import partial
 
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.device_table import Device
-from lockstep.tools.plan.model_table import Model
+from lockstep.tools.plan.model_table import Device, Model
 
 WEIGHT, GRADIENT, MOMENTS = 4, 4, 8  # bytes a parameter
 # CUDA's context, workspaces, NCCL's buffers, fragments: to the order of magnitude

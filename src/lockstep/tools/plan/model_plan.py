@@ -16,7 +16,6 @@ from lockstep.collectives.network import Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
 from lockstep.gradients.layout import BUCKET
-from lockstep.tools.plan.device_table import Device
 from lockstep.tools.plan.model_memory import (
     RESERVED,
     Least,
@@ -28,12 +27,12 @@ from lockstep.tools.plan.model_memory import (
     name_of,
     too_large,
 )
-from lockstep.tools.plan.model_table import Model
+from lockstep.tools.plan.model_table import Device, Model
 from lockstep.tools.plan.networks import DEVICE_SPREAD
 from lockstep.tools.plan.simulate import HEAD, Assumed, PlanRow, simulate
 from lockstep.tools.plan.work import WIDTH, RankWork, check_mesh, over
+from lockstep.tools.timing.output_files import table
 from lockstep.tools.timing.profile import Leaves
-from lockstep.tools.timing.tables import table
 
 BACKWARD = 2.0  # forwards: one product for the gradient of the inputs, one for that of the weights
 

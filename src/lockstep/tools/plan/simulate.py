@@ -30,7 +30,7 @@ from lockstep.errors import UsageError
 from lockstep.tools.plan.carriers import OneHost
 from lockstep.tools.plan.communication import TalkingRanks, talk
 from lockstep.tools.plan.work import MeshShare, RankWork, share
-from lockstep.tools.timing.tables import milliseconds, percent
+from lockstep.tools.timing.output_files import milliseconds, percent
 
 Limit = Literal[
     "computation", "optimizer", "network", "stragglers", "loader", "storage", "bubble", "other"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from lockstep.config.mesh import AXES, Axis, Mesh
 from lockstep.errors import UsageError
 from lockstep.tools.svg import Curve, Drawing
-from lockstep.tools.timing.tables import table
+from lockstep.tools.timing.output_files import table
 
 DRAWN = 64
 """The most ranks that fit in a drawing."""

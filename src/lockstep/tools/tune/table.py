@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.tools.timing.tables import table as text_table
+from lockstep.tools.timing.output_files import table as text_table
 from lockstep.tools.tune.micro_batch import Size, fastest
 from lockstep.tools.tune.search import Found, KnobRow, PairedTimes, Value
 

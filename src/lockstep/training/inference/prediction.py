@@ -1,7 +1,8 @@
 """Prediction: one row a sample, in the order of the data set, on several ranks as on one.
 
-data/rows.py   which batches are this rank's     row_layout.py         a batch's output as named columns
-RowsInMemory   all rows, on every rank           prediction_files.py   rows streamed to a file
+data/rows.py          which batches are this rank's
+RowsInMemory          all rows, on every rank
+prediction_files.py   a batch's output as named columns, and rows streamed to a file
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from lockstep.data.rows import BatchRows, DatasetRows, Piece, Rows, is_batch
 from lockstep.errors import UsageError
 from lockstep.step.forward import Call, as_arguments, bare, device_of, evaluating, outputs
 from lockstep.training.inference.apply import check_out
-from lockstep.training.inference.prediction_files import Npy, Parquet
-from lockstep.training.inference.row_layout import RowLayout, agreed, same, split
+from lockstep.training.inference.prediction_files import (
+    Npy,
+    Parquet,
+    RowLayout,
+    agreed,
+    same,
+    split,
+)
 from lockstep.world.world import World
 
 _AT_ONCE = 2**21  # numbers of 8 bytes that are summed together

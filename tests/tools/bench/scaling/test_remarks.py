@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.tools.bench.scaling.remarks import remarks
-from lockstep.tools.bench.scaling.speedup import ScalingRow
+from lockstep.tools.bench.scaling.speedup import ScalingRow, remarks
 
 
 def row(workers: int, speedup: float, **changes: Any) -> ScalingRow:

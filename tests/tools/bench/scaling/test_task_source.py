@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
-from lockstep.tools.bench.scaling.task_source import Source, made, source_of
+from lockstep.tools.bench.scaling.benchmark import Source, made, source_of
 from tests.refused import refused
 from tests.training import toy
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.errors import WorkerFailed
-from lockstep.tools.bench.scaling.teams import TeamTurns, run_teams, seat
+from lockstep.tools.bench.scaling.timing import TeamTurns, run_teams, seat
 from lockstep.world.world import init
 
 ORDER = [1, 0, 0, 1, 0]  # of teams

@@ -1,17 +1,23 @@
-"""`lockstep.benchmark_scaling`: how much faster more workers train a task, on this host."""
+"""`lockstep.benchmark_scaling`: how much faster more workers train a task, on this host.
+
+What it is given becomes something that every rank can be handed and that makes the task there.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.config import knob
@@ -19,14 +25,12 @@ from lockstep.config.parallelism import Reduce
 from lockstep.config.settings import Device, Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import counted
-from lockstep.errors import UsageError
+from lockstep.errors import TaskError, UsageError
+from lockstep.launcher.call import for_ranks
 from lockstep.runtime.cores import busy, cores, processor
 from lockstep.tools.bench.scaling.prediction import Carried, step_seconds
-from lockstep.tools.bench.scaling.remarks import remarks
-from lockstep.tools.bench.scaling.speedup import Scaling, ScalingRow, rows
-from lockstep.tools.bench.scaling.task_source import Source, made, source_of
-from lockstep.tools.bench.scaling.teams import run_teams
-from lockstep.tools.bench.scaling.timing import WARM_UP, on_rank
+from lockstep.tools.bench.scaling.speedup import Scaling, ScalingRow, remarks, rows
+from lockstep.tools.bench.scaling.timing import WARM_UP, on_rank, run_teams
 from lockstep.tools.bench.scaling.works import (
     Mode,
     TimedWork,
@@ -39,6 +43,142 @@ from lockstep.tools.bench.scaling.works import (
     modes_of,
     uneven,
 )
+from lockstep.training.resolve import locate, resolve
+
+Source = Callable[[], Task]
+MICRO_BATCH = 32  # samples, where the data set has enough
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskParts:
+    """A model, a data set and a loss, as a task."""
+
+    model: Any
+    """A module, of which every rank gets a copy, or a function that builds one."""
+    dataset: Any
+    loss: Callable[[Any, Any], Tensor]
+    global_batch: int
+    micro_batch: int
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+
+    def __call__(self) -> Task:
+        return Task(
+            name=(
+                type(self.model).__name__
+                if isinstance(self.model, nn.Module)
+                else getattr(self.model, "__name__", "model")
+            ),
+            model=(
+                partial(copy.deepcopy, self.model)
+                if isinstance(self.model, nn.Module)
+                else self.model
+            ),
+            train_data=self.dataset,
+            loss=partial(_summed, self.loss),
+            optimizer=self.optimizer or _sgd,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+        )
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """With a rate so low that no model comes to nan while it is timed."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def _summed(loss: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> tuple[Tensor, float]:
+    """A loss is a mean over the batch, as criteria of torch give it, or has an element a sample."""
+    found = loss(output, batch[1])
+    count = len(batch[1])
+    return (found * count if found.dim() == 0 else found.sum()), float(count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A task that is there already."""
+
+    task: Task
+
+    def __call__(self) -> Task:
+        return self.task
+
+
+def source_of(
+    given: Any,
+    workers: Sequence[int],
+    growth: float,
+    overrides: Mapping[str, str] | None,
+    parts: Mapping[str, Any],
+) -> Source:
+    """From a Task, a name or file, a function that returns a Task, or (model, dataset, loss), to
+    which alone `parts` belong.
+
+    `growth`: how many times the global batch the largest number of workers trains. Raises
+    UsageError, also for what ranks cannot be handed.
+    """
+    if overrides and not isinstance(given, str | Path):
+        raise UsageError("overrides-without-file", overrides=dict(overrides))
+    if isinstance(given, tuple):
+        return _portable(_from_parts(given, workers, growth, parts))
+    for name, value in parts.items():
+        if value is not None:
+            raise UsageError("not-for-a-task", name=name, value=value)
+    if isinstance(given, str | Path):
+        return partial(resolve, locate(str(given)), dict(overrides or {}))
+    if isinstance(given, Task):
+        return _portable(_Made(given))
+    if callable(given) and not isinstance(given, nn.Module):
+        return _portable(given)
+    raise UsageError("not-a-task-source", kind=type(given).__name__)
+
+
+def _from_parts(
+    given: tuple[Any, ...], workers: Sequence[int], growth: float, parts: Mapping[str, Any]
+) -> TaskParts:
+    if len(given) != 3:
+        raise UsageError("not-model-dataset-loss", given=f"a tuple of {len(given)}")
+    model, dataset, loss = given
+    if not (isinstance(model, nn.Module) or callable(model)) or not callable(loss):
+        kinds = f"({type(model).__name__}, ..., {type(loss).__name__})"
+        raise UsageError("not-model-dataset-loss", given=kinds)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError("dataset-not-map-style", kind=type(dataset).__name__)
+    most = max(workers)
+    micro_batch, global_batch = parts["micro_batch"], parts["global_batch"]
+    if micro_batch is None:
+        fits = (
+            int(len(dataset) // (most * growth))
+            if global_batch is None
+            else math.ceil(global_batch / most)
+        )
+        micro_batch = max(1, min(MICRO_BATCH, fits))
+    return TaskParts(
+        model=model,
+        dataset=dataset,
+        loss=loss,
+        global_batch=most * micro_batch if global_batch is None else global_batch,
+        micro_batch=micro_batch,
+        optimizer=parts["optimizer"],
+    )
+
+
+def _portable(source: Source) -> Source:
+    """The source as it is. Ranks are new processes: what they are given is pickled, and its
+    functions are imported there by name.
+    """
+    try:
+        for_ranks(source)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UsageError("task-not-portable", reason=str(error)) from None
+    return source
+
+
+def made(source: Source) -> Task:
+    """The task, here. Raises TaskError where a function returned something else."""
+    found: Any = source()
+    if not isinstance(found, Task):
+        raise TaskError("function-without-task", kind=type(found).__name__)
+    return found
 
 
 def benchmark_scaling(

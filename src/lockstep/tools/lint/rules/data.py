@@ -11,8 +11,18 @@ from dataclasses import dataclass
 import libcst as cst
 
 from lockstep.tools.lint.conditions import definition
-from lockstep.tools.lint.distributed import collective, is_torch_class, without_gradients
-from lockstep.tools.lint.script import Loop, Problem, Script, argument, dotted, last_name, parameter
+from lockstep.tools.lint.script import (
+    Loop,
+    Problem,
+    Script,
+    argument,
+    collective,
+    dotted,
+    is_torch_class,
+    last_name,
+    parameter,
+    without_gradients,
+)
 
 _DRAWS = re.compile(r"torch\.(randn|rand|randint|normal|randperm)")
 _SEEDS = re.compile(r"(manual_)?seed(_all|_everything)?|set_seed")

@@ -10,9 +10,17 @@ from collections.abc import Iterator
 import libcst as cst
 
 from lockstep.tools.lint.conditions import Test, all_of, conditions
-from lockstep.tools.lint.distributed import collective, is_torch_wrapper, without_gradients
 from lockstep.tools.lint.rules.accumulation import BLOCKS
-from lockstep.tools.lint.script import Problem, Script, argument, dotted, last_name
+from lockstep.tools.lint.script import (
+    Problem,
+    Script,
+    argument,
+    collective,
+    dotted,
+    is_torch_wrapper,
+    last_name,
+    without_gradients,
+)
 
 _CLIPS = re.compile(r"clip_grad_norm_?|clip_grad_value_?|clip_gradients|clip_grads_with_norm_")
 _BY_HAND = re.compile(r"reduce|average|sync_grad", re.IGNORECASE)

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from lockstep.tools.lint.conditions import conditions
-from lockstep.tools.lint.rank_tests import is_rank
+from lockstep.tools.lint.conditions import conditions, is_rank
 from lockstep.tools.lint.script import Problem, Script, Value, argument, dotted, last_name
 
 _SEEDS = re.compile(r"torch\.((random|cuda)\.)?manual_seed(_all)?")

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from lockstep.tools.lint.conditions import Test, conditions
-from lockstep.tools.lint.distributed import collective, wrapper
-from lockstep.tools.lint.rank_tests import Side, side
-from lockstep.tools.lint.script import Problem, Script, argument, dotted, last_name, parameter
+from lockstep.tools.lint.conditions import Side, Test, conditions, side
+from lockstep.tools.lint.script import (
+    Problem,
+    Script,
+    argument,
+    collective,
+    dotted,
+    last_name,
+    parameter,
+    wrapper,
+)
 
 _EVALUATES = re.compile(
     r"(run_|do_)?(evaluate|evaluation|validate|validation|eval|test|infer|predict)(_.*)?",
