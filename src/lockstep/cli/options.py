@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, is_dataclass
 from pathlib import Path
@@ -289,6 +288,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _toml(text: str, file: Path) -> Any:
+    import tomllib
+
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -245,7 +245,8 @@ def _profile(
 
 def _joined(asked: PlanChoice, question: Question, profile: Profile) -> PlanNetwork:
     """What connects the ranks; on this host it is measured now."""
-    from lockstep.tools.plan.networks import HERE, connection, on_this_host
+    from lockstep.tools.plan.networks import HERE, connection
+    from lockstep.tools.plan.this_host import on_this_host
 
     if asked.network != HERE:
         return connection(asked.network, asked.nodes_of)

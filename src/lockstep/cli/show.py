@@ -204,7 +204,7 @@ def _collective(name: str) -> Callable[..., None]:
                 name=name,
                 reason="no rank is special",
             )
-        from lockstep.tools.show.schedule_picture import before_and_after  # with torch
+        from lockstep.tools.show.before_after import before_and_after  # with torch
 
         chosen = algorithm and algorithm.replace("-", "_")
         print(

@@ -11,7 +11,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.work import Work
 from lockstep.config.parallelism import Parallelism
 from lockstep.gradients.facts import numbers
-from lockstep.tools.plan import networks
+from lockstep.tools.plan import this_host
 
 
 def test_the_small_message_is_as_long_as_the_facts_of_a_step(
@@ -24,5 +24,5 @@ def test_the_small_message_is_as_long_as_the_facts_of_a_step(
         return real(group, tensor, *more)
 
     monkeypatch.setattr(Group, "all_reduce_small", heard)
-    networks._on_rank(4096, Parallelism(), "cpu")
+    this_host._on_rank(4096, Parallelism(), "cpu")
     assert sizes == {numbers(1)}

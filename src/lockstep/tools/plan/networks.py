@@ -1,40 +1,21 @@
-"""What connects devices: networks by name, by latency and rate, from measurements in a file, those
-of servers with NVLink or PCIe, and how ranks of this host sum (`--network here`), measured. Peaks,
-and the share of them that a collective achieves.
+"""What connects devices: networks by name, by latency and rate, from measurements in a file, and
+those of servers with NVLink or PCIe. Peaks, and the share of them that a collective achieves.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from lockstep.collectives.network import Link, Network
 from lockstep.config.knob import value_of
-from lockstep.config.parallelism import Parallelism
-from lockstep.config.settings import Device
 from lockstep.errors import UsageError
-from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.compression import compressed
-from lockstep.gradients.facts import numbers
-from lockstep.gradients.layout import Entry, plan
-from lockstep.gradients.reductions import Reduction, reduction
-from lockstep.launcher.launch import launch
-from lockstep.tools.plan.carriers import Cost, OneHost, cost
-from lockstep.tools.timing.hockney import Fit, fit, measured
-from lockstep.tools.timing.in_turns import take_turns
-from lockstep.tools.timing.machine import kind_of_device
+from lockstep.tools.plan.carriers import OneHost, cost
+from lockstep.tools.timing.hockney import fit
 from lockstep.tools.timing.output_files import reading
-from lockstep.training.opening import backend_of
-from lockstep.world.world import World, init
 
 # Share of a network card's line rate. NCCL's maintainers count 12 GB/s for a card of 100 Gbit/s and
 # 24 for 200 (NVIDIA/nccl-tests issue 119).
@@ -221,84 +202,3 @@ def _rate(link: Link) -> str:
         return "no limit"
     bits = 8 * link.bandwidth
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
-_SMALLEST = 4096  # bytes
-# of the largest bucket: a line needs several sizes, near those that will travel
-_SHARES = (1, 4, 16)
-
-
-def on_this_host(
-    workers: Sequence[int], largest: int, method: Parallelism, device: Device = "auto"
-) -> PlanNetwork:
-    """How ranks of this host sum gradients, by the reduction that a training would have, for
-    buckets of up to so many bytes.
-
-    Of each of those numbers of ranks. Its error is the worst line's. Raises WorkerFailed.
-    """
-    found: dict[int, tuple[Fit, float]] = {
-        ranks: launch(_on_rank, workers=ranks, args=(largest, method, device))[0]
-        for ranks in workers
-        if ranks > 1
-    }
-    sums = {
-        ranks: Cost(line.first, line.second, 1, 2 * (ranks - 1) / ranks)
-        for ranks, (line, _) in found.items()
-    }
-    small = {ranks: seconds for ranks, (_, seconds) in found.items()}
-    told = "; ".join(
-        f"{ranks} ranks {1e6 * line.first:.0f} us and {1e9 * line.second:.3g} ms a MB"
-        for ranks, (line, _) in found.items()
-    )
-    return PlanNetwork(
-        network=OneHost(sums, small, beside=kind_of_device(device) == "cuda"),
-        error=max((line.error for line, _ in found.values()), default=0.0),
-        words=(
-            f"this host: a sum of gradients takes {told}"
-            if told
-            else "this host: one rank sends nothing"
-        ),
-    )
-
-
-def _on_rank(largest: int, method: Parallelism, device: Device) -> tuple[Fit, float]:
-    """Of a sum of gradients; and the seconds of a message that holds hardly any."""
-    with init(backend=backend_of(device)) as world:
-        group = world.group
-        carrier = (
-            reduction(method.reduce, group)
-            if method.compression is None
-            else compressed(method.compression, group)
-        )
-        buckets = _buckets(
-            sorted({max(_SMALLEST, largest // share) for share in _SHARES}), carrier, world
-        )
-        line = measured(
-            {bucket.sum.nbytes: partial(_sum, carrier, bucket) for bucket in buckets}, world
-        )
-        note = torch.zeros(numbers(world.size), dtype=torch.float64, device=world.device)
-        small = take_turns({"small": lambda: group.all_reduce_small(note).wait()}, 15, world)[
-            "small"
-        ]
-        return line, statistics.median(small)
-
-
-def _buckets(sizes: Sequence[int], carrier: Reduction, world: World) -> list[Bucket]:
-    """One of each size, in bytes, of a matrix each."""
-    parameters = [
-        nn.Parameter(torch.zeros(max(1, size // 4 // 64), 64, device=world.device))
-        for size in sizes
-    ]
-    entries = [
-        Entry(str(number), each.numel(), each.dtype, each.device)
-        for number, each in enumerate(parameters)
-    ]
-    layout = plan(entries, range(len(entries)), bucket=1, first_bucket=1)
-    return [
-        Bucket(bucket, parameters, room)
-        for bucket, room in zip(layout.buckets, carrier.memory(layout), strict=True)
-    ]
-
-
-def _sum(carrier: Reduction, bucket: Bucket) -> None:
-    carrier.start(bucket).wait()
