@@ -37,7 +37,8 @@ from lockstep.config.settings import overrides_of
 from lockstep.config.task import Task
 from lockstep.runtime.cores import cores
 from lockstep.tools.plan.curve import Question, curve
-from lockstep.tools.plan.this_host import PlanNetwork, connection, on_this_host
+from lockstep.tools.plan.networks import PlanNetwork, connection
+from lockstep.tools.plan.this_host import on_this_host
 from lockstep.tools.plan.work import PlanScaling, sides, slots_of, talking
 from lockstep.tools.timing.profile import Profile
 from lockstep.tools.timing.profiler import profile

@@ -169,7 +169,7 @@ def test_setup_comes_first_and_must_succeed(tmp_path: Path) -> None:
         ({"command": ["a\nb"]}, "control-character", {"option": "--command", "value": "a\nb"}),
         ({"account": ""}, "empty-value", {"option": "--account"}),
         ({"log": "/a%b"}, "percent-in-log", {"log": "/a%b"}),
-        ({"time": "soon"}, "not-a-time-limit", {"value": "soon"}),
+        ({"time": "soon"}, "wrong-type", {"value": "soon"}),
     ],
 )
 def test_what_cannot_work(change: dict[str, object], code: str, values: dict[str, object]) -> None:
@@ -194,5 +194,5 @@ def test_time_limits_as_slurm_reads_them(time: str, hours: int, minutes: int, se
 
 @pytest.mark.parametrize("time", ["", "0", "0:00", "1h", "1:2:3:4", "-1", "1-", "1:", " 1", "1.5"])
 def test_what_is_no_time_limit(time: str) -> None:
-    with refused("not-a-time-limit", value=time):
+    with refused("wrong-type", value=time):
         limit(time)

@@ -416,7 +416,7 @@ def test_mistakes_are_sentences_and_start_nothing(args: list[str], message: str)
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize("sizes", ["4X..8X", "0..4K", "-4K", "4K..", "1.5K", "64K..4K", "1..2..3"])
 def test_sizes_that_are_no_range(sizes: str) -> None:
-    with refused("not-a-range-of-sizes", value=sizes):
+    with refused("wrong-type", value=sizes):
         command("bench", "collectives", f"--sizes={sizes}")
 
 
@@ -455,7 +455,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
 def test_a_picture_of_no_kind(tmp_path: Path, ending: str) -> None:
     pytest.importorskip("matplotlib")
     done = bench("collectives", "--plot", str(tmp_path / f"times{ending}"))
-    assert str(done.exception).endswith("End it in .png or .svg. [not-a-picture]")
+    assert str(done.exception).endswith("give a name that ends in .png, .svg [wrong-ending]")
     assert list(tmp_path.iterdir()) == []
 
 

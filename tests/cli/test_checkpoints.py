@@ -110,7 +110,7 @@ def test_export(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "values"),
     [
-        (("ls", "{}/nowhere"), "no-such-run", {"run": "{}/nowhere"}),
+        (("ls", "{}/nowhere"), "not-a-run-directory", {"directory": "{}/nowhere"}),
         (("ls", "{}"), "no-checkpoint", {"run": "{}"}),
         (
             ("export", "{}/run", "--out", "{}/x.pt", "--step", "5"),

@@ -124,7 +124,7 @@ def test_a_task_without_eval_data(tmp_path: Path) -> None:
 
 def test_mistakes_on_the_command_line_start_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with refused("no-such-run", run=run, folder=Path.cwd()):
+    with refused("not-a-run-directory", directory=str(run)):
         given("evaluate", "digits", run=run)
     run.mkdir()
     with refused("not-a-run-directory", directory=str(run)):

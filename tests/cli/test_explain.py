@@ -57,7 +57,7 @@ def test_the_text_fits_into_the_terminal(
 
 
 def test_a_counted_value_is_shown_with_its_word(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "<gpus> GPUs" in explained(capsys, "more-workers-than-gpus")
+    assert "<gpus> GPUs" in explained(capsys, "too-few-gpus")
 
 
 def test_braces_of_the_sentence_stay(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_a_wrong_question_is_one_sentence(words: list[str], message: str) -> Non
 def test_a_table_of_methods_is_for_one_number_of_ranks() -> None:
     with refused("not-one-count", option="--methods", workers="2,4"):
         plan(*SMALL, "--workers", "2,4")
-    with refused("not-a-list-of-counts", value="0"):
+    with refused("wrong-type", value="0"):
         plan(*SMALL, "--workers", "0")
 
 

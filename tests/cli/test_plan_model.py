@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_planned(words: list[str], said: str) -> None:
     ("words", "code", "values"),
     [
         ([], "option-missing", {"option": "--model vgg16", "needed": "--device NAME"}),
-        (["--device", "p100", "--workers", "0"], "not-a-list-of-counts", {"value": "0"}),
+        (["--device", "p100", "--workers", "0"], "wrong-type", {"value": "0"}),
         (["--device", "p100", "--network", "here"], "not-on-network-here", {"what": "--model"}),
         (
             ["--device", "p100", "--noise-scale"],

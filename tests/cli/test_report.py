@@ -136,5 +136,5 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["nowhere", "run/settings.json"])
 def test_what_is_no_folder_is_refused(tmp_path: Path, place: str) -> None:
     make(tmp_path / "run", parts={})
-    with refused("no-such-run", run=tmp_path / place):
+    with refused("not-a-run-directory", directory=str(tmp_path / place)):
         report(str(tmp_path / place))

@@ -216,8 +216,8 @@ def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "values"),
     [
-        (["all-reduce", "--values", "a,b;c,d"], "not-rows-of-numbers", {"value": "a,b;c,d"}),
-        (["all-reduce", "--values", "1,2;"], "not-rows-of-numbers", {"value": "1,2;"}),
+        (["all-reduce", "--values", "a,b;c,d"], "wrong-type", {"value": "a,b;c,d"}),
+        (["all-reduce", "--values", "1,2;"], "wrong-type", {"value": "1,2;"}),
         (["all-reduce", "--values", f"{10**20};1"], "integer-too-large", {"value": 10**20}),
         (
             ["broadcast", "--op", "sum"],

@@ -97,7 +97,7 @@ def test_mistakes_in_the_task(tmp_path: Path, target: str, code: str) -> None:
         (["--max-restarts", "1"], {}, "option-not-for-a-job", {"option": "--max-restarts 1"}),
         ([], {"job_name": "a\nb"}, "control-character", {"option": "--job-name", "value": "a\nb"}),
         ([], {"job_name": ""}, "empty-value", {"option": "--job-name"}),
-        ([], {"time": "1h"}, "not-a-time-limit", {"value": "1h"}),
+        ([], {"time": "1h"}, "wrong-type", {"value": "1h"}),
         ([], {"nodes": 0}, "not-a-whole-number", {"name": "nodes", "value": 0}),
         (
             [],

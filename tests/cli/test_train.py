@@ -423,11 +423,11 @@ def test_a_run_directory_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("gpus", "options", "code", "values"),
     [
-        (2, {"workers": "3"}, "more-workers-than-gpus", {"workers": 3, "gpus": 2}),
+        (2, {"workers": "3"}, "too-few-gpus", {"workers": 3, "gpus": 2}),
         (
             1,
             {"workers": "2", "device": "cuda"},
-            "more-workers-than-gpus",
+            "too-few-gpus",
             {"workers": 2, "gpus": 1},
         ),
         (0, {"device": "cuda"}, "no-gpu-here", {}),

@@ -154,9 +154,9 @@ def test_mistakes_in_the_training_are_refused(
 @pytest.mark.parametrize(
     ("what", "options", "code", "values"),
     [
-        (["digits"], {"workers": "2"}, "not-a-list-of-counts", {"value": "2"}),
-        (["digits"], {"workers": "1,two"}, "not-a-list-of-counts", {"value": "1,two"}),
-        (["digits"], {"workers": "1,0"}, "not-a-list-of-counts", {"value": "1,0"}),
+        (["digits"], {"workers": "2"}, "wrong-type", {"value": "2"}),
+        (["digits"], {"workers": "1,two"}, "wrong-type", {"value": "1,two"}),
+        (["digits"], {"workers": "1,0"}, "wrong-type", {"value": "1,0"}),
         (["a", "b", "c"], {}, "task-or-two-runs", {"given": "3 arguments"}),
         (
             ["a", "b"],
@@ -164,7 +164,7 @@ def test_mistakes_in_the_training_are_refused(
             "options-exclude-each-other",
             {"one": "--exact, --steps", "other": "RUN_A RUN_B"},
         ),
-        (["a", "b"], {}, "no-such-run", {"run": Path("a")}),
+        (["a", "b"], {}, "not-a-run-directory", {"directory": "a"}),
         (["."], {}, "task-or-two-runs", {"given": "the folder ."}),
     ],
 )

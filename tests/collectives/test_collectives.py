@@ -168,7 +168,7 @@ def test_a_sparse_tensor_is_named_also_where_the_algorithm_is_chosen_by_size() -
 
 
 def test_without_a_world_the_error_says_what_to_call() -> None:
-    with refused("no-process-group"):
+    with refused("no-world-open"):
         collectives.all_reduce(torch.zeros(1))
 
 

@@ -430,5 +430,5 @@ def test_what_would_come_back_and_what_was_meant_begin_nothing(ending: Ending, c
 def test_workers_are_read() -> None:
     assert (Workers.read("4"), Workers.read("1:4")) == (Workers(4, 4), Workers(1, 4))
     for text in ("", "x", "1:", ":4", "4:1", "0", "0:2", "1:2:3", "-1"):
-        with refused("not-a-range-of-workers", value=text):
+        with refused("wrong-type", value=text):
             Workers.read(text)

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config.task import EarlyStopping, Mode
 from lockstep.errors import TaskError
-from lockstep.training.state import BestMetric, TrainingState
+from lockstep.training.assembled import BestMetric, TrainingState
 from tests.refused import refused
 
 

@@ -55,12 +55,12 @@ def at_least_one(**options: int | None) -> None:
             whole(name, value)
 
 
-def counts_of(text: str, wanted: str, least: int = 1) -> list[int]:
-    """`1,2,4`: numbers of ranks, at least so many of them. `wanted`: what to give, for the error."""
+def counts_of(text: str, expected: str, least: int = 1) -> list[int]:
+    """`1,2,4`: numbers of ranks, at least so many of them. `expected`: for the error."""
     parts = [part.strip() for part in text.split(",")]
     counts = [int(part) for part in parts if part.isdecimal()]
     if len(counts) < max(least, len(parts)) or 0 in counts:
-        raise UsageError("not-a-list-of-counts", value=text, wanted=wanted)
+        raise UsageError("wrong-type", name="workers", value=text, expected=expected)
     return counts
 
 
@@ -80,7 +80,7 @@ def fitted(settings: Settings, *, count_workers: bool) -> Settings:
         raise UsageError("no-gpu-here")
     workers = gpus or 1 if count_workers else settings.workers
     if gpus and workers > gpus:
-        raise UsageError("more-workers-than-gpus", workers=workers, gpus=gpus)
+        raise UsageError("too-few-gpus", workers=workers, gpus=gpus)
     return replace(settings, workers=workers)
 
 
@@ -129,7 +129,10 @@ def existing_run(run: Path) -> Path:
     """The run directory that is meant. Raises UsageError where there is none."""
     found = run_of(run)
     if not found.is_dir():
-        raise UsageError("no-such-run", run=found, folder=Path.cwd())
+        reason = f"there is no such directory in {Path.cwd()}"
+        raise UsageError(
+            "not-a-run-directory", directory=str(found), file="settings.json", reason=reason
+        )
     return found
 
 

@@ -29,7 +29,7 @@ def audit(
     """
     at_least_one(workers=workers, epochs=epochs)
     place, overrides = task_of(task, choice.overrides)
-    from lockstep.tools.audit.data_audit import audit as look  # imports torch
+    from lockstep.tools.audit import audit as look  # imports torch
     from lockstep.training.resolve import resolve
 
     found = resolve(place, overrides)

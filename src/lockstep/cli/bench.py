@@ -350,11 +350,10 @@ def _sizes(text: str) -> list[int]:
     """`4K..64M`: 4096, 16384, ...; a single size is itself."""
     size = r"([1-9]\d*)([KMG]?)"
     parts = re.fullmatch(rf"{size}(?:\.\.{size})?", text.upper())
-    if parts is None:
-        raise UsageError("not-a-range-of-sizes", value=text)
-    ends = [int(parts[n]) * _UNITS[parts[n + 1]] for n in (1, 3) if parts[n]]
-    if ends[0] > ends[-1]:
-        raise UsageError("not-a-range-of-sizes", value=text)
+    ends = [int(parts[n]) * _UNITS[parts[n + 1]] for n in (1, 3) if parts and parts[n]]
+    if not ends or ends[0] > ends[-1]:
+        expected = "FROM..TO in bytes, such as 4K..64M"
+        raise UsageError("wrong-type", name="sizes", value=text, expected=expected)
     found = [ends[0]]
     while found[-1] * 4 <= ends[-1]:
         found.append(found[-1] * 4)

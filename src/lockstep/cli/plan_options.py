@@ -130,7 +130,8 @@ class PlanChoice:
         if text is None:
             return self.nodes_of
         if not text.isdecimal() or int(text) < 1:
-            raise UsageError("not-ranks-per-host", value=text)
+            expected = "the ranks that share one host's cores, at least 1, or all"
+            raise UsageError("wrong-type", name="ranks_per_host", value=text, expected=expected)
         return int(text)
 
 
@@ -175,9 +176,10 @@ def counts_of(text: str) -> list[int]:
     UsageError.
     """
     wrong = UsageError(
-        "not-a-list-of-counts",
+        "wrong-type",
+        name="workers",
         value=text,
-        wanted="a number of ranks such as 512, several such as 1,2,4, or powers of two such as"
+        expected="a number of ranks such as 512, several such as 1,2,4, or powers of two such as"
         " 1..4096",
     )
     if found := re.fullmatch(r"(\d+)\.\.(\d+)", text):

@@ -119,9 +119,7 @@ def _target(name: str, args: list[str], *, module: bool) -> Target:
     if not module:
         return Target(script=name, args=args)
     if PathFinder.find_spec(name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        raise UsageError(
-            "no-such-module", module=name, name=name.partition(".")[0], folder=os.getcwd()
-        )
+        raise UsageError("module-not-found", module=name, folder=os.getcwd())
     return Target(module=name, args=args)
 
 

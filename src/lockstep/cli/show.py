@@ -225,7 +225,8 @@ def _rows(text: str) -> list[list[float]]:
             for row in text.split(";")
         ]
     except ValueError:
-        raise UsageError("not-rows-of-numbers", value=text) from None
+        expected = 'numbers, and split rows by semicolons, such as "1,2,3;4,5,6"'
+        raise UsageError("wrong-type", name="values", value=text, expected=expected) from None
     for value in (
         value
         for row in rows

@@ -93,7 +93,8 @@ def limit(time: str) -> timedelta:
         units = ("hours", "minutes", "seconds") if found[1] or found[4] else ("minutes", "seconds")
         span = timedelta(days=int(days), **dict(zip(units, map(int, parts), strict=False)))
     if not span:
-        raise UsageError("not-a-time-limit", value=time)
+        expected = "minutes (90), hours:minutes:seconds (1:30:00) or days-hours (2-12)"
+        raise UsageError("wrong-type", name="time", value=time, expected=expected)
     return span
 
 

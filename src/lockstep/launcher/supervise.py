@@ -403,7 +403,8 @@ class Workers:
         last = last if colon else first
         if first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last):
             return cls(int(first), int(last))
-        raise UsageError("not-a-range-of-workers", value=text)
+        expected = "a number of at least 1, or the least and the most as in 1:4"
+        raise UsageError("wrong-type", name="workers", value=text, expected=expected)
 
     @property
     def elastic(self) -> bool:

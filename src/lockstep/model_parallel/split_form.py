@@ -32,7 +32,7 @@ from lockstep.collectives.group import Group
 from lockstep.config.mesh import AXES, Axis, Mesh
 from lockstep.errors import UsageError
 from lockstep.model_parallel.local import Locals
-from lockstep.model_parallel.tied_parameters import ModelNames, TiedStages
+from lockstep.model_parallel.split import ModelNames, TiedStages
 from lockstep.step.model_shard import compare_forms, forms_of
 from lockstep.step.stepper import Stepper
 from lockstep.world.rendezvous import loopback

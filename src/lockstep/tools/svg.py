@@ -99,7 +99,9 @@ class Drawing:
         file that cannot be written.
         """
         if file.suffix not in (".svg", ".png"):
-            raise UsageError("not-a-picture", name="--out", file=str(file))
+            raise UsageError(
+                "wrong-ending", option="--out", file=str(file), endings=[".png", ".svg"]
+            )
         try:
             if file.suffix == ".svg":
                 file.write_text(self.svg(), encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.model_memory import (
+from lockstep.tools.plan.model_plan import (
     RESERVED,
     RankMemory,
     fits,

@@ -9,8 +9,7 @@ import pytest
 
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
-from lockstep.tools.plan.model_memory import layouts, name_of
-from lockstep.tools.plan.model_plan import plan_model, work_of_model
+from lockstep.tools.plan.model_plan import layouts, name_of, plan_model, work_of_model
 from lockstep.tools.plan.model_table import DEVICES, MODELS
 from lockstep.tools.plan.networks import nvlink, pcie
 from tests.refused import refused

@@ -272,7 +272,7 @@ def test_a_file_is_written(ending: str, tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_are_refused(tmp_path: Path) -> None:
     ring = picture.drawing(schedule("all_reduce", "ring", 4))
-    with refused("not-a-picture", name="--out", file=str(tmp_path / "ring.pdf")):
+    with refused("wrong-ending", option="--out", file=str(tmp_path / "ring.pdf")):
         ring.save(tmp_path / "ring.pdf")
     nowhere = str(tmp_path / "nowhere" / "ring.svg")
     with refused("cannot-write", file=nowhere, reason="No such file or directory"):

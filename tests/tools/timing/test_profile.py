@@ -47,7 +47,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "other.json"
     file.write_text(text)
-    with refused("not-a-profile", file=str(file)):
+    with refused("wrong-file", file=str(file)):
         Profile.read(file)
 
 
@@ -56,7 +56,7 @@ def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     profile().write(file)
     found = json.loads(file.read_text())
     file.write_text(json.dumps(found | {"unheard": 1}))
-    with refused("not-a-profile", file=str(file)):
+    with refused("wrong-file", file=str(file)):
         Profile.read(file)
 
 

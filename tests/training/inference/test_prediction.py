@@ -280,7 +280,7 @@ class Nothing(nn.Module):
         (
             nn.Identity(),
             {"out": "x.csv"},
-            r"out=x.csv ends in '.csv': .*.npy, .parquet \[not-a-predictions-file\]",
+            r"out x.csv: give a name that ends in .npy, .parquet \[wrong-ending\]",
         ),
         (
             nn.Identity(),

@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.training.timeline.lanes import read
-from lockstep.training.timeline.lines import Pause
+from lockstep.training.timeline.lanes import Pause, read
 from tests.training.timeline.synthetic import anatomy, begin, lines, write
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.timeline.lines import (
+from lockstep.training.timeline.lanes import (
     Begin,
     End,
     LinksLine,

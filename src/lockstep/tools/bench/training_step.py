@@ -15,6 +15,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def _on_rank(
         first = next(iter(built.values())).model
         start = [parameter.detach().clone() for parameter in first.parameters()]
         seconds = take_turns(
-            {name: _Turns(way, given) for name, way in built.items()},
+            {name: _turns(way, given) for name, way in built.items()},
             steps,
             world,
             warm_up=_WARM_UP,
@@ -271,15 +272,10 @@ def _on_rank(
         return _Found(given.recipe, seconds, apart, trained / 2**20, notes)
 
 
-class _Turns:
-    """A way that goes round in the windows."""
-
-    def __init__(self, way: baselines.Baseline, given: Feed) -> None:
-        self._way, self._given, self._turn = way, given.given, 0
-
-    def __call__(self) -> None:
-        self._way(self._given[self._turn % len(self._given)])
-        self._turn += 1
+def _turns(way: baselines.Baseline, given: Feed) -> Callable[[], None]:
+    """The way, going round in the windows."""
+    windows = cycle(given.given)
+    return lambda: way(next(windows))
 
 
 def _apart(
@@ -328,7 +324,7 @@ def _peak_on_rank(
         setting = baselines.Setting(
             task=task, world=world, precision=task.precision, steps=_STEPS_FOR_MEMORY, keyed=False
         )
-        turns = _Turns(baselines.maker(name, others)(setting), given)
+        turns = _turns(baselines.maker(name, others)(setting), given)
         for _ in range(_STEPS_FOR_MEMORY):
             turns()
         return largest(peak.mib(), world)

@@ -67,7 +67,7 @@ def check_source(source: bytes, file: str = "<text>") -> Checked:
         return _checked(Script(_parsed(source, file)), file)
     except RecursionError as error:
         reason = "its code is nested too deeply"
-        raise UsageError("not-linted", file=file, reason=reason) from error
+        raise UsageError("cannot-read", name="file", file=file, reason=reason) from error
 
 
 def _checked(script: Script, file: str) -> Checked:
@@ -113,7 +113,7 @@ def _parsed(source: bytes, file: str) -> cst.Module:
             "not-python", file=file, line=error.lineno or 1, version=version, reason=error.msg
         ) from error
     except (cst.ParserSyntaxError, ValueError, MemoryError) as error:
-        raise UsageError("not-linted", file=file, reason=str(error)) from error
+        raise UsageError("cannot-read", name="file", file=file, reason=str(error)) from error
 
 
 class _Fix(cst.CSTTransformer):

@@ -19,7 +19,7 @@ from lockstep.collectives.network import Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
 from lockstep.tools.plan.carriers import OneHost
-from lockstep.tools.plan.model_memory import RankMemory
+from lockstep.tools.plan.model_plan import RankMemory
 from lockstep.tools.plan.networks import PlanNetwork
 from lockstep.tools.plan.simulate import HEAD, Assumed, PlanRow, Predicted, simulate, spent
 from lockstep.tools.plan.work import (

@@ -61,7 +61,7 @@ def before_and_after(
 def _check(kind: Kind, rows: Sequence[Sequence[float]], algorithm: str | None, root: int) -> None:
     world = len(rows)
     if not 0 <= root < world:
-        raise UsageError("root-not-a-rank", root=root, ranks=world, last=world - 1)
+        raise UsageError("root-outside-group", root=root, size=world, last=world - 1)
     if kind in (*REDUCING, "broadcast") and len({len(row) for row in rows}) > 1:
         raise UsageError(
             "rows-not-equal", lengths=[len(row) for row in rows], collective=_dashed(kind)

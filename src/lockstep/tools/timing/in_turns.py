@@ -5,7 +5,9 @@ does meanwhile falls on all of them alike. The way of a task's step is a Trial's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
+from itertools import cycle, islice
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +17,7 @@ from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.step.forward import matmul_precision
+from lockstep.training.build import loader_of
 from lockstep.training.loop import Training
 from lockstep.training.opening import intra_op_threads
 from lockstep.world.world import World
@@ -84,11 +87,28 @@ class Trial:
         self.training = Training(
             task, replace(settings, **{"epochs": None, "steps": None, **length}), world, None
         )
-        self._threads = settings.threads
+        self._loader, self._threads = self.training.loader, settings.threads
         self._windows = self._walk()
 
+    def beside(self, global_batch: int, threads: int, *, held: int = 0) -> Trial:
+        """The same training in steps of so many samples, from a Loader of its own. `held`: it goes
+        round in so many windows that are fetched now.
+        """
+        other, training = copy(self), self.training
+        task = replace(training.task, global_batch=global_batch)
+        other._loader = loader_of(
+            task, training.world, training.settings.loader_workers, drop_last=True
+        )
+        other._threads, other._windows = threads, other._walk()
+        if held:
+            windows = list(islice(other._windows, held))
+            for window in windows:
+                list(window)  # fetched, and kept
+            other._windows = cycle(windows)
+        return other
+
     def _walk(self) -> Iterator[Window]:
-        for epoch in self.training.loader.epochs(ENDLESS):
+        for epoch in self._loader.epochs(ENDLESS):
             yield from epoch
 
     def step(self) -> int:
@@ -97,5 +117,5 @@ class Trial:
 
     def close(self) -> None:
         """End the loader's workers and take the hooks off, so that the memory can go."""
-        self.training.loader.close()
+        self._loader.close()
         self.training.stepper.reducer.close()

@@ -41,7 +41,7 @@ def check_plot(file: Path | None) -> None:
     kinds = pyplot().figure().canvas.get_supported_filetypes()
     pyplot().close()
     if file.suffix[1:].lower() not in kinds:
-        raise UsageError("not-a-picture", name="--plot", file=str(file))
+        raise UsageError("wrong-ending", option="--plot", file=str(file), endings=[".png", ".svg"])
     check_writable(file, "--plot")
 
 

@@ -6,17 +6,17 @@ It is kept in a file, so that many plans need one measurement.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import Entry, plan
+from lockstep.tools.timing.output_files import reading, write_json
 
 FORMAT = "lockstep profile 1"
 Figure = TypeVar("Figure")
@@ -145,20 +145,12 @@ class Profile:
 
     def write(self, file: Path) -> None:
         """Raises UsageError where it cannot be written."""
-        try:
-            file.write_text(
-                json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n", encoding="utf-8"
-            )
-        except OSError as error:
-            raise UsageError(
-                "cannot-write", name="--save-profile", file=str(file), reason=error.strerror
-            ) from None
+        write_json(file, {"format": FORMAT} | asdict(self), "--save-profile")
 
     @classmethod
     def read(cls, file: Path) -> Profile:
         """Raises UsageError for what is no profile."""
-        try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        with reading(file, "--profile", "`lockstep plan TASK --save-profile FILE`") as found:
             if found.pop("format") != FORMAT:
                 raise ValueError
             found["buckets"] = [
@@ -170,12 +162,6 @@ class Profile:
             }
             found["sides"] = [PhaseTimes(**each) for each in found["sides"]]
             return cls(**found)
-        except OSError as error:
-            raise UsageError(
-                "cannot-read", name="--profile", file=str(file), reason=error.strerror
-            ) from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UsageError("not-a-profile", file=str(file)) from None
 
     def message(self, ranks: int) -> float:
         """The software's part of a message among that many ranks of one host. Raises UsageError

@@ -1,5 +1,8 @@
 """`lockstep verify TASK`: one training after the other, each compared with the first, and the
-first difference explained.
+first difference explained in sentences.
+
+What experiments have seen to change the result is the cause; the lines that asked for it are shown
+beside it. Where nothing changed it, what is left is said, and that it is a guess.
 """
 
 from __future__ import annotations
@@ -10,13 +13,268 @@ from functools import cached_property
 from typing import Any
 
 from lockstep.config.settings import Settings
+from lockstep.data.keyed import listed
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError, WorkerFailed
 from lockstep.launcher.launch import start_ranks
-from lockstep.tools.verify.causes import undecided, where, why
 from lockstep.tools.verify.compare import Difference, first_difference, read_again
 from lockstep.tools.verify.experiments import Evidence, experiment
+from lockstep.tools.verify.spy import (
+    CLOCK,
+    ENTROPY,
+    OWN,
+    PROCESS,
+    RANK,
+    SEED,
+    SIZE,
+    THREADS,
+    AskedFor,
+    Seen,
+)
 from lockstep.tools.verify.trace import Trace
 from lockstep.tools.verify.tracing import Start, hash_seed_is_fixed, one_hash_seed, train
+
+_KEYED = (
+    "Draw from torch, numpy.random or random: they are seeded for every micro-batch and every"
+    " sample"
+)
+_MOST_LINES = 3
+
+
+def where(found: Difference, *, exact: bool) -> str:
+    """What differs first."""
+    one, other = found.workers
+    if found.kind == "start":
+        return (
+            f"before the first step {found.name} differs between {counted(one, 'worker')} and"
+            f" {counted(other, 'worker')}"
+        )
+    place = f"step {found.step}"
+    if found.slot is not None and found.ranks is not None:
+        place += f", micro-batch {found.slot} (of {_ran(found)})"
+    if found.kind == "again":
+        return (
+            f"{place}: its samples {listed(found.indices or ())} are others when they are read once"
+            " more after the training"
+        )
+    if found.kind == "order":
+        return (
+            f"{place}: it holds other samples on {counted(one, 'worker')} than on"
+            f" {counted(other, 'worker')}"
+        )
+    if found.kind == "samples":
+        numbers = f" ({listed(found.indices)})" if found.indices is not None else ""
+        return (
+            f"{place}: its samples{numbers} are not the same on {counted(one, 'worker')} and on"
+            f" {counted(other, 'worker')}"
+        )
+    if found.kind == "weights":
+        agree = "are equal" if exact else "agree"
+        return (
+            f"{place}: {found.name} differs after the update between {counted(one, 'worker')} and"
+            f" {counted(other, 'worker')}, though the gradients of all micro-batches {agree}"
+        )
+    values = _values(found)
+    if found.kind == "loss":
+        first = f"; the first gradient that differs is that of {found.name}" if found.name else ""
+        return (
+            f"{place}: from the same samples and weights its loss is {values} on"
+            f" {counted(one, 'worker')} and {counted(other, 'worker')}{first}"
+        )
+    shown = f" (norms {values})" if values else ""
+    return (
+        f"{place}: its loss is the same, but the gradient of {found.name} differs{shown} between"
+        f" {counted(one, 'worker')} and {counted(other, 'worker')}"
+    )
+
+
+def undecided(error: str) -> str:
+    """Where neither a cause was found, nor could the same training be run without rounding."""
+    return (
+        "not found: no cause showed when it was repeated, and the order of addition could not be"
+        f" ruled out, since the training does not run with exact: {error.strip().splitlines()[-1]}"
+    )
+
+
+def why(found: Difference, evidence: Evidence | None, *, by_hash: bool) -> str:
+    """The likely cause. `evidence`: None where there was nothing to repeat; `by_hash`: all is
+    equal once text is hashed alike everywhere.
+    """
+    if by_hash:
+        return _by_hash(found)
+    if evidence is None:
+        return _without(found)
+    match evidence.changed:
+        case "forward":
+            return (
+                "a sample is edited in place: read again after the model and the loss have had it,"
+                " it is another. The batch is the dataset's own memory, and what changes it changes"
+                " the dataset on this rank alone: work on a clone, or return one from __getitem__"
+                " or collate"
+            )
+        case "again":
+            twice = (
+                f"{_what(found)} twice in one process, from the same random streams, gives two"
+                " results"
+            )
+            return _restless(found, evidence.seen, twice)
+        case "reload":
+            twice = (
+                f"loading the task twice and {_what(found)}, from the same random streams, gives"
+                " two results"
+            )
+            return _restless(found, evidence.loading, twice)
+        case "rank":
+            return _by_rank(found, evidence)
+        case "size":
+            what = (
+                "the number of workers: among another number it gives another"
+                f" result{_asking(evidence, SIZE)}"
+            )
+            return (
+                f"the result depends on {what}. Divide by the weight that the loss returns, not by"
+                " the world size"
+            )
+        case "threads":
+            what = (
+                "the number of intra-op threads, of which a rank has more the fewer ranks there"
+                f" are{_asking(evidence, THREADS)}"
+            )
+            return f"the result depends on {what}. --exact has every rank compute with one thread"
+    return _unexplained(found, evidence)
+
+
+def _restless(found: Difference, seen: Seen, twice: str) -> str:
+    """Two repetitions in one process came out differently: `twice` says of what, `seen` what it
+    asked for meanwhile.
+    """
+    clock, entropy, own, seeds = (seen.of(what) for what in (CLOCK, ENTROPY, OWN, SEED))
+    if clock:
+        seeded = f", and seeds by it: {_lines(seeds)}" if seeds else ""
+        return (
+            f"a time-based seed or value: {twice}, and it reads the clock: {_lines(clock)}{seeded}."
+            f" {_KEYED}"
+        )
+    if entropy or seen.moved or own:
+        drawn = (
+            _lines(entropy or own)
+            if entropy or own
+            else f"a {' and a '.join(seen.moved)} of the task's own"
+        )
+        return f"randomness outside the keyed streams: {twice}, and it draws from {drawn}. {_KEYED}"
+    if seeds:
+        return (
+            f"randomness outside the keyed streams: {twice}, and it seeds a generator by itself:"
+            f" {_lines(seeds)}. {_KEYED}"
+        )
+    if found.kind in ("samples", "again"):
+        return (
+            f"a sample is edited in place: {twice}, and no random number is drawn. __getitem__ (or"
+            " collate) changes what the dataset keeps, as `x -= x.mean()` does: work on a clone"
+        )
+    if found.kind == "gradient":
+        return (
+            f"a nondeterministic operation in the backward: {twice}. --exact has torch raise an"
+            " error that names it"
+        )
+    return (
+        f"something is kept from one call to the next: {twice}, and no random number is drawn"
+        " outside the keyed streams. Look for a counter, a cache, or a tensor edited in place;"
+        " failing that, for a nondeterministic operation"
+    )
+
+
+def _by_rank(found: Difference, evidence: Evidence) -> str:
+    seeds = evidence.seen.of(SEED)
+    if found.kind in ("samples", "again"):
+        what = "the dataset depends on the rank: as another rank this process reads other samples"
+        fix = "The Loader deals the samples out, so that each is read once: leave the rank out"
+    elif seeds:
+        what = "randomness is seeded by the rank: as another rank this process gets another result"
+        fix = "Leave that out: the random streams of every micro-batch are seeded already"
+    else:
+        what = "the result depends on the rank: as another rank this process gets another one"
+        fix = "Which rank runs a micro-batch must not matter: leave the rank out"
+    asked = _lines(_asked(evidence, RANK) + seeds)
+    return f"{what}{f': {asked}' if asked else ''}. {fix}"
+
+
+def _by_hash(found: Difference) -> str:
+    return (
+        "the order of a set (or hash() of text): with PYTHONHASHSEED=0 in all processes"
+        f" {_what(found)} gives the same everywhere, and without it every process hashes text in"
+        " its own way. Go through sorted(...) in place of the set"
+    )
+
+
+def _unexplained(found: Difference, evidence: Evidence) -> str:
+    again = (
+        f"{_what(found)} again gives the same, also as another rank and among another number of"
+        " workers"
+    )
+    process = _asked(evidence, PROCESS)
+    if process:
+        return f"something that differs from process to process: {_lines(process)}; {again}"
+    states = (
+        f"; the states of {' and '.join(found.reseeded)} differ after the loss"
+        if found.reseeded
+        else ""
+    )
+    return (
+        f"not found: {again}{states}. What is left is something that steps before it, or other"
+        " micro-batches of its rank, have left behind"
+    )
+
+
+def _without(found: Difference) -> str:
+    if found.kind == "order":
+        return (
+            "the data order: order= gives another one in every process. It must follow from its own"
+            " seed and the epoch alone"
+        )
+    if found.kind == "weights":
+        return (
+            "the optimizer, or a buffer: does it draw random numbers, or ask for its rank? With"
+            " --exact the sum has one order, so if neither asks, this is a bug of Lockstep"
+        )
+    return (
+        "the data order: a stream must yield the same samples in every process, whatever its rank;"
+        " Lockstep deals them out"
+    )
+
+
+def _asking(evidence: Evidence, kind: str) -> str:
+    asked = _lines(_asked(evidence, kind))
+    return f": {asked}" if asked else ""
+
+
+def _asked(evidence: Evidence, kind: str) -> list[AskedFor]:
+    return [*evidence.seen.of(kind), *evidence.loading.of(kind)]
+
+
+def _what(found: Difference) -> str:
+    doing = {
+        "start": "building the model",
+        "samples": "reading these samples",
+        "again": "reading these samples",
+    }
+    return doing.get(found.kind, "running this micro-batch")
+
+
+def _lines(calls: list[AskedFor]) -> str:
+    return " and ".join(map(str, calls[:_MOST_LINES]))
+
+
+def _values(found: Difference) -> str:
+    return " and ".join(f"{value:.9g}" for value in found.values) if found.values else ""
+
+
+def _ran(found: Difference) -> str:
+    assert found.ranks is not None
+    (one, other), (few, many) = found.ranks, found.workers
+    if found.kind == "again":
+        return f"rank {one} of {few}"
+    return f"rank {one} of {few} and of rank {other} of {many}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,16 +99,9 @@ def check_out(path: Path) -> Path:
     folder, or Parquet without pyarrow.
     """
     if path.suffix not in SUFFIXES:
-        raise UsageError(
-            "not-a-predictions-file",
-            path=str(path),
-            problem=f"ends in {path.suffix or 'nothing'!r}",
-            suffixes=SUFFIXES,
-        )
+        raise UsageError("wrong-ending", option="out", file=str(path), endings=SUFFIXES)
     if path.is_dir():
-        raise UsageError(
-            "not-a-predictions-file", path=str(path), problem="is a folder", suffixes=SUFFIXES
-        )
+        raise UsageError("cannot-write", name="out", file=str(path), reason="it is a folder")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise UsageError(
             "missing-extra", what=f"out={path}", package="pyarrow", install=install("parquet")

@@ -12,8 +12,7 @@ from torch import Tensor
 from lockstep.config.settings import Settings
 from lockstep.testing import run_ranks
 from lockstep.tools.bench.scaling.prediction import carried, in_memory, link_of
-from lockstep.tools.bench.scaling.timing import _Steps
-from lockstep.tools.bench.scaling.works import TimedWork
+from lockstep.tools.bench.scaling.timing import timed
 from lockstep.tools.timing.in_turns import Trial
 from lockstep.world.world import World
 from tests.training import toy
@@ -44,15 +43,10 @@ def on_rank(world: World, batch: int, loading: bool, steps: int) -> tuple[int, i
         return toy.loss(output, batch)
 
     task = toy.task(global_batch=16, micro_batch=4, loss=loss, train_data=data)
-    training = Trial(task, replace(SETTINGS, workers=world.size), world).training
-    work = _Steps(
-        TimedWork(workers=world.size, global_batch=batch, threads=2),
-        task,
-        training,
-        loading=loading,
-    )
+    trial = Trial(task, replace(SETTINGS, workers=world.size), world)
+    work = trial.beside(batch, 2, held=0 if loading else 4)
     before = data.fetched
-    samples, seconds = work.timed(steps)
+    samples, seconds = timed(work, steps, world)
     work.close()
     assert seconds > 0
     return samples, world.size, threads, data.fetched - before

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from lockstep.data.loader import Loader
 from lockstep.errors import UsageError
-from lockstep.tools.audit import data_audit as module
-from lockstep.tools.audit.data_audit import Audit, audit
+from lockstep.tools import audit as module
+from lockstep.tools.audit import Audit, audit
 
 
 class Samples(Dataset[Any]):
