@@ -77,11 +77,12 @@ class ScalingOptions:
         return counts_of(self.workers, "numbers of workers of at least 1, such as 1,2,4")
 
 
+_SCALED = ("threads", "loader_workers", "device", "reduce", "compress", "update", "exact")
+
+
 def scaling(
     task: TaskName,
-    config: Annotated[
-        Config, Only("threads", "loader_workers", "device", "reduce", "compress", "update", "exact")
-    ],
+    config: Annotated[Config, Only(*_SCALED)],
     choice: Annotated[RunChoice, Only("overrides")],
     turns: ScalingOptions,
     json_file: JsonFile = None,
@@ -110,15 +111,9 @@ def scaling(
         mode=mode,
         steps=turns.steps,
         rounds=turns.rounds,
-        device=config.device,
-        threads=config.threads,
         loading=turns.loading,
-        loader_workers=config.loader_workers,
-        reduce=config.reduce,
-        compress=config.compress,
-        update=config.update,
-        exact=config.exact,
         overrides=overrides,
+        **{name: getattr(config, name) for name in _SCALED},
     )
     print(found.describe())
     write_json(json_file, found.as_json())

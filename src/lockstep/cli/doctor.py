@@ -58,7 +58,6 @@ def doctor(
                 cluster.ray,
                 target,
                 workers,
-                console="first",
                 each=1 if workers is None else None,
                 reports=False,
             )

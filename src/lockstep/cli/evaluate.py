@@ -131,7 +131,7 @@ class AppliedCheckpoint:
                 outcome = supervise(target, settings.workers, console="first")
             else:
                 gpus = many.gpus_for(settings.device)
-                outcome = many.run_on_ray(ray, target, settings.workers, console="first", gpus=gpus)
+                outcome = many.run_on_ray(ray, target, settings.workers, gpus=gpus)
             return answer_of(outcome, file, self.task)
 
     def _checkpoint(self) -> Path:

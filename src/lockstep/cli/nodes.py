@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lockstep.config.launching import Cluster
     from lockstep.config.settings import Settings
     from lockstep.launcher.fixed import Nodes
-    from lockstep.launcher.logs import Console
     from lockstep.launcher.rank import Target
     from lockstep.launcher.ray.actor import Job
     from lockstep.launcher.supervise import Outcome, Share, Workers
@@ -64,34 +63,15 @@ class Command(options.GroupedCommand):
 
 
 def run_on_ray(
-    address: str,
-    target: Target,
-    workers: int | None,
-    *,
-    console: Console = "joined",
-    logs: Path | None = None,
-    launch: Launch | None = None,
-    restarts: int = 0,
-    gpus: bool | None = None,
-    each: int | None = None,
-    reports: bool = True,
+    address: str, target: Target, workers: int | None, *, reports: bool = True, **more: Any
 ) -> Outcome:
     """Run `target` on a Ray cluster: on `workers` ranks, or on as many as its nodes have room
-    for. `each`: at most so many ranks a node.
+    for. `more`: fields of Job.
     """
     from lockstep.launcher.ray.driver import run_on_cluster
 
-    job = replace(
-        _job(address, target, console),
-        least=workers or 1,
-        most=workers or sys.maxsize,
-        each=each,
-        gpus=gpus,
-        restarts=restarts,
-        logs=logs,
-        launch=launch or Launch(),
-    )
-    return run_on_cluster(job, reports=reports)
+    ranks = {"least": workers or 1, "most": workers or sys.maxsize}
+    return run_on_cluster(_job(address, target, **ranks, **more), reports=reports)
 
 
 def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., list[Any]]:
@@ -103,9 +83,7 @@ def calling_on_ray(address: str, task: str, gpus: bool | None) -> Callable[..., 
     """
     from lockstep.launcher.rank import Target
 
-    job = replace(
-        _job(address, Target(module="lockstep.training.worker", task=task), "first"), gpus=gpus
-    )
+    job = _job(address, Target(module="lockstep.training.worker", task=task), gpus=gpus)
 
     def start(
         fn: Callable[..., Any],
@@ -146,12 +124,9 @@ def train_on_ray(
     from lockstep.launcher.ray.driver import run_on_cluster
 
     path = directory.path.absolute()
-    job = replace(
-        _job(
-            address,
-            Target(module="lockstep.training.worker", args=[str(path)], task=settings.task),
-            "first",
-        ),
+    job = _job(
+        address,
+        Target(module="lockstep.training.worker", args=[str(path)], task=settings.task),
         least=workers.least,
         most=workers.most,
         gpus=gpus_for(settings.device),
@@ -176,25 +151,24 @@ _OF_A_HOST = re.compile(
 )
 
 
-def _job(address: str, target: Target, console: Console) -> Job:
-    """One rank that does `target`, in the folder in which this command was given. Ranks have its
-    variables, but for those about its own host.
+def _job(address: str, target: Target, **more: Any) -> Job:
+    """One rank that does `target`, unless `more` says otherwise, in the folder in which this
+    command was given. Ranks have its variables, but for those about its own host.
     """
     from lockstep.launcher.ray.actor import Job
 
     code = target.script or target.task
-    return Job(
-        cluster=address,
-        least=1,
-        most=1,
-        target=target,
-        environment={
+    usual = {
+        "least": 1,
+        "most": 1,
+        "console": "first",
+        "environment": {
             name: value for name, value in os.environ.items() if not _OF_A_HOST.match(name)
         },
-        folder="" if target.ours and target.task is None else os.getcwd(),
-        code=None if code is None or not code.endswith(".py") else Path(code).resolve(),
-        console=console,
-    )
+        "folder": "" if target.ours and target.task is None else os.getcwd(),
+        "code": None if code is None or not code.endswith(".py") else Path(code).resolve(),
+    }
+    return Job(cluster=address, target=target, **{**usual, **more})
 
 
 # -- a fixed set of nodes ------------------------------------------------------------------------

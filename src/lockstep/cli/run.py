@@ -137,6 +137,7 @@ class _Script:
             address,
             self.target,
             workers,
+            console="joined",
             logs=self.logs,
             launch=self.launch,
             restarts=self.launch.max_restarts or 0,

@@ -5,6 +5,7 @@ count.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 
 import lockstep
 from lockstep.collectives.network import Link, Network
+from lockstep.config.parallelism import Parallelism
 from lockstep.testing import run_ranks
-from lockstep.tools.plan.methods import METHODS, method_of, traffic, work_of_module
+from lockstep.tools.plan.methods import METHODS, method_of, work_of_module
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import RankWork
 from lockstep.tools.timing.profile import Leaves
@@ -36,6 +38,31 @@ def computing(step: float, behind: float) -> RankWork:
 
 
 MODEL = computing(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Of one step; where ranks meet every H steps, an H-th of a meeting."""
+
+    sends: float
+    """Bytes, by the rank that sends most."""
+    passes: float
+    """Bytes that go through the busiest link one after the other."""
+    rounds: float
+    """Messages that wait for each other."""
+
+
+def traffic(method: Parallelism, work: RankWork, workers: int) -> Traffic:
+    """What a method sends, on a network on which a byte takes a second, and on one on which a
+    message does. A rank alone sends nothing.
+    """
+    silent = replace(work, forward=0.0, backward=0.0)
+    bytes = simulate(silent, workers, Network.flat(0.0, 1.0), method)
+    return Traffic(
+        bytes.sent,
+        bytes.communication,
+        simulate(silent, workers, Network.flat(1.0, math.inf), method).communication,
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,9 @@ share of the elements, all ranks are alike, and compressing costs nothing.
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,31 +102,6 @@ def work_of_module(
         micro_batches=micro_batches,
         buckets=laid_out(trained, landed),
         width=sum(each.nbytes for each in trained) / max(1, sum(each.numel() for each in trained)),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Of one step; where ranks meet every H steps, an H-th of a meeting."""
-
-    sends: float
-    """Bytes, by the rank that sends most."""
-    passes: float
-    """Bytes that go through the busiest link one after the other."""
-    rounds: float
-    """Messages that wait for each other."""
-
-
-def traffic(method: Parallelism, work: RankWork, workers: int) -> Traffic:
-    """What a method sends, on a network on which a byte takes a second, and on one on which a
-    message does. A rank alone sends nothing.
-    """
-    silent = replace(work, forward=0.0, backward=0.0)
-    bytes = simulate(silent, workers, Network.flat(0.0, 1.0), method)
-    return Traffic(
-        bytes.sent,
-        bytes.communication,
-        simulate(silent, workers, Network.flat(1.0, math.inf), method).communication,
     )
 
 

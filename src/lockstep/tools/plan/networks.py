@@ -45,20 +45,18 @@ DEVICE_SPREAD = 0.08 / 5.4
 
 def pcie(ranks: int, *, gbit: float) -> Network:
     """Servers of `ranks` devices on PCIe 3.0, with RDMA at `gbit` Gbit/s for each server."""
-    return Network(
-        Link(PCIE_LATENCY, PCIE * 15.75e9), Link(RDMA_LATENCY, RDMA * gbit * 1e9 / 8), ranks
-    )
+    return Network(_PCIE, _rdma(gbit), ranks)
 
 
 def nvlink(ranks: int, *, gigabytes: float, gbit: float) -> Network:
     """Servers of `ranks` devices with NVLink of `gigabytes` GB/s one way for each device, and
     RDMA at `gbit` Gbit/s for each server.
     """
-    return Network(
-        Link(NVLINK_LATENCY, NVLINK * gigabytes * 1e9),
-        Link(RDMA_LATENCY, RDMA * gbit * 1e9 / 8),
-        ranks,
-    )
+    return Network(Link(NVLINK_LATENCY, NVLINK * gigabytes * 1e9), _rdma(gbit), ranks)
+
+
+def _rdma(gbit: float) -> Link:
+    return Link(RDMA_LATENCY, RDMA * gbit * 1e9 / 8)
 
 
 # One-way NVLink of a device, GB/s: data sheets give both directions together (P100 160, V100 300,

@@ -43,49 +43,36 @@ _MOST_LINES = 3
 
 def where(found: Difference, *, exact: bool) -> str:
     """What differs first."""
-    one, other = found.workers
+    one, other = (counted(count, "worker") for count in found.workers)
+    between = f"between {one} and {other}"
     if found.kind == "start":
-        return (
-            f"before the first step {found.name} differs between {counted(one, 'worker')} and"
-            f" {counted(other, 'worker')}"
-        )
+        return f"before the first step {found.name} differs {between}"
     place = f"step {found.step}"
     if found.slot is not None and found.ranks is not None:
         place += f", micro-batch {found.slot} (of {_ran(found)})"
-    if found.kind == "again":
-        return (
-            f"{place}: its samples {listed(found.indices or ())} are others when they are read once"
-            " more after the training"
-        )
-    if found.kind == "order":
-        return (
-            f"{place}: it holds other samples on {counted(one, 'worker')} than on"
-            f" {counted(other, 'worker')}"
-        )
-    if found.kind == "samples":
-        numbers = f" ({listed(found.indices)})" if found.indices is not None else ""
-        return (
-            f"{place}: its samples{numbers} are not the same on {counted(one, 'worker')} and on"
-            f" {counted(other, 'worker')}"
-        )
-    if found.kind == "weights":
-        agree = "are equal" if exact else "agree"
-        return (
-            f"{place}: {found.name} differs after the update between {counted(one, 'worker')} and"
-            f" {counted(other, 'worker')}, though the gradients of all micro-batches {agree}"
-        )
     values = _values(found)
-    if found.kind == "loss":
-        first = f"; the first gradient that differs is that of {found.name}" if found.name else ""
-        return (
-            f"{place}: from the same samples and weights its loss is {values} on"
-            f" {counted(one, 'worker')} and {counted(other, 'worker')}{first}"
+    if found.kind == "again":
+        what = (
+            f"its samples {listed(found.indices or ())} are others when they are read once more"
+            " after the training"
         )
-    shown = f" (norms {values})" if values else ""
-    return (
-        f"{place}: its loss is the same, but the gradient of {found.name} differs{shown} between"
-        f" {counted(one, 'worker')} and {counted(other, 'worker')}"
-    )
+    elif found.kind == "order":
+        what = f"it holds other samples on {one} than on {other}"
+    elif found.kind == "samples":
+        numbers = f" ({listed(found.indices)})" if found.indices is not None else ""
+        what = f"its samples{numbers} are not the same on {one} and on {other}"
+    elif found.kind == "weights":
+        what = (
+            f"{found.name} differs after the update {between}, though the gradients of all"
+            f" micro-batches {'are equal' if exact else 'agree'}"
+        )
+    elif found.kind == "loss":
+        first = f"; the first gradient that differs is that of {found.name}" if found.name else ""
+        what = f"from the same samples and weights its loss is {values} on {one} and {other}{first}"
+    else:
+        shown = f" (norms {values})" if values else ""
+        what = f"its loss is the same, but the gradient of {found.name} differs{shown} {between}"
+    return f"{place}: {what}"
 
 
 def undecided(error: str) -> str:
