@@ -147,5 +147,7 @@ def test_what_cannot_work_is_refused(
         name: Path(value.format(tmp_path)) if name in ("run", "file") else value
         for name, value in values.items()
     }
+    if "directory" in values:
+        values["directory"] = values["directory"].format(tmp_path)
     with refused(code, **values):
         raise found.exception

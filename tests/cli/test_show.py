@@ -203,8 +203,8 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
             ["all-to-all", "--values", "1,2,3;4,5,6"],
             "in an all-to-all every rank has one number for each of the 2 ranks",
         ),
-        (["broadcast", "--root", "3"], "root=3 is not one of the 3 ranks. They are 0 to 2"),
-        (["ring", "--out", "ring.pdf"], "--out ring.pdf: this ending"),
+        (["broadcast", "--root", "3"], "root=3 is not a rank of this group: its 3 ranks are 0 to 2"),
+        (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a name that ends in .png, .svg"),
     ],
 )
 def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
@@ -290,7 +290,7 @@ def test_a_mesh(tmp_path: Path) -> None:
         (["--mesh", "data=4", "--nodes", "3"], "--nodes 3: 4 ranks"),
         (
             ["--mesh", "data=4", "--out", "mesh.pdf"],
-            "--out mesh.pdf: this ending",
+            "--out mesh.pdf: give a name that ends in .png, .svg",
         ),
     ],
 )

@@ -139,7 +139,7 @@ def test_what_is_no_utf_8(tmp_path: Path) -> None:
     ["x = " + "(" * 3000 + ")" * 3000, "x = " + "+".join("1" * 5000), "x = " + "+".join("1" * 900)],
 )
 def test_what_is_nested_too_deeply(text: str) -> None:
-    with pytest.raises(UsageError, match=r"(deep|nested).* \[not-(linted|python)\]"):
+    with pytest.raises(UsageError, match=r"(deep|nested).* \[(cannot-read|not-python)\]"):
         check_source(text.encode())
 
 
