@@ -203,7 +203,10 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
             ["all-to-all", "--values", "1,2,3;4,5,6"],
             "in an all-to-all every rank has one number for each of the 2 ranks",
         ),
-        (["broadcast", "--root", "3"], "root=3 is not a rank of this group: its 3 ranks are 0 to 2"),
+        (
+            ["broadcast", "--root", "3"],
+            "root=3 is not a rank of this group: its 3 ranks are 0 to 2",
+        ),
         (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a name that ends in .png, .svg"),
     ],
 )

@@ -8,8 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.tools.verify.compare import Difference, first_difference, read_again, tolerance_at
-from lockstep.tools.verify.trace import Sketch, Slot, Trace, TracedStep, digest_of, merge, sketch
+from lockstep.tools.verify.trace import (
+    Difference,
+    Sketch,
+    Slot,
+    Trace,
+    TracedStep,
+    digest_of,
+    first_difference,
+    merge,
+    read_again,
+    sketch,
+    tolerance_at,
+)
 
 
 def of(value: float) -> Sketch:

@@ -30,9 +30,8 @@ from lockstep.launcher.launch import start_ranks
 from lockstep.launcher.server import FOR_TRAININGS
 from lockstep.runtime import randomness
 from lockstep.step.forward import Forward, matmul_precision
-from lockstep.tools.verify.compare import Difference, alike, tolerance_at
 from lockstep.tools.verify.spy import CLOCK, Seen, watching
-from lockstep.tools.verify.trace import Slot, digest_of, sketch
+from lockstep.tools.verify.trace import Difference, Slot, alike, digest_of, sketch, tolerance_at
 from lockstep.tools.verify.tracing import Start, Traced
 from lockstep.training.build import model_of
 from lockstep.training.opening import computing, intra_op_threads, world_for

@@ -17,7 +17,6 @@ from lockstep.data.keyed import listed
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError, WorkerFailed
 from lockstep.launcher.launch import start_ranks
-from lockstep.tools.verify.compare import Difference, first_difference, read_again
 from lockstep.tools.verify.experiments import Evidence, experiment
 from lockstep.tools.verify.spy import (
     CLOCK,
@@ -31,7 +30,7 @@ from lockstep.tools.verify.spy import (
     AskedFor,
     Seen,
 )
-from lockstep.tools.verify.trace import Trace
+from lockstep.tools.verify.trace import Difference, Trace, first_difference, read_again
 from lockstep.tools.verify.tracing import Start, hash_seed_is_fixed, one_hash_seed, train
 
 _KEYED = (
