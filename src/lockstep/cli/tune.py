@@ -64,8 +64,10 @@ def tune(
     answer = _search(task, settings, _FOR_SEARCH * seconds)
     from lockstep.tools.tune.search import Found  # torch, which a failed start need not wait for
     from lockstep.tools.tune.table import table
+    from lockstep.training.metrics import typed
 
-    found, here = Found.from_json(answer["found"]), answer["here"]
+    found: Found = typed(Found, answer["found"])
+    here = answer["here"]
     settings = replace(settings, device=here["device"])
     sizes = _sizes(
         replace(settings, **found.changes), answer, max(0.0, seconds - answer["seconds"])

@@ -20,11 +20,14 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.runtime.whole_file import write_whole
@@ -200,3 +203,47 @@ class TelemetryFile:
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
+
+
+def typed(kind: Any, value: Any) -> Any:
+    """`value`, as JSON has it, as a `kind`: a dataclass, whose fields with a default may be
+    missing, a container of one, or a plain value.
+
+    Raises ValueError, TypeError, KeyError or AttributeError where it is not plainly that. Floats
+    are no less than 0 but where they are Annotated.
+    """
+    origin, inside = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        needed = [
+            each.name
+            for each in fields(kind)
+            if each.name in value or (each.default is MISSING and each.default_factory is MISSING)
+        ]
+        return kind(**{name: typed(_hints(kind)[name], value[name]) for name in needed})  # type: ignore[operator]
+    if origin in (Union, UnionType):
+        if value is None or len(inside) == 2:
+            return None if value is None else typed(inside[0], value)
+        return next(value for each in inside if isinstance(value, each))
+    if origin is tuple and inside[-1] is not ...:
+        return tuple(typed(each, part) for each, part in zip(inside, value, strict=True))
+    if origin in (tuple, Sequence):
+        return tuple(typed(inside[0], part) for part in value)
+    if origin in (dict, Mapping):
+        return {
+            typed(inside[0], int(key) if inside[0] is int else key): typed(inside[1], part)
+            for key, part in value.items()
+        }
+    if kind is str:
+        return str(value)
+    if isinstance(value, bool) != (kind is bool):
+        raise TypeError(f"{value!r} is no {kind}")
+    if not isinstance(value, int if kind is int else int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no number")
+    if value < 0 and origin is not Annotated:
+        raise ValueError(f"{value} is negative")
+    return value if kind in (int, bool) else float(value)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import pytest
 from hypothesis import given
@@ -22,6 +22,7 @@ from lockstep.tools.tune.search import (
     Value,
     search,
 )
+from lockstep.training.metrics import typed
 
 KNOBS = [
     Tunable(name="reduce", default="auto", others=("native",)),
@@ -168,7 +169,7 @@ def test_what_is_refused_is_said_and_the_search_goes_on() -> None:
 def test_there_and_back_as_json() -> None:
     for true in (product(reduce={"native": 0.8}), product()):
         found = search(KNOBS, Fake(true))
-        assert Found.from_json(json.loads(json.dumps(found.as_json()))) == found
+        assert typed(Found, json.loads(json.dumps(asdict(found)))) == found
 
 
 VALUES = st.lists(st.integers(1, 9), max_size=4, unique=True)

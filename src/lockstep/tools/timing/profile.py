@@ -7,7 +7,7 @@ It is kept in a file, so that many plans need one measurement.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +17,7 @@ from torch import Tensor
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import Entry, plan
 from lockstep.tools.timing.output_files import reading, write_json
+from lockstep.training.metrics import typed
 
 FORMAT = "lockstep profile 1"
 Figure = TypeVar("Figure")
@@ -151,17 +152,10 @@ class Profile:
     def read(cls, file: Path) -> Profile:
         """Raises UsageError for what is no profile."""
         with reading(file, "--profile", "`lockstep plan TASK --save-profile FILE`") as found:
-            if found.pop("format") != FORMAT:
+            if found.pop("format") != FORMAT or not found.keys() <= {e.name for e in fields(cls)}:
                 raise ValueError
-            found["buckets"] = [
-                Leaves(**each | {"tensors": tuple(map(tuple, each["tensors"]))})
-                for each in found["buckets"]
-            ]
-            found["messages"] = {
-                int(ranks): float(seconds) for ranks, seconds in found["messages"].items()
-            }
-            found["sides"] = [PhaseTimes(**each) for each in found["sides"]]
-            return cls(**found)
+            made: Profile = typed(cls, found)
+            return made
 
     def message(self, ranks: int) -> float:
         """The software's part of a message among that many ranks of one host. Raises UsageError

@@ -15,7 +15,7 @@ the root of their number (McGill, Tukey and Larsen, 1978).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 from statistics import median, quantiles
 from typing import Any, Protocol
@@ -104,22 +104,6 @@ class Found:
         """What the winner has otherwise than the default."""
         return {name: value for name, value in self.winner.items() if value != self.default[name]}
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Found:
-        rows = tuple(
-            KnobRow(**{**row, "comparison": _comparison(row["comparison"])})
-            for row in found["rows"]
-        )
-        return cls(
-            default=found["default"],
-            winner=found["winner"],
-            rows=rows,
-            final=_comparison(found["final"]),
-        )
-
 
 class Refused(Exception):
     """A point cannot run here; the text says why."""
@@ -185,7 +169,3 @@ def _try(name: str, value: Value, best: Point, bench: Bench, seconds: float) -> 
     except Refused as refusal:
         return KnobRow(knob=name, value=value, note=str(refusal))
     return KnobRow(knob=name, value=value, comparison=found, won=found.faster)
-
-
-def _comparison(found: Mapping[str, Any] | None) -> PairedTimes | None:
-    return None if found is None else PairedTimes(**found)

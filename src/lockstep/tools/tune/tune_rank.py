@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -132,7 +132,7 @@ def main(directory: Path, seconds: float) -> None:
             "global_batch": task.global_batch,
             "micro_batch": task.micro_batch,
             "seconds": monotonic() - began,
-            "found": found.as_json(),
+            "found": asdict(found),
             "here": {
                 "device": world.device.type,
                 "cpu": processor(),

@@ -34,6 +34,7 @@ from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
 from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError
 from lockstep.runtime.whole_file import force
+from lockstep.training.metrics import typed
 from lockstep.world.world import World
 
 
@@ -67,17 +68,6 @@ class RowLayout:
 
     container: str
     columns: tuple[Column, ...]
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> RowLayout:
-        """From what JSON has made of its `asdict`."""
-        return cls(
-            found["container"],
-            tuple(
-                Column(each["name"], each["dtype"], tuple(each["shape"]))
-                for each in found["columns"]
-            ),
-        )
 
     def joined(self, tensors: Sequence[Tensor]) -> Any:
         """Columns back in the model's container."""
@@ -158,9 +148,9 @@ def agreed(mine: RowLayout | None, total: int, world: World) -> RowLayout:
     for rank, (rows, _) in enumerate(found):
         if rows != found[0][0]:
             raise UsageError("ranks-given-other-data", rank=rank, rows=rows, first=found[0][0])
-    first = RowLayout.from_json(found[0][1])  # rank 0 has the first batch
+    first: RowLayout = typed(RowLayout, found[0][1])  # rank 0 has the first batch
     for rank, (_, layout) in enumerate(found):
-        other = first if layout is None else RowLayout.from_json(layout)
+        other = first if layout is None else typed(RowLayout, layout)
         same(first, other, f"the batches of rank {rank}", "those of rank 0")
     return first
 

@@ -8,17 +8,15 @@ these is none. Torn lines, missing ranks and restarts are told, never raised.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated
+
+from lockstep.training.metrics import typed
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "checks", "other")
 """What a step's wall time is made of: they add up to it."""
@@ -168,61 +166,10 @@ def parse(text: str) -> Line | None:
         kind = _KINDS[found["kind"]]
         if kind is StepsLine:
             found["phases"] = {phase: found[phase] for phase in PHASES}
-        line: Line = _read(kind, found)
+        line: Line = typed(kind, found)
         return line
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """`value`, as JSON has it, as a `kind`. Raises one of the errors above where it is not
-    plainly that.
-    """
-    origin, inside = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _record(kind, value)
-    if origin in (Union, UnionType):
-        return None if value is None else _read(inside[0], value)
-    if origin is tuple:
-        kinds = [inside[0]] * len(value) if inside[-1] is ... else inside
-        return tuple(_read(each, part) for each, part in zip(kinds, value, strict=True))
-    if origin is Mapping:
-        return {
-            _read(inside[0], int(key) if inside[0] is int else key): _read(inside[1], part)
-            for key, part in value.items()
-        }
-    if kind is str:
-        return str(value)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int if kind is int else int | float)
-        or not math.isfinite(value)
-    ):
-        raise ValueError(f"{value!r} is no number")
-    if value < 0 and kind != Moment:
-        raise ValueError(f"{value} is negative")
-    return value if kind is int else float(value)
-
-
-def _record(kind: Any, values: Any) -> Any:
-    """Fields that have a default may be missing."""
-    needed = [
-        each.name
-        for each in dataclasses.fields(kind)
-        if each.name in values or not _has_default(each)
-    ]
-    return kind(**{name: _read(_hints(kind)[name], values[name]) for name in needed})
-
-
-def _has_default(each: dataclasses.Field[Any]) -> bool:
-    return (
-        each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
-    )
 
 
 FOLDER = "anatomy"
