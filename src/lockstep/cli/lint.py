@@ -13,7 +13,7 @@ import typer
 from lockstep.cli.arguments import JsonFile
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime import extras
-from lockstep.tools.timing.output_files import write_json
+from lockstep.tools.timing.output_files import write_json, writing
 
 if TYPE_CHECKING:
     from lockstep.tools.lint import LintFinding
@@ -63,12 +63,8 @@ def _checked(file: Path, fix: bool) -> list[LintFinding]:
     found = check_file(file)
     if not fix or found.fixed is None:
         return found.findings
-    try:
+    with writing(file, "--fix"):
         file.write_bytes(found.fixed)
-    except OSError as error:
-        raise UsageError(
-            "cannot-write", name="--fix", file=file, reason=error.strerror or error
-        ) from error
     left = check_file(file).findings
     print(f"{file}: {len(found.findings) - len(left)} fixed")
     return left

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
-from lockstep.errors import UsageError
 
 NO_ANATOMY = (
     "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its"
@@ -43,7 +42,7 @@ def report(
     from lockstep.tools.recorded import read
     from lockstep.tools.report.page import FILE, as_json, page
     from lockstep.tools.report.verdict import verdict
-    from lockstep.tools.timing.output_files import check_writable, write_json
+    from lockstep.tools.timing.output_files import check_writable, write_json, writing
     from lockstep.training.timeline import perfetto
 
     run = existing_run(run)
@@ -62,10 +61,8 @@ def report(
     print("\n".join(sentences))
     write_json(json_file, as_json(recorded, found))
     text = page(recorded, sentences)
-    try:
+    with writing(file, "--out"):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError("cannot-write", name="--out", file=file, reason=error.strerror) from None
     print(f"page: {file}")
     if recorded.anatomy is not None:
         try:

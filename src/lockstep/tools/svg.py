@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.runtime.extras import install
+from lockstep.tools.timing.output_files import writing
 
 INK, EDGE, ARROW = "#222222", "#777777", "#b5541c"
 WIDTH = 360
@@ -102,15 +103,11 @@ class Drawing:
             raise UsageError(
                 "wrong-ending", option="--out", file=str(file), endings=[".png", ".svg"]
             )
-        try:
+        with writing(file, "--out"):
             if file.suffix == ".svg":
                 file.write_text(self.svg(), encoding="utf-8")
             else:
                 self._png(file)
-        except OSError as error:
-            raise UsageError(
-                "cannot-write", name="--out", file=str(file), reason=error.strerror or str(error)
-            ) from error
 
     def _png(self, file: Path) -> None:
         try:

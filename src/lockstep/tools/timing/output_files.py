@@ -23,13 +23,10 @@ def check_writable(file: Path | None, option: str) -> None:
     if file is None:
         return
     new = not file.exists()
-    try:
-        with file.open("ab"):
-            pass
+    with writing(file, option):
+        file.open("ab").close()
         if new:
             file.unlink()
-    except OSError as error:
-        raise _refusal(file, option, error) from error
 
 
 def check_plot(file: Path | None) -> None:
@@ -49,10 +46,8 @@ def write_json(file: Path | None, what: object, option: str = "--json") -> None:
     """nan and infinities as text. Raises UsageError where the file cannot be written."""
     if file is None:
         return
-    try:
+    with writing(file, option):
         file.write_text(json.dumps(finite(what), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise _refusal(file, option, error) from error
 
 
 @contextmanager
@@ -94,20 +89,22 @@ def picture(
     figure, axes = pyplot().subplots(1, panels, figsize=(width, height), squeeze=False)
     try:
         yield figure, list(axes[0])
-        try:
+        with writing(file, "--plot"):
             figure.savefig(file, dpi=130)
-        except (OSError, ValueError) as error:
-            reason = str(error)
-            raise UsageError(
-                "cannot-write", name="--plot", file=str(file), reason=reason
-            ) from error
     finally:
         pyplot().close(figure)
 
 
-def _refusal(file: Path, option: str, error: OSError) -> UsageError:
-    reason = error.strerror or str(error)
-    return UsageError("cannot-write", name=option, file=str(file), reason=reason)
+@contextmanager
+def writing(file: Path | str, option: str) -> Iterator[None]:
+    """Raises UsageError, naming the option, where the block cannot write the file."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:  # matplotlib has no such kind of picture
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError("cannot-write", name=option, file=str(file), reason=reason) from error
 
 
 _WIDE = 10_000  # characters: more than any line has
