@@ -1,4 +1,7 @@
-"""Files of figures."""
+"""Files of figures.
+
+Tables as text: columns, sides, and lines that no width breaks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.tools.timing.output_files import write_json
+from lockstep.tools.timing.output_files import table, write_json
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
@@ -15,3 +18,24 @@ def test_json_has_no_nan(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail) == {
         "metrics": {"none": "nan"}
     }
+
+
+def test_columns_are_as_wide_as_their_text_and_numbers_end_at_the_right() -> None:
+    assert table(["name", "ms"], [("a", "1.00"), ("longer [x]", 12)]).splitlines() == [
+        "name          ms",
+        "a           1.00",
+        "longer [x]    12",
+    ]
+
+
+def test_cells_may_be_missing_and_empty() -> None:
+    assert table(["a", "b", "c"], [("1",), ("1", None, "3")], left=[2]).splitlines() == [
+        "a  b  c",
+        "1",
+        "1     3",
+    ]
+
+
+def test_no_line_is_broken() -> None:
+    _, line = table(["text"], [("word " * 200,)]).splitlines()
+    assert line == ("word " * 200).rstrip()

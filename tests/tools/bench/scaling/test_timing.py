@@ -1,8 +1,14 @@
-"""What a rank times: the right samples, with the right threads, loaded or held."""
+"""What a rank times: the right samples, with the right threads, loaded or held.
+
+Teams are worlds of their own, and never compute at the same time.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,11 +16,12 @@ import torch
 from torch import Tensor
 
 from lockstep.config.settings import Settings
+from lockstep.errors import WorkerFailed
 from lockstep.testing import run_ranks
 from lockstep.tools.bench.scaling.prediction import carried, in_memory, link_of
-from lockstep.tools.bench.scaling.timing import timed
+from lockstep.tools.bench.scaling.timing import TeamTurns, run_teams, seat, timed
 from lockstep.tools.timing.in_turns import Trial
-from lockstep.world.world import World
+from lockstep.world.world import World, init
 from tests.training import toy
 
 SETTINGS = Settings(task="toy", device="cpu")
@@ -114,3 +121,59 @@ def test_buckets_leave_as_the_backward_comes_through_their_elements() -> None:
     assert [each.ready for each in found] == [
         pytest.approx(so_far / 179) for so_far in (3, 51, 67, 83, 179)
     ]
+
+
+ORDER = [1, 0, 0, 1, 0]  # of teams
+
+
+def test_ranks_are_seated_team_by_team() -> None:
+    assert [seat((1, 2, 4), rank) for rank in range(7)] == [
+        (0, 0),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+    ]
+
+
+def in_turns(turns: TeamTurns) -> tuple[int, float, int, list[tuple[int, float, float]]]:
+    """Each turn sums over its team; its borders are of a clock that all processes share."""
+    with init(backend="gloo", timeout=timedelta(seconds=30)) as world:
+        turns.ready()
+        spans = []
+        total = torch.zeros(())
+        for number, team in enumerate(ORDER):
+            if team == world.size - 1:
+                with turns.turn(number):
+                    begin = time.monotonic()
+                    total = torch.ones(())
+                    world.group.all_reduce(total).wait()
+                    spans.append((number, begin, time.monotonic()))
+        turns.wait_for(len(ORDER))
+        return world.size, total.item(), world.local_size, spans
+
+
+def test_each_team_is_a_world_and_turns_follow_each_other() -> None:
+    first, second = run_teams(in_turns, (1, 2), ())
+    assert (first[:3], second[:3]) == ((1, 1.0, 1), (2, 2.0, 2))
+    spans = sorted([*first[3], *second[3]])
+    assert [number for number, _, _ in spans] == [0, 1, 2, 3, 4]
+    assert [number for number, _, _ in first[3]] == [1, 2, 4]
+    for (_, _, end), (_, begin, _) in pairwise(spans):
+        assert end <= begin
+
+
+def failing(turns: TeamTurns) -> None:
+    with init(backend="gloo") as world:
+        turns.ready()
+        if world.size == 2 and world.rank == 1:
+            raise ValueError("planted")
+        turns.wait_for(1)
+
+
+def test_who_fails_is_named_by_its_team() -> None:
+    with pytest.raises(WorkerFailed, match=r"rank 1 of 2 \(pid .*ValueError: planted") as caught:
+        run_teams(failing, (1, 2), ())
+    assert caught.value.rank == 1
