@@ -23,7 +23,7 @@ from pathlib import Path
 
 import namespaces
 from lockstep.tools.report.verdict import Verdict, verdict
-from lockstep.training.timeline.lanes import read
+from lockstep.training.timeline import read
 
 PLACES = ("loader", "forward", "backward", "optimizer", "network")
 CAUSES = {"loader": "data"}

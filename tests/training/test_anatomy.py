@@ -29,7 +29,7 @@ from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.tools.report.judged import judged
 from lockstep.training.anatomy import Activations, AnatomyFile, ends_line, in_detail, memory_use
-from lockstep.training.timeline.lanes import read
+from lockstep.training.timeline import read
 from lockstep.updates.update import Applied
 from lockstep.world.world import World
 from tests.training import toy

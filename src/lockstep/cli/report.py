@@ -43,7 +43,7 @@ def report(
     from lockstep.tools.report.page import FILE, as_json, page
     from lockstep.tools.report.verdict import verdict
     from lockstep.tools.timing.output_files import check_writable, write_json, writing
-    from lockstep.training.timeline import perfetto
+    from lockstep.training import perfetto
 
     run = existing_run(run)
     recorded = read(run)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from lockstep.config.settings import Settings
 from lockstep.training.run_directory import METRICS, RESULT
-from lockstep.training.timeline.lanes import Anatomy
-from lockstep.training.timeline.lanes import read as read_anatomy
+from lockstep.training.timeline import Anatomy
+from lockstep.training.timeline import read as read_anatomy
 
 State = Literal["finished", "under way", "ended before its end"]
 

@@ -42,7 +42,7 @@ from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
 from lockstep.training.metrics import TelemetryFile
-from lockstep.training.timeline.lanes import FOLDER
+from lockstep.training.timeline import FOLDER
 
 T = TypeVar("T")
 

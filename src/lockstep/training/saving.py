@@ -23,12 +23,12 @@ from lockstep.runtime.whole_file import write_whole
 from lockstep.step.checkpointing import Checkpoints
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper
+from lockstep.training import perfetto
 from lockstep.training.anatomy import AnatomyFile
 from lockstep.training.metrics import finite, forget_after
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
-from lockstep.training.timeline import perfetto
-from lockstep.training.timeline.lanes import read
+from lockstep.training.timeline import read
 
 State = Callable[[], dict[str, Any]]
 """Makes what a checkpoint says beside the Stepper's and the Loader's state."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.settings import Settings
-from tests.training.timeline.synthetic import lines, noisy, planted, write
+from tests.training.synthetic import lines, noisy, planted, write
 
 MEMORY = {
     "kind": "memory",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.tools.report.verdict import verdict
-from tests.training.timeline.synthetic import BASE, anatomy, lines, noisy, planted
+from tests.training.synthetic import BASE, anatomy, lines, noisy, planted
 
 CAUSES = {
     "data": "data",

@@ -9,7 +9,7 @@ import pytest
 from lockstep.config.settings import Settings
 from lockstep.tools.report.remedies import Advice, deal
 from lockstep.tools.report.verdict import verdict
-from tests.training.timeline.synthetic import BASE, Extra, anatomy, begin, lines, planted
+from tests.training.synthetic import BASE, Extra, anatomy, begin, lines, planted
 
 STEP = sum(BASE.values())
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.config.settings import Settings
 from lockstep.tools.report.judged import percentages, ranks
 from lockstep.tools.report.verdict import SlowLink, Verdict, slow_link, verdict
-from tests.training.timeline.synthetic import BASE, Extra, anatomy, lines, noisy, planted
+from tests.training.synthetic import BASE, Extra, anatomy, lines, noisy, planted
 
 QUIET = {**BASE, "data": 0.0001, "moving": 0.0001, "other": 0.0, "checks": 0.0}
 LIGHT = {**BASE, "data": 0.001}

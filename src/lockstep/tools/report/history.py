@@ -15,7 +15,7 @@ from lockstep.tools.recorded import Recorded, number
 from lockstep.tools.report.html import Illustration, Numbers, Section
 from lockstep.tools.report.judged import Judged, milliseconds, ranks
 from lockstep.tools.svg import Plot
-from lockstep.training.timeline.lanes import Anatomy, Generation
+from lockstep.training.timeline import Anatomy, Generation
 
 _POINTS = 400
 """In one curve: more than a phone or a sheet of paper shows."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 from lockstep.tools.report.html import Illustration, Numbers, Section
 from lockstep.tools.report.judged import WARM_UP, Judged, milliseconds
 from lockstep.tools.svg import Plot
-from lockstep.training.timeline.lanes import Anatomy, Generation, MemoryLine, StepsLine
-from lockstep.training.timeline.perfetto import offsets
+from lockstep.training.perfetto import offsets
+from lockstep.training.timeline import Anatomy, Generation, MemoryLine, StepsLine
 
 _RANKS = 8
 Step = Mapping[int, StepsLine]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.config.mesh import Mesh
-from lockstep.training.timeline.lanes import PHASES, Begin, Generation, StepsLine
+from lockstep.training.timeline import PHASES, Begin, Generation, StepsLine
 
 Kept = Mapping[int, Sequence[StepsLine]]
 """Lines by rank."""

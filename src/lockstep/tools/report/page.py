@@ -15,7 +15,7 @@ from lockstep.tools.report.html import Numbers, Section, render
 from lockstep.tools.report.judged import Judged, RankTimes, judged
 from lockstep.tools.report.verdict import Verdict
 from lockstep.training.resolve import short_name
-from lockstep.training.timeline.lanes import PHASES, Begin
+from lockstep.training.timeline import PHASES, Begin
 from lockstep.training.tuned import Tuned
 
 FILE = "report.html"

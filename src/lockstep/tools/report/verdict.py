@@ -29,7 +29,7 @@ from lockstep.tools.report.remedies import (
     next_straggler,
     stragglers,
 )
-from lockstep.training.timeline.lanes import Anatomy, Generation, LinkUse
+from lockstep.training.timeline import Anatomy, Generation, LinkUse
 
 _USEFUL = ("forward", "backward", "optimizer")
 _LARGE = 0.1

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.timeline.perfetto import offsets, trace, write
-from tests.training.timeline.synthetic import anatomy, begin, lines, noisy, planted
+from lockstep.training.perfetto import offsets, trace, write
+from tests.training.synthetic import anatomy, begin, lines, noisy, planted
 
 Made = dict[int, list[dict[str, Any]]]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.runtime.whole_file import write_whole
-from lockstep.training.timeline.lanes import Anatomy, Lane, StepsLine
+from lockstep.training.timeline import Anatomy, Lane, StepsLine
 
 FILE = "timeline.json"
 _PHASES, _BUCKETS = 1, 2

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.training.timeline.lanes import Anatomy, Lane, Line, join, parse
+from lockstep.training.timeline import Anatomy, Lane, Line, join, parse
 
 BASE = {
     "data": 0.004,

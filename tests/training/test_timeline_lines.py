@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.training.timeline.lanes import (
+from lockstep.training.timeline import (
     Begin,
     End,
     LinksLine,
@@ -19,7 +19,7 @@ from lockstep.training.timeline.lanes import (
     StepsLine,
     parse,
 )
-from tests.training.timeline.synthetic import begin, lines
+from tests.training.synthetic import begin, lines
 
 ANY = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=4),

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.training.timeline.lanes import Pause, read
-from tests.training.timeline.synthetic import anatomy, begin, lines, write
+from lockstep.training.timeline import Pause, read
+from tests.training.synthetic import anatomy, begin, lines, write
 
 
 def file(run: Path, rank: int) -> Path:
