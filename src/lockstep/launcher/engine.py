@@ -276,6 +276,13 @@ def store(server: Server, address: str | None = None, port: int = 0) -> Iterator
         server.release(pid)
 
 
+@contextmanager
+def alone(server: Server, count: int) -> Iterator[LocalRanks]:
+    """So many ranks of this host and no others, with their store until the block's end."""
+    with store(server) as (address, port):
+        yield LocalRanks(count=count, size=count, address=address, port=port)
+
+
 @dataclass(frozen=True, slots=True)
 class _StoreProcess:
     """The work of a process that holds a store for as long as its launcher lives."""

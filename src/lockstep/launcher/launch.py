@@ -25,7 +25,7 @@ from lockstep.launcher import failures
 from lockstep.launcher import seat as seats
 from lockstep.launcher.call import FunctionCall
 from lockstep.launcher.early import open_streams
-from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
+from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
 from lockstep.launcher.rank import Rank
 from lockstep.launcher.seat import Seat
@@ -105,8 +105,7 @@ def start_ranks(
         forking = server((*FOR_SCRIPTS, *imports), cold=variables is not None)
         forking.ready()
         if place is None:
-            address, port = at_end.enter_context(store(forking))
-            place = LocalRanks(count=workers, size=workers, address=address, port=port)
+            place = at_end.enter_context(alone(forking, workers))
         left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
         late: set[int] = set()
 

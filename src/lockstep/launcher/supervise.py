@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from lockstep.launcher import ending, failures, processes, stalls
 from lockstep.launcher import seat as seats
 from lockstep.launcher.console import forwarded
 from lockstep.launcher.ending import Endings
-from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, store
+from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure, signal_name
 from lockstep.launcher.logs import Console, LogPlace, log_of, log_place, tail
 from lockstep.launcher.preemption import SPARE, Stop, mark, noted, say
@@ -244,9 +244,9 @@ class _Generation:
             cold=self.cold,
         )
         forking.ready(self._heed)
-        count = gpus() or 1 if workers is None else workers
+        count, share = gpus() or 1 if workers is None else workers, self.share
         with (
-            self._place(forking, count) as place,
+            alone(forking, count) if share is None else nullcontext(share.ranks) as place,
             self._console(place.numbers) as pipes,
             Ranks(forking.newest(), place) as ranks,
         ):
@@ -264,7 +264,7 @@ class _Generation:
                 self._warm(forking, place)
                 return self.watch.must_end(living)
 
-            called_off = (lambda: False) if self.share is None else self.share.called_off
+            called_off = (lambda: False) if share is None else share.called_off
             ranks.start(
                 seat,
                 cold=self.cold or _sets_variables(self.rank.work),
@@ -281,17 +281,6 @@ class _Generation:
     def _heed(self) -> None:
         if self.watch.must_end({}):
             raise Stopped
-
-    @contextmanager
-    def _place(self, forking: Server, count: int) -> Iterator[LocalRanks]:
-        """With the store that the ranks meet through: this host's own, or that of the first of
-        several.
-        """
-        if self.share is not None:
-            yield self.share.ranks
-            return
-        with store(forking) as (address, port):
-            yield LocalRanks(count=count, size=count, address=address, port=port)
 
     @contextmanager
     def _console(self, ranks: range) -> Iterator[str | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["ok", "note", "warn", "fix", "WRONG"]
@@ -23,9 +23,6 @@ class Finding:
     """What is wrong and what to do, as a sentence; "" where all is well, and where `value` says
     it.
     """
-
-    def as_json(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def judged(name: str, value: str, *, fix: str = "", warn: str = "") -> Finding:

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,23 +63,11 @@ class Examined:
         if not fixes:
             return "\n".join([*lines, "fit to train"])
         lines.append(f"not fit to train: {len(fixes)} thing{'s' * (len(fixes) != 1)} to fix")
-        return "\n".join(
-            [
-                *lines,
-                *(
-                    f"{number}. {finding.name}: {finding.fix}"
-                    for number, finding in enumerate(fixes, 1)
-                ),
-            ]
-        )
+        lines += [f"{number}. {each.name}: {each.fix}" for number, each in enumerate(fixes, 1)]
+        return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        findings = [finding.as_json() for finding in self.findings]
-        return {
-            "fit": self.fit,
-            "findings": findings,
-            "links": [link.as_json() for link in self.links],
-        }
+        return {"fit": self.fit, **asdict(self)}
 
 
 _ELEMENTS = 10_007  # divides by nothing
@@ -211,7 +199,7 @@ def examine_nodes(world: World) -> Examined:
     mine = {
         "node": world.node,
         "name": socket.gethostname(),
-        "found": [finding.as_json() for finding in own],
+        "found": [asdict(finding) for finding in own],
     }
     said: list[Any] = [
         said_by(rank, mine, world.control, "for what this node has") for rank in range(world.size)
@@ -220,25 +208,15 @@ def examine_nodes(world: World) -> Examined:
     firsts = {each["node"]: rank for rank, each in reversed(list(enumerate(said)))}
     ranks = sorted(firsts.values())
     names = _named([said[rank]["name"] for rank in ranks])
-    found = merged(
-        dict(
-            zip(
-                names,
-                ([Finding(**each) for each in said[rank]["found"]] for rank in ranks),
-                strict=True,
-            )
-        )
-    )
-    found.append(
-        judge_sums(
-            wrong_sums(world.group, world.device, ["native"]), ["native"], world.size, "rank"
-        )
-    )
+    told = ([Finding(**each) for each in said[rank]["found"]] for rank in ranks)
+    found = merged(dict(zip(names, told, strict=True)))
+    bad = wrong_sums(world.group, world.device, ["native"])
+    found.append(judge_sums(bad, ["native"], world.size, "rank"))
     measured: dict[str, Any] = {}
     if world.rank in ranks:
         one_each = world.subgroup(ranks)
         pairs = links.measure(one_each, names, world.device, hosts=True)
-        measured = {"links": [link.as_json() for link in pairs], "clocks": clocks(one_each)}
+        measured = {"links": [asdict(link) for link in pairs], "clocks": clocks(one_each)}
     measured = said_by(ranks[0], measured, world.control, "for the links")
     pairs = [MeasuredLink(**each) for each in measured["links"]]
     found += [

@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ class MeasuredLink:
     """Seconds, half of a small message's way there and back."""
     bandwidth: float
     """Bytes a second."""
-
-    def as_json(self) -> dict[str, str | float]:
-        return asdict(self)
 
 
 def measure(

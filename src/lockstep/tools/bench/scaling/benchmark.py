@@ -93,14 +93,8 @@ def _summed(loss: Callable[[Any, Any], Tensor], output: Any, batch: Any) -> tupl
     return (found * count if found.dim() == 0 else found.sum()), float(count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A task that is there already."""
-
-    task: Task
-
-    def __call__(self) -> Task:
-        return self.task
+def _same(task: Task) -> Task:
+    return task
 
 
 def source_of(
@@ -126,7 +120,7 @@ def source_of(
     if isinstance(given, str | Path):
         return partial(resolve, locate(str(given)), dict(overrides or {}))
     if isinstance(given, Task):
-        return _portable(_Made(given))
+        return _portable(partial(_same, given))
     if callable(given) and not isinstance(given, nn.Module):
         return _portable(given)
     raise UsageError("not-a-task-source", kind=type(given).__name__)
