@@ -152,8 +152,7 @@ def _table(verdict: Verified) -> str:
         ]
         for number, row in enumerate(verdict.rows)
     ]
-    head = ("workers", "steps", "loss at the end", "weights sha256", "")
-    return table(head, rows, left=())
+    return table("workers | steps | loss at the end | weights sha256 | ", rows, left=())
 
 
 def _last_line(name: str, verdict: Verified, counts: list[int], steps: int) -> str:

@@ -251,17 +251,7 @@ def table(measured: Sequence[CollectiveTime]) -> str:
     native = {
         (each.collective, each.size): each.p50 for each in measured if each.algorithm == "native"
     }
-    head = [
-        "collective",
-        "algorithm",
-        "size",
-        "time",
-        "p99",
-        "algbw",
-        "busbw",
-        "#wrong",
-        "vs native",
-    ]
+    head = "collective | algorithm | size | time | p99 | algbw | busbw | #wrong | vs native"
     units = [None, None, "(B)", "(us)", "(us)", "(GB/s)", "(GB/s)"]
     return text_table(
         head,

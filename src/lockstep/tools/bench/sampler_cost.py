@@ -135,16 +135,7 @@ def _torchs(samples: int) -> Figure:
 
 def table(measured: list[SamplerRow]) -> str:
     """Plain text, one line a size."""
-    head = [
-        "samples",
-        "start-up ms",
-        "MiB",
-        "ns/index",
-        "torch's start-up s",
-        "MiB",
-        "time ratio",
-        "memory ratio",
-    ]
+    head = "samples | start-up ms | MiB | ns/index | torch's start-up s | MiB | time ratio | memory ratio"
     return "\n".join(
         [
             text_table(head, map(_cells, measured), left=()),

@@ -352,15 +352,7 @@ def describe_layouts(found: Sequence[TaskLayout], workers: int) -> str:
     """A line each; nothing where there are none."""
     if not found:
         return ""
-    head = [
-        f"a rank of {workers} holds, in MB",
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "step",
-        "",
-    ]
+    head = f"a rank of {workers} holds, in MB | weights | gradients | optimizer | activations | step | "
     return f"\n{table(head, map(_layout_cells, found), left=[0, 6])}\n"
 
 

@@ -360,16 +360,7 @@ class ModelPlan:
         yield f"{device.name}: {_gigabytes(device.memory)} of memory, {rate}{beyond}"
 
     def _fits(self) -> Iterator[str]:
-        head = [
-            "layout",
-            "devices",
-            "weights",
-            "gradients",
-            "optimizer",
-            "activations",
-            "in all",
-            "fits",
-        ]
+        head = "layout | devices | weights | gradients | optimizer | activations | in all | fits"
         found = least_devices(
             self.model, self.device, batch=self.batch, recompute=bool(self.model.blocks)
         )

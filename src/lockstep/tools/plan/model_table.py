@@ -1,5 +1,5 @@
-"""The tables of `lockstep plan --model`: models and devices. Constants, each with its source, and
-nothing fitted to anybody's scaling results.
+"""The tables of `lockstep plan --model`: models and devices, from models.toml, where each constant
+has its source.
 
 A model is pieces in the order of the forward, each with its parameters and its work. Work is that of
 matrices, convolutions and attention. Kept for the backward of a convolution: its input, and that of
@@ -13,9 +13,11 @@ the work of forward and backward (three forwards), so whatever a framework loses
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from importlib.resources import files
+from typing import Any, Literal
 
 from lockstep.config.knob import chosen
 
@@ -264,61 +266,10 @@ def _together(*layers: ModelLayer) -> ModelLayer:
     )
 
 
-# Devlin et al., 2018 (arXiv 1810.04805), section 3; 512 tokens are its second phase's.
-_BERT_LARGE = Sizes(
-    blocks=24, width=1024, feed_forward=4096, vocabulary=30_522, length=512, heads=16, positions=514
-)
-# Radford et al., 2019, table 2, and the released configuration of the model with 1.5 billion
-# parameters.
-_GPT2_XL = Sizes(
-    blocks=48,
-    width=1600,
-    feed_forward=6400,
-    vocabulary=50_257,
-    length=1024,
-    heads=25,
-    positions=1024,
-)
-# Grattafiori et al., 2024 (arXiv 2407.21783), table 3; 8192 tokens are those of its pre-training.
-_LLAMA_8B = Sizes(
-    blocks=32,
-    width=4096,
-    feed_forward=14_336,
-    vocabulary=128_256,
-    length=8192,
-    heads=32,
-    key_value_heads=8,
-    gated=True,
-    biases=False,
-    tied=False,
-)
-# Brown et al., 2020 (arXiv 2005.14165), table 2.1 and section 2.1.
-_GPT3_175B = Sizes(
-    blocks=96,
-    width=12_288,
-    feed_forward=49_152,
-    vocabulary=50_257,
-    length=2048,
-    heads=96,
-    positions=2048,
-)
-# Chowdhery et al., 2022 (arXiv 2204.02311), table 1 and section 2: SwiGLU, one key and value for
-# all heads, no biases, shared embeddings.
-_PALM_540B = Sizes(
-    blocks=118,
-    width=18_432,
-    feed_forward=73_728,
-    vocabulary=256_000,
-    length=2048,
-    heads=48,
-    head=256,
-    key_value_heads=1,
-    gated=True,
-    biases=False,
-)
+_TABLES = tomllib.loads(files("lockstep.tools.plan").joinpath("models.toml").read_text("utf-8"))
 
 
-def _transformer(name: str, sizes: Sizes, *, batch: int) -> Model:
+def _transformer(name: str, sizes: Sizes, batch: int) -> Model:
     return Model(
         name=name,
         family="transformer",
@@ -339,13 +290,10 @@ MODELS = {
         Model(name="resnet101", family="convolutional", layers=resnet((3, 4, 23, 3)), batch=64),
         Model(name="inception-v3", family="convolutional", layers=inception_v3(), batch=64),
         Model(name="vgg16", family="plain convolutional", layers=vgg16(), batch=64),
-        # Sequences a device: what fits beside 16 bytes a parameter, or what the model's paper or
-        # benchmark has where that is known.
-        _transformer("bert-large", _BERT_LARGE, batch=8),
-        _transformer("gpt2-xl", _GPT2_XL, batch=4),
-        _transformer("llama-8b", _LLAMA_8B, batch=2),  # torchtitan, December 2024
-        _transformer("gpt3-175b", _GPT3_175B, batch=1),
-        _transformer("palm-540b", _PALM_540B, batch=1),
+        *(
+            _transformer(name, Sizes(**each["sizes"]), each["batch"])
+            for name, each in _TABLES["transformers"].items()
+        ),
     )
 }
 
@@ -378,101 +326,13 @@ class Device:
     """FLOP/s. The optimizer's part of a step is in it, as it is in the throughputs."""
 
 
-def _peak(rate: float, shares: Mapping[Family, float]) -> dict[Family, float]:
-    return {family: rate * share for family, share in shares.items()}
+def _device(name: str, found: dict[str, Any]) -> Device:
+    peak = found["half" if found["mixed"] else "fp32"]
+    rates = {family: peak * share for family, share in found["achieved"].items()}
+    return Device(**{**found, "name": name, "memory": found["memory"] * _GB, "achieved": rates})
 
 
-DEVICES = {
-    device.name: device
-    for device in (
-        # NVIDIA P100 data sheet (SXM2). fp32: its published trainings are in fp32. Convolutions:
-        # TensorFlow benchmarks, May 2017 (docs_src/performance/benchmarks.md), synthetic, batch 64,
-        # one GPU: Inception V3 142, ResNet-50 219, ResNet-152 91.8 images/s: 0.46, 0.51, 0.60 of
-        # the peak. VGG-16 154 images/s: 1.35 of it (Winograd's algorithm). Transformer: Vaswani et
-        # al., 2017 (arXiv 1706.03762), section 5.2: the big model, 1.0 s a step of 25,000 + 25,000
-        # tokens on 8 GPUs.
-        Device(
-            name="p100",
-            fp32=10.6e12,
-            half=21.2e12,
-            memory=16 * _GB,
-            mixed=False,
-            achieved=_peak(
-                10.6e12, {"convolutional": 0.51, "plain convolutional": 1.35, "transformer": 0.38}
-            ),
-        ),
-        # NVIDIA V100 data sheet (SXM2, 32 GB). Mixed precision. Convolutions: NVIDIA
-        # DeepLearningExamples, ResNet-50 v1.5 for PyTorch, one V100 32 GB, mixed: 1156 images/s:
-        # 0.23 of the peak. Transformer: Shoeybi et al., 2019 (arXiv 1909.08053), abstract: 39
-        # TFLOP/s on one GPU. Plain: no published figure found; the convolutional one.
-        Device(
-            name="v100",
-            fp32=15.7e12,
-            half=125e12,
-            memory=32 * _GB,
-            mixed=True,
-            achieved=_peak(
-                125e12, {"convolutional": 0.23, "plain convolutional": 0.23, "transformer": 0.31}
-            ),
-        ),
-        # NVIDIA Ada architecture white paper, appendix A (GeForce RTX 4090, fp16 with fp32 sums).
-        # Convolutions: server-gear.com, tf_cnn_benchmarks, one RTX 4090, fp16: ResNet-50 1776,
-        # Inception V3 1340 images/s: 0.26, 0.28. Transformer: karpathy/nanoGPT issue 182: GPT-2
-        # 124M at 29 % of an A100's 312 TFLOP/s: 0.55 of this peak. Plain: no published figure
-        # found; the convolutional one.
-        Device(
-            name="rtx4090",
-            fp32=82.6e12,
-            half=165.2e12,
-            memory=24 * _GB,
-            mixed=True,
-            achieved=_peak(
-                165.2e12, {"convolutional": 0.27, "plain convolutional": 0.27, "transformer": 0.55}
-            ),
-        ),
-        # NVIDIA A100 data sheet (SXM, 80 GB). Convolutions: NVIDIA DeepLearningExamples, ResNet-50
-        # v1.5 for PyTorch, one A100 80 GB, mixed: 2470 images/s: 0.19. Transformer: llm-foundry,
-        # scripts/train/benchmarking, one host of 8, 2048 tokens, no checkpointing of activations:
-        # 1b 0.599, 3b 0.621, 7b 0.642, 13b 0.596. What its all-gathers inside the host cost is in
-        # it. Plain: no published figure found; the convolutional one.
-        Device(
-            name="a100-80g",
-            fp32=19.5e12,
-            half=312e12,
-            memory=80 * _GB,
-            mixed=True,
-            achieved=_peak(
-                312e12, {"convolutional": 0.19, "plain convolutional": 0.19, "transformer": 0.61}
-            ),
-        ),
-        # NVIDIA H100 data sheet (SXM). Convolutions: no published single-device figure found. In
-        # mixed precision they are bound by memory: V100 and A100 give 1284 and 1211 images/s per
-        # TB/s (0.90 and 2.04 TB/s); A100's times 3.35 TB/s is 0.10 of this peak. Transformer:
-        # llm-foundry, as above: 1b 0.418, 7b 0.464, 13b 0.398.
-        Device(
-            name="h100",
-            fp32=67e12,
-            half=989e12,
-            memory=80 * _GB,
-            mixed=True,
-            achieved=_peak(
-                989e12, {"convolutional": 0.10, "plain convolutional": 0.10, "transformer": 0.42}
-            ),
-        ),
-        # NVIDIA H200 data sheet (SXM): H100's processors with more and faster memory (4.8 TB/s).
-        # Convolutions by memory, as above; transformers as H100.
-        Device(
-            name="h200",
-            fp32=67e12,
-            half=989e12,
-            memory=141 * _GB,
-            mixed=True,
-            achieved=_peak(
-                989e12, {"convolutional": 0.14, "plain convolutional": 0.14, "transformer": 0.42}
-            ),
-        ),
-    )
-}
+DEVICES = {name: _device(name, found) for name, found in _TABLES["devices"].items()}
 
 
 def device_named(name: str) -> Device:

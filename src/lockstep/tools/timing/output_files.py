@@ -111,14 +111,14 @@ _WIDE = 10_000  # characters: more than any line has
 
 
 def table(
-    head: Sequence[str],
+    head: str | Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
     left: Iterable[int] = (0,),
     gap: int = 2,
 ) -> str:
-    """A line for the head and one for each row. Columns whose numbers are in `left` begin at the
-    left, the others end at the right.
+    """A line for the head, which is names or a text of them with " | " between, and one for each
+    row. Columns whose numbers are in `left` begin at the left, the others end at the right.
 
     A row may have fewer cells than the head. None is an empty cell. A head of empty names is left
     out. `gap`: blanks between two columns.
@@ -126,9 +126,10 @@ def table(
     from rich.console import Console  # takes a while
     from rich.table import Table
 
-    made = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(head))
+    names = head.split(" | ") if isinstance(head, str) else head
+    made = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(names))
     at_the_left = set(left)
-    for place, name in enumerate(head):
+    for place, name in enumerate(names):
         made.add_column(name, justify="left" if place in at_the_left else "right", no_wrap=True)
     for row in rows:
         made.add_row(*("" if cell is None else str(cell) for cell in row))

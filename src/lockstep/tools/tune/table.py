@@ -8,7 +8,7 @@ from lockstep.tools.timing.output_files import table as text_table
 from lockstep.tools.tune.micro_batch import Size, fastest
 from lockstep.tools.tune.search import Found, KnobRow, PairedTimes, Value
 
-_HEAD = ["knob", "value", "ms a step", "p25", "before", "p25", "ratio", "noise", "turns", ""]
+_HEAD = "knob | value | ms a step | p25 | before | p25 | ratio | noise | turns | "
 
 
 def progress(row: KnobRow) -> str:
@@ -91,7 +91,7 @@ def _size_cells(size: Size, own: int) -> list[str]:
 
 def advice(sizes: Sequence[Size], own: int, global_batch: int) -> str:
     """The sizes' table and what to make of it."""
-    head = ["micro_batch", "samples/s", "ratio", "noise", "MiB a rank", ""]
+    head = "micro_batch | samples/s | ratio | noise | MiB a rank | "
     rows = [_size_cells(size, own) for size in sorted(sizes, key=lambda size: size.micro_batch)]
     lines = [text_table(head, rows, left=(0, 5))]
     ran = [size.micro_batch for size in sizes if size.ran]

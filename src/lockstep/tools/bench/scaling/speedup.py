@@ -17,17 +17,10 @@ from lockstep.tools.timing.output_files import percent, picture, table
 
 _WIDTH = 120
 _MODE_COLOURS: dict[Mode, str] = {"strong": "tab:blue", "weak": "tab:orange"}
-_HEAD = [
-    "workers",
-    "threads",
-    "ms a step",
-    "samples/s",
-    "lower quarter",
-    "upper",
-    "speedup",
-    "efficiency",
-    "predicted",
-]
+_HEAD = (
+    "workers | threads | ms a step | samples/s | lower quarter | upper | speedup | efficiency"
+    " | predicted"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
