@@ -27,13 +27,11 @@ TaskName = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(
-        "--workers", "-n", show_default=False, help="Ranks on this host; default: the GPUs, else 1."
-    ),
+    typer.Option("--workers", "-n", help="Ranks on this host; default: the GPUs, else 1."),
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", show_default=False, help="Also write it as JSON."),
+    typer.Option("--json", metavar="FILE", help="Also write it as JSON."),
 ]
 
 

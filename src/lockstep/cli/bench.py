@@ -88,9 +88,7 @@ def scaling(
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", show_default=False, help="Draw speedup and efficiency, .png or .svg."
-        ),
+        typer.Option(metavar="FILE", help="Draw speedup and efficiency, .png or .svg."),
     ] = None,
 ) -> None:
     """How much faster more workers train TASK: samples a second, speedup and efficiency, the
@@ -135,7 +133,7 @@ app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
 PlotFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", show_default=False, help="Draw the times, .png or .svg."),
+    typer.Option(metavar="FILE", help="Draw the times, .png or .svg."),
 ]
 
 
@@ -174,7 +172,6 @@ def collectives(
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            show_default=False,
             help="Such as broadcast, all_gather; default: all_reduce.",
         ),
     ] = None,
@@ -182,14 +179,12 @@ def collectives(
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            show_default=False,
             help="Some of native, auto, central, ring, tree, ...; default: all.",
         ),
     ] = None,
     runs: Annotated[
         int | None,
         typer.Option(
-            show_default=False,
             help="Timed runs of each; default: what fits in about a quarter of a second.",
         ),
     ] = None,
@@ -197,7 +192,6 @@ def collectives(
         Path | None,
         typer.Option(
             metavar="FILE",
-            show_default=False,
             help='Measure everything and write which algorithm "auto" shall choose.',
         ),
     ] = None,
@@ -268,7 +262,6 @@ def train(
         typer.Option(
             "--workers",
             "-n",
-            show_default=False,
             help="Ranks on this host; default: the GPUs, else 2.",
         ),
     ] = None,
@@ -277,7 +270,6 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME[,NAME]",
-            show_default=False,
             help="Some of local, ddp:MB, wrapper:native, "
             "wrapper:shared, stepper:native, stepper:shared, stepper:sharded; each holds a model"
             " and an optimizer of its own. "

@@ -31,7 +31,6 @@ Step = Annotated[
     typer.Option(
         "--step",
         metavar="N",
-        show_default=False,
         help="The checkpoint of that step; default: the newest.",
     ),
 ]

@@ -26,7 +26,6 @@ def doctor(
         typer.Option(
             "--workers",
             "-n",
-            show_default=False,
             help=(
                 f"Ranks to start over all nodes. Default: {_WORKERS} on one host, else one a node."
             ),

@@ -161,7 +161,6 @@ def predict(
         Path | None,
         typer.Option(
             metavar="FILE",
-            show_default=False,
             help="Ends in .npy or .parquet; default: DIR/predictions.npy.",
         ),
     ] = None,

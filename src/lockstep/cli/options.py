@@ -208,7 +208,6 @@ _ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        show_default=False,
         rich_help_panel="run",
         help="Read options from a TOML or YAML file.",
     ),

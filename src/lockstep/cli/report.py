@@ -30,9 +30,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", show_default=False, help="The page; default: RUN/report.html."
-        ),
+        typer.Option("--out", metavar="FILE", help="The page; default: RUN/report.html."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -40,16 +40,13 @@ def run(
     cluster: Cluster,
     command: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]", show_default=False, help="A Python file and its arguments."
-        ),
+        typer.Argument(metavar="SCRIPT [ARGS]", help="A Python file and its arguments."),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
             "--workers",
             "-n",
-            show_default=False,
             help="Ranks over all hosts; default: the GPUs, else 1.",
         ),
     ] = None,
@@ -60,7 +57,6 @@ def run(
         Path | None,
         typer.Option(
             metavar="DIR",
-            show_default=False,
             help="Write rank-N.log there; default: a temporary place, kept if a rank fails.",
         ),
     ] = None,

@@ -67,11 +67,9 @@ def mesh(
     nodes: Annotated[int, typer.Option(help="Nodes; consecutive ranks share one.")] = 1,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", show_default=False, help="Name the layers of its model."),
+        typer.Option(metavar="TASK", help="Name the layers of its model."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg or .png.")] = None,
 ) -> None:
     """Which node and rank holds which layers, and works on which share of the samples."""
     from lockstep.config.mesh import Mesh
@@ -131,10 +129,10 @@ def _algorithm(name: str) -> Callable[..., None]:
         workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 4,
         out: Annotated[
             Path | None,
-            typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png."),
+            typer.Option(metavar="FILE", help="Draw it: .svg or .png."),
         ] = None,
         ranks_per_node: Annotated[
-            int | None, typer.Option(show_default=False, help="For hierarchical; default 2.")
+            int | None, typer.Option(help="For hierarchical; default 2.")
         ] = None,
     ) -> None:
         at_least_one(workers=workers, ranks_per_node=ranks_per_node)
@@ -175,16 +173,12 @@ def _collective(name: str) -> Callable[..., None]:
         ] = "1,2,3;4,5,6;7,8,9",
         op: Annotated[
             str | None,
-            typer.Option(
-                show_default=False, help="sum, mean, max, min or prod, where something is added up."
-            ),
+            typer.Option(help="sum, mean, max, min or prod, where something is added up."),
         ] = None,
-        algorithm: Annotated[
-            str | None, typer.Option(show_default=False, help="Such as ring, tree, central.")
-        ] = None,
+        algorithm: Annotated[str | None, typer.Option(help="Such as ring, tree, central.")] = None,
         root: Annotated[
             int | None,
-            typer.Option(show_default=False, help="The one rank, where there is one; default 0."),
+            typer.Option(help="The one rank, where there is one; default 0."),
         ] = None,
     ) -> None:
         from lockstep.collectives.schedule import REDUCING
@@ -258,9 +252,7 @@ def pipeline(
         int, typer.Option("--micro-batches", "-m", help="Of one optimizer step.")
     ] = 8,
     backward: Annotated[float, typer.Option(help="How many forwards a backward takes.")] = 2.0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default=False, help="Draw it: .svg or .png.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg or .png.")] = None,
 ) -> None:
     """Who works on which micro-batch when, in the order in which a pipeline really runs it, and
     how much of the time ranks wait.

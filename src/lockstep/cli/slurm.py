@@ -184,7 +184,6 @@ def slurm(
         list[str] | None,
         typer.Argument(
             metavar="[-- ARGS]",
-            show_default=False,
             help="After --: options of lockstep train, or arguments of the script.",
         ),
     ] = None,
@@ -193,7 +192,7 @@ def slurm(
     ] = Path("logs"),
     job_name: Annotated[
         str | None,
-        typer.Option(show_default=False, help="Default: the task's or the script's name."),
+        typer.Option(help="Default: the task's or the script's name."),
     ] = None,
     submit: Annotated[
         bool, typer.Option("--submit/--print", help="Hand it to sbatch, or print it.")

@@ -41,7 +41,6 @@ def tune(
         Path | None,
         typer.Option(
             metavar="FILE",
-            show_default=False,
             help="Write the winner, for `lockstep train --settings FILE`.",
         ),
     ] = None,

@@ -46,7 +46,6 @@ def verify(
             "--workers",
             "-n",
             metavar="N,N...",
-            show_default=False,
             help=f"Numbers of ranks; default: {_COUNTS}.",
         ),
     ] = None,
