@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
     from lockstep.collectives.schedule import Kind
 
 app = typer.Typer(help="Show how things are done, as text.", no_args_is_help=True)
+DrawnFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg or .png.")]
+
+
+def _show(
+    picture: ModuleType, what: Sequence[Any], title: Callable[[], str], out: Path | None
+) -> None:
+    """As text, or drawn into a file."""
+    if out is None:
+        print(picture.text(*what))
+    else:
+        picture.drawing(*what).save(out)
+        print(f"{out}: {title()}")
 
 
 class Split(StrEnum):
@@ -69,7 +82,7 @@ def mesh(
         str | None,
         typer.Option(metavar="TASK", help="Name the layers of its model."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg or .png.")] = None,
+    out: DrawnFile = None,
 ) -> None:
     """Which node and rank holds which layers, and works on which share of the samples."""
     from lockstep.config.mesh import Mesh
@@ -77,11 +90,7 @@ def mesh(
 
     found = Mesh.read(mesh)
     layers = None if task is None else _stages(task, found.pipeline)
-    if out is None:
-        print(picture.text(found, nodes, layers))
-    else:
-        picture.drawing(found, nodes, layers).save(out)
-        print(f"{out}: {picture.title(found, nodes)}")
+    _show(picture, (found, nodes, layers), lambda: picture.title(found, nodes), out)
 
 
 def _stages(task: str, stages: int) -> list[list[str]]:
@@ -127,10 +136,7 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 def _algorithm(name: str) -> Callable[..., None]:
     def show(
         workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 4,
-        out: Annotated[
-            Path | None,
-            typer.Option(metavar="FILE", help="Draw it: .svg or .png."),
-        ] = None,
+        out: DrawnFile = None,
         ranks_per_node: Annotated[
             int | None, typer.Option(help="For hierarchical; default 2.")
         ] = None,
@@ -141,23 +147,14 @@ def _algorithm(name: str) -> Callable[..., None]:
         from lockstep.tools.show import schedule_picture as picture
 
         if ranks_per_node is not None and name != "hierarchical":
-            raise UsageError(
-                "option-without-effect",
-                option="--ranks-per-node",
-                name=name,
-                reason="all ranks are alike",
-            )
+            raise _without_effect(name, "--ranks-per-node", "all ranks are alike")
         found = schedule(
             "all_reduce",
             name.replace("-", "_"),
             workers,
             ranks_per_node=2 if ranks_per_node is None else ranks_per_node,
         )
-        if out is None:
-            print(picture.text(found))
-        else:
-            picture.drawing(found).save(out)
-            print(f"{out}: {picture.title(found, prove(found))[0]}")
+        _show(picture, [found], lambda: picture.title(found, prove(found))[0], out)
 
     show.__doc__ = (
         f"{_ALGORITHMS[name]} Who sends what to whom in each step of an all-reduce, and what"
@@ -185,19 +182,9 @@ def _collective(name: str) -> Callable[..., None]:
 
         kind: Kind = name.replace("-", "_")  # type: ignore[assignment]  # one of _COLLECTIVES
         if op is not None and kind not in REDUCING:
-            raise UsageError(
-                "option-without-effect",
-                option=f"--op {op}",
-                name=name,
-                reason="nothing is added up",
-            )
+            raise _without_effect(name, f"--op {op}", "nothing is added up")
         if root is not None and name not in _ROOTED:
-            raise UsageError(
-                "option-without-effect",
-                option=f"--root {root}",
-                name=name,
-                reason="no rank is special",
-            )
+            raise _without_effect(name, f"--root {root}", "no rank is special")
         from lockstep.tools.show.before_after import before_and_after  # with torch
 
         chosen = algorithm and algorithm.replace("-", "_")
@@ -207,6 +194,10 @@ def _collective(name: str) -> Callable[..., None]:
 
     show.__doc__ = f"{_COLLECTIVES[name]} What every rank holds before and after."
     return show
+
+
+def _without_effect(name: str, option: str, reason: str) -> UsageError:
+    return UsageError("option-without-effect", option=option, name=name, reason=reason)
 
 
 def _rows(text: str) -> list[list[float]]:
@@ -252,7 +243,7 @@ def pipeline(
         int, typer.Option("--micro-batches", "-m", help="Of one optimizer step.")
     ] = 8,
     backward: Annotated[float, typer.Option(help="How many forwards a backward takes.")] = 2.0,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg or .png.")] = None,
+    out: DrawnFile = None,
 ) -> None:
     """Who works on which micro-batch when, in the order in which a pipeline really runs it, and
     how much of the time ranks wait.
@@ -262,8 +253,4 @@ def pipeline(
     from lockstep.tools.show import pipeline_picture as picture
 
     found = picture.chart(PipelineSchedule.read(schedule), stages, micro_batches, backward)
-    if out is None:
-        print(picture.text(found))
-    else:
-        picture.drawing(found).save(out)
-        print(f"{out}: {picture.title(found)[0]}")
+    _show(picture, [found], lambda: picture.title(found)[0], out)
