@@ -172,9 +172,9 @@ def test_by_default_powers_of_two_up_to_the_gpus_else_the_cores(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["digits", "--workers", "0"], "--workers '0': give numbers of workers of at least 1"),
-        (["digits", "--workers", "2,1,x"], "--workers '2,1,x': give numbers of workers"),
-        (["digits", "--workers", ""], "--workers '': give numbers"),
+        (["digits", "--workers", "0"], "workers='0': give numbers of workers of at least 1"),
+        (["digits", "--workers", "2,1,x"], "workers='2,1,x': give numbers of workers"),
+        (["digits", "--workers", ""], "workers='': give numbers"),
         (["digits", "--workers", "2,2"], "workers=2,2: 2 is given twice"),
         (["digits", "--strong", "--weak"], "--strong and --weak exclude each other"),
         (
