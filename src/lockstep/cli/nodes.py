@@ -158,7 +158,7 @@ def _job(address: str, target: Target, **more: Any) -> Job:
     from lockstep.launcher.ray.actor import Job
 
     code = target.script or target.task
-    usual = {
+    usual: dict[str, Any] = {
         "least": 1,
         "most": 1,
         "console": "first",

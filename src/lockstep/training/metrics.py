@@ -214,12 +214,7 @@ def typed(kind: Any, value: Any) -> Any:
     """
     origin, inside = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
-        needed = [
-            each.name
-            for each in fields(kind)
-            if each.name in value or (each.default is MISSING and each.default_factory is MISSING)
-        ]
-        return kind(**{name: typed(_hints(kind)[name], value[name]) for name in needed})  # type: ignore[operator]
+        return _record(kind, value)
     if origin in (Union, UnionType):
         if value is None or len(inside) == 2:
             return None if value is None else typed(inside[0], value)
@@ -242,6 +237,15 @@ def typed(kind: Any, value: Any) -> Any:
     if value < 0 and origin is not Annotated:
         raise ValueError(f"{value} is negative")
     return value if kind in (int, bool) else float(value)
+
+
+def _record(kind: Any, value: Any) -> Any:
+    needed = [
+        each.name
+        for each in fields(kind)
+        if each.name in value or (each.default is MISSING and each.default_factory is MISSING)
+    ]
+    return kind(**{name: typed(_hints(kind)[name], value[name]) for name in needed})
 
 
 @cache
