@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.pieces import image
 
 
 def write_model(
@@ -18,5 +19,6 @@ def write_model(
     folder = folders.unfinished(directory, step, "alone")
     folder.mkdir(parents=True)
     whole = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    entries = files.write_parts(folder, files.parts(whole, [], 0))
+    images = {part.name: image(part) for part in files.parts(whole, [], 0)}
+    entries = files.write_parts(folder, images)
     return files.commit(folder, directory, step, entries, state)

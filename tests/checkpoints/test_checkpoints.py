@@ -180,7 +180,7 @@ def test_a_tied_weight_is_in_the_file_under_each_of_its_names(tmp_path: Path) ->
     other = zoo.Awkward()
     other.load_state_dict(load_file(found.folder / files.MODEL))  # strict
     assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
-    assert sha256(found.tensors) == sha256(dict(found.model())) == digest
+    assert sha256(found.tensors) == digest
     assert "tied.weight" not in found.tensors
     assert run_ranks(tied, 2, args=(str(tmp_path), True))[1][0] == digest
     # as it was written before
@@ -373,7 +373,7 @@ def save(folder):
         run.checkpoints.resume()
         for name in ("fsync", "rename", "replace", "mkdir", "open"):
             setattr(os, name, dying(getattr(os, name)))
-        pieces.write_pieces = dying(pieces.write_pieces)
+        pieces.write = dying(pieces.write)
         files.write_whole = manifest.write_whole = dying(manifest.write_whole)
         run.train()
 
@@ -426,17 +426,15 @@ def full(world: lockstep.World, folder: str) -> tuple[str, list[str], float]:
     run = Run(world, folder)
     run.train(4)
     run.checkpoints = lockstep.Checkpoints(folder, run.stepper, run.loader, every=4)
-    real = pieces.write_pieces
+    real = pieces.write
     if world.rank == 1:
-        pieces.write_pieces = lambda *args: (_ for _ in ()).throw(
-            OSError(28, "No space left on device")
-        )  # type: ignore[assignment]
+        pieces.write = lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device"))  # type: ignore[assignment]
     try:
         run.checkpoints.save()
         with refused("checkpoint-not-written", LockstepError, where=" on rank 1") as caught:
             run.checkpoints.wait()
     finally:
-        pieces.write_pieces = real
+        pieces.write = real
     run.checkpoints.save()
     run.checkpoints.close()
     return (

@@ -4,17 +4,19 @@ training, by name.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.checkpoints import files
 from lockstep.checkpoints.identity import sha256, weights
-from lockstep.checkpoints.pieces import TensorPiece, read_whole, write_pieces
+from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, stored, write
 from lockstep.errors import TaskError, UsageError
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
@@ -80,6 +82,44 @@ def test_every_dtype_is_trained_saved_and_read_back(tmp_path: Path) -> None:
         )
 
 
+def every_form() -> dict[str, Tensor]:
+    """Of each dtype that safetensors has: of some dimensions, of none, empty, not contiguous."""
+    found = {}
+    for number, dtype in enumerate((*INTEGERS, *OTHERS[:-1], *EIGHT_BITS)):
+        whole = (torch.arange(6) + number).view(2, 3).to(dtype)
+        forms = {"whole": whole, "none": whole[0, 1], "empty": whole[:0], "turned": whole.t()}
+        found |= {f"{str(dtype)[6:]}/{form}": tensor for form, tensor in forms.items()}
+    return found
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        read = found[name]
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(octets(read), octets(tensor)), name
+
+
+def octets(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def test_the_safetensors_library_reads_what_we_write_and_we_what_it_writes(tmp_path: Path) -> None:
+    expected, file = every_form(), tmp_path / "model.safetensors"
+    pieces = [TensorPiece(name, tensor) for name, tensor in expected.items()]
+    write(file, image(TensorFile(file.name, pieces)))
+    same(load_file(file), expected)
+    same(read_all(stored([file])), expected)
+    # as earlier versions wrote
+    plain = {name: tensor.clone().contiguous() for name, tensor in expected.items()}
+    as_real = {"wide": torch.ones(3, 2, dtype=torch.float64)}
+    tied = {"again": torch.ones(3)}
+    notes = {"complex": json.dumps(["wide"]), "tied": json.dumps({"again": "int8/whole"})}
+    save_file({**plain, **as_real, **tied}, file, metadata=notes)
+    wide = {"wide": torch.complex(torch.ones(3), torch.ones(3)).to(torch.complex128)}
+    same(read_all(stored([file])), {**expected, **wide})
+
+
 def test_intervals_of_complex_tensors_are_put_together(tmp_path: Path) -> None:
     whole = torch.complex(torch.arange(6.0), -torch.arange(6.0)).to(torch.complex128)
     parts = [
@@ -87,10 +127,10 @@ def test_intervals_of_complex_tensors_are_put_together(tmp_path: Path) -> None:
         for start in (0, 3)
     ]
     for number, part in enumerate(parts):
-        write_pieces(tmp_path / f"{number}.safetensors", [part])
-    found = dict(read_whole([tmp_path / "0.safetensors", tmp_path / "1.safetensors"]))
-    assert found["exp_avg/w"].dtype == torch.complex128
-    assert torch.equal(found["exp_avg/w"], whole.view(2, 3))
+        write(tmp_path / f"{number}.safetensors", image(TensorFile("", [part])))
+    found = stored([tmp_path / "0.safetensors", tmp_path / "1.safetensors"])["exp_avg/w"].read()
+    assert found.dtype == torch.complex128
+    assert torch.equal(found, whole.view(2, 3))
 
 
 def of(buffer: Tensor) -> Any:

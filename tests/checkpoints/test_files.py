@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.manifest import measured
+from lockstep.checkpoints.pieces import write
 from lockstep.checkpoints.saver import Saver
 from lockstep.errors import DamagedCheckpoint, LockstepError
 from tests.checkpoints.model_alone import write_model
@@ -39,6 +41,40 @@ def test_there_and_back(tmp_path: Path) -> None:
     for name, tensor in TENSORS.items():
         assert found.tensors[name].dtype == tensor.dtype
         assert torch.equal(found.tensors[name], tensor)
+
+
+def test_a_save_is_of_the_moment_when_it_was_asked_for(tmp_path: Path) -> None:
+    """Of many of the disk's blocks, and a part of one."""
+    tensor = torch.arange(2**20 + 5, dtype=torch.int32)
+    expected, saver = tensor.clone(), Saver(tmp_path, None)
+    for step in (1, 2):
+        saver.save(step, {"x": tensor, "tied": tensor}, [], {})
+        tensor.zero_()
+        saver.wait()
+        found = files.read(folders.folder_of(tmp_path, step))
+        assert torch.equal(found.tensors["x"], expected)
+        tensor.copy_(expected.neg_())
+    saver.close()
+
+
+def test_a_disk_with_other_blocks_is_written_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.checkpoints.pieces._BLOCK", 1000)  # no disk has such
+    octets = torch.arange(4321).to(torch.uint8)
+    digest = write(tmp_path / "x", octets)
+    assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
+    assert digest == measured(tmp_path / "x").sha256
+
+
+def test_what_was_read_stays_whatever_becomes_of_the_file(tmp_path: Path) -> None:
+    found = files.read(write_model(tmp_path, 1, {"x": torch.ones(5000)}, {}))
+    read = found.tensors["x"]
+    file = found.folder / files.MODEL
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.write(bytes(size))
+    assert torch.equal(read, torch.ones(5000))
 
 
 def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.pieces import read_all
 from lockstep.config.settings import Settings
 from lockstep.tasks import text
 from lockstep.testing import run_ranks
@@ -256,8 +257,8 @@ def check_saved(one, other):
     ours, theirs = (folders.newest(each / "checkpoints") for each in (one, other))
     check_weights(files.read(ours).tensors, files.read(theirs).tensors, rtol=1e-3, atol=1e-4)
     check_weights(
-        dict(files.read(ours).optimizer()),
-        dict(files.read(theirs).optimizer()),
+        read_all(files.read(ours).optimizer()),
+        read_all(files.read(theirs).optimizer()),
         rtol=1e-3,
         atol=1e-4,
     )

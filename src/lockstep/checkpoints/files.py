@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from lockstep.checkpoints.manifest import (
     SealedFile,
     believed,
     check,
+    listed,
     measured,
     seal,
 )
@@ -42,7 +43,7 @@ from lockstep.runtime.whole_file import force, write_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.checkpoints.pieces import TensorFile, TensorPiece
+    from lockstep.checkpoints.pieces import StoredTensor, TensorFile, TensorPiece
 
 # in the state: after which step all replicas were equal last; None: not compared
 COMPARED = "compared"
@@ -72,26 +73,28 @@ class Checkpoint:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The model's, on the CPU, all at once."""
-        return dict(self.model())
+        from lockstep.checkpoints.pieces import read_all
+
+        return read_all(self.model())
 
     @property
     def in_parts(self) -> bool:
         """Whether the model lies in several files, of which none need have a whole tensor."""
         return any(entry.name.startswith(MODEL_PART) for entry in self.entries)
 
-    def model(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors by name, whole, one after the other."""
-        return self._read(MODEL_PART if self.in_parts else MODEL)
+    def model(self, *, every_name: bool = False) -> dict[str, StoredTensor]:
+        """The model's tensors, whole, to be read; also under further names of tied ones."""
+        return self._stored(MODEL_PART if self.in_parts else MODEL, every_name)
 
-    def optimizer(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's tensors, whole, one after the other: ("exp_avg/conv.weight", ...)."""
-        return self._read(_OPTIMIZER)
+    def optimizer(self) -> dict[str, StoredTensor]:
+        """The optimizer's tensors, whole, to be read: "exp_avg/conv.weight", ..."""
+        return self._stored(_OPTIMIZER)
 
-    def _read(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        from lockstep.checkpoints.pieces import read_whole
+    def _stored(self, prefix: str, every_name: bool = False) -> dict[str, StoredTensor]:
+        from lockstep.checkpoints.pieces import stored
 
         names = [entry.name for entry in self.entries if entry.name.startswith(prefix)]
-        return read_whole([self.folder / name for name in names])
+        return stored([self.folder / name for name in names], every_name=every_name)
 
 
 def parts(
@@ -120,14 +123,16 @@ def parts(
     return found
 
 
-def write_parts(folder: Path, parts: Sequence[TensorFile]) -> list[SealedFile]:
-    """Write this rank's files into `folder`, which exists; they are on disk when this returns."""
-    from lockstep.checkpoints.pieces import write_pieces
+def write_parts(folder: Path, images: Mapping[str, Tensor]) -> list[SealedFile]:
+    """Write this rank's files, bytes by name, into `folder`, which exists; they are on disk when
+    this returns.
+    """
+    from lockstep.checkpoints.pieces import write
 
-    for part in parts:
-        write_pieces(folder / part.name, part.pieces, part.tied)
-        force(folder / part.name)
-    return [measured(folder / part.name) for part in parts]
+    return [
+        SealedFile(name, len(octets), write(folder / name, octets))
+        for name, octets in images.items()
+    ]
 
 
 def commit(
@@ -178,11 +183,11 @@ def _shown(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def read(folder: Path) -> Checkpoint:
-    """A checkpoint, after a look at every byte of it. Raises DamagedCheckpoint, naming the file
-    that is not as it was written.
+def read(folder: Path, *, trusted: bool = False) -> Checkpoint:
+    """A checkpoint, after a look at every byte of it, unless it is `trusted`. Raises
+    DamagedCheckpoint, naming the file that is not as it was written.
     """
-    entries = check(folder)
+    entries = listed(folder) if trusted else check(folder)
     with believed(folder / STATE):
         state: Any = json.loads((folder / STATE).read_text(encoding="utf-8"))
         step = int(state["step"])

@@ -15,21 +15,19 @@ import math
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import SealedFile
-from lockstep.checkpoints.pieces import TensorFile, TensorPiece
+from lockstep.checkpoints.pieces import TensorPiece, image
 from lockstep.collectives.background import Background
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
@@ -59,7 +57,7 @@ class Saver:
             group.memory.nap()
         self._thread = Background("lockstep checkpoints")
         # of the last snapshot: new memory costs more than the copy
-        self._buffers: dict[str, Tensor] = {}
+        self._images: dict[str, Tensor] = {}
         self._under_way: Future[tuple[float, str | None]] | None = None
         self.seconds = 0.0
         """That the last save took in the background."""
@@ -83,11 +81,11 @@ class Saver:
         complaint or None, all ranks then find in `complaint`. Waits for a save that is under way.
         """
         self.wait()
-        parts = [
-            replace(part, pieces=[self._copied(part.name, each) for each in part.pieces])
+        self._images = images = {
+            part.name: image(part, self._images.get(part.name))
             for part in files.parts(model, pieces, self._rank)
-        ]
-        self._under_way = self._thread.submit(lambda: self._write(step, parts, dict(state), done))
+        }
+        self._under_way = self._thread.submit(lambda: self._write(step, images, dict(state), done))
 
     @property
     def busy(self) -> bool:
@@ -107,26 +105,18 @@ class Saver:
         """End the thread, after what it is doing."""
         self._thread.close()
 
-    def _copied(self, file: str, piece: TensorPiece) -> TensorPiece:
-        key, tensor = f"{file}/{piece.key}", piece.data
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return replace(piece, data=buffer.copy_(tensor.detach()))
-
     # -- on the thread ----------------------------------------------------------------------------
 
     def _write(
         self,
         step: int,
-        parts: Sequence[TensorFile],
+        images: Mapping[str, Tensor],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None],
     ) -> tuple[float, str | None]:
-        _yield_to_training()
         begin = perf_counter()
         folder = folders.unfinished(self._directory, step, self._everybodys(str(os.getpid()))[0])
-        entries, error = self._part(folder, parts)
+        entries, error = self._part(folder, images)
         said = self._everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
         failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
         complaint = None
@@ -152,15 +142,14 @@ class Saver:
             )
         return perf_counter() - begin, told["complaint"]
 
-    def _part(self, folder: Path, parts: Sequence[TensorFile]) -> tuple[list[SealedFile], str]:
-        needed = sum(each.data.nbytes for part in parts for each in part.pieces)
-        total = sum(self._everybodys(needed))
+    def _part(self, folder: Path, images: Mapping[str, Tensor]) -> tuple[list[SealedFile], str]:
+        total = sum(self._everybodys(sum(map(len, images.values()))))
         try:
             self._guard()
             folder.mkdir(parents=True, exist_ok=True)
             files.check_room(folder, total)
-            return files.write_parts(folder, parts), ""
-        except (OSError, SafetensorError, LockstepError) as error:
+            return _write_aside(folder, images), ""
+        except (OSError, LockstepError) as error:
             return [], self._why(error)
 
     def _why(self, error: Exception) -> str:
@@ -176,13 +165,16 @@ class Saver:
         return [mine] if self._group is None else everybodys(mine, self._group, "for a checkpoint")
 
 
-def _yield_to_training() -> None:
-    """Writing has time: on Linux a thread may be nicer than its process."""
+def _write_aside(folder: Path, images: Mapping[str, Tensor]) -> list[SealedFile]:
+    """Write files, which has time: on a thread that on Linux is nicer than its process. It hardly
+    needs Python's lock; one that did would hold up training, which waits for it.
+    """
+    thread = Background("lockstep checkpoint files")
     if sys.platform == "linux":
-        import threading
-
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        thread.submit(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19))
+    found = thread.submit(lambda: files.write_parts(folder, images))
+    thread.close()
+    return found.result()
 
 
 def steps_until_next(cost: float, step: float) -> int:

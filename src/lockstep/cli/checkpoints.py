@@ -149,24 +149,21 @@ def export(
     directory = _directory(run)
     folder = _checkpoint(directory, step=step, best=best)
     import torch
-    from safetensors import SafetensorError
 
     from lockstep.checkpoints import files
     from lockstep.checkpoints.manifest import MODEL
-    from lockstep.checkpoints.pieces import TensorPiece, read_file, write_pieces
+    from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
 
     found = files.read(folder)
     try:
         if out.suffix in _TORCH:
-            torch.save(
-                (dict(found.model()) if found.in_parts else read_file(folder / MODEL)),
-                out,
-            )
+            torch.save(read_all(found.model(every_name=True)), out)
         elif found.in_parts:
-            write_pieces(out, [TensorPiece(name, tensor) for name, tensor in found.model()])
+            whole = [TensorPiece(name, tensor) for name, tensor in found.tensors.items()]
+            write(out, image(TensorFile(out.name, whole)))
         else:
             shutil.copyfile(folder / MODEL, out)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch's own is a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
         if isinstance(error, LockstepError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error

@@ -187,21 +187,22 @@ class SplitForm:
         return {name: value for each in said for name, value in each.items()}
 
     def compare(self, checkpoint: Checkpoint) -> None:
-        compare_forms(self._names.forms, forms_of(checkpoint.model()))  # one tensor after the other
+        compare_forms(self._names.forms, forms_of(checkpoint.model().items()))
 
     def load(self, checkpoint: Checkpoint) -> None:
         here: dict[str, str] = {}
         for name in self._here.module.state_dict(keep_vars=True):
             here.setdefault(self._names.in_checkpoints(name), name)
-        self._here.load((here[name], tensor) for name, tensor in checkpoint.model() if name in here)
+        there = checkpoint.model()
+        self._here.load((here[name], there[name].read()) for name in there if name in here)
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         here = {self._names.first(name): name for name, _ in self._here.module.named_parameters()}
         found = {}
-        for key, tensor in checkpoint.optimizer():
+        for key, each in checkpoint.optimizer().items():
             name = key.partition("/")[2]
             if name in here:
-                found[key] = self._here.take(here[name], tensor)
+                found[key] = self._here.take(here[name], each.read())
         return found
 
 

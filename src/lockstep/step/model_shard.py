@@ -16,7 +16,13 @@ from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import under_all_names, weights
-from lockstep.checkpoints.pieces import TensorPiece, method_pieces, shared_out, sizes
+from lockstep.checkpoints.pieces import (
+    StoredTensor,
+    TensorPiece,
+    method_pieces,
+    read_all,
+    shared_out,
+)
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
@@ -144,8 +150,9 @@ class WholeForm:
         model = under_all_names(stepper.update.model(weights(stepper.model)), stepper.model)
         everywhere, mine = stepper.update.optimizer.pieces(name_of)
         common, own = method_pieces(stepper.keepers(), group.rank)
+        heavy = sum(tensor.nbytes for tensor in model.values())
         pieces = [
-            *shared_out([*everywhere, *common], group.rank, group.size, sizes(model)),
+            *shared_out([*everywhere, *common], group.rank, group.size, heavy),
             *mine,
             *own,
         ]
@@ -158,22 +165,20 @@ class WholeForm:
         return mine
 
     def compare(self, checkpoint: Checkpoint) -> None:
-        self._theirs = checkpoint.tensors
-        compare_forms(
-            forms_of(weights(self._stepper.model).items()), forms_of(self._theirs.items())
-        )
+        ours = forms_of(weights(self._stepper.model).items())
+        compare_forms(ours, forms_of(checkpoint.model().items()))
 
     def load(self, checkpoint: Checkpoint) -> None:
         ours = weights(self._stepper.model)
         with torch.no_grad():
-            for name, tensor in self._theirs.items():
-                ours[name].copy_(tensor)
+            for name, tensor in checkpoint.model().items():
+                ours[name].copy_(tensor.read())
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
-        return dict(checkpoint.optimizer())
+        return read_all(checkpoint.optimizer())
 
 
-def forms_of(tensors: Iterable[tuple[str, Tensor]]) -> Forms:
+def forms_of(tensors: Iterable[tuple[str, Tensor | StoredTensor]]) -> Forms:
     """The shape and dtype of each, by name."""
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors}
 

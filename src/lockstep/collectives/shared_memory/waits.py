@@ -46,13 +46,12 @@ class Waits:
         self._crowded = crowded
         self._look = look
         self._late, self._timeout = late, timeout
-        self._spins, self._yields = _SPINS, _YIELDS
 
     def nap(self) -> None:
-        """From now on neither spin nor yield: for waits on a thread beside one that computes,
-        which they would keep from the interpreter.
+        """From now on sleep until woken: for waits on a thread beside one that computes, which
+        looking again and again would keep from the interpreter. All ranks call it.
         """
-        self._spins, self._yields = 0, 0.0
+        self._crowded = True
 
     def post(self, place: int, number: int) -> None:
         """Let the others see this number."""
@@ -68,7 +67,7 @@ class Waits:
     def until(self, places: Sequence[int], least: int) -> None:
         """Return when every word in `places` (by rank) is `least` or more."""
         view = self._view
-        for _ in range(1 if self._crowded else self._spins):
+        for _ in range(1 if self._crowded else _SPINS):
             for place in places:
                 if view[place] < least:
                     break
@@ -84,7 +83,7 @@ class Waits:
             if self._crowded:
                 if (seen := view[behind]) < least:
                     futex_sleep(self._address + _WORD * behind, seen, _LOOK)
-            elif now - begin < self._yields:
+            elif now - begin < _YIELDS:
                 os.sched_yield()
                 continue
             else:
