@@ -33,7 +33,7 @@ def samples(name: str, count: int) -> Dataset[Any]:
 
 def training(name: str, mine: int, reduce: str, exact: bool, world: lockstep.World) -> Way:
     torch.manual_seed(0)
-    model = CASES[name].model()
+    model = CASES[name].model().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     stepper = lockstep.Stepper(model, optimizer, reduce=reduce, exact=exact, world=world)
     batch = CASES[name].batch
@@ -55,8 +55,10 @@ def training(name: str, mine: int, reduce: str, exact: bool, world: lockstep.Wor
     return step
 
 
-def measure(name: str, mine: int, reduce: str, steps: int) -> dict[str, list[float]]:
-    with lockstep.init() as world:
+def measure(
+    name: str, mine: int, reduce: str, steps: int, device: str | None
+) -> dict[str, list[float]]:
+    with lockstep.init(device=device) as world:
         ways = {way: training(name, mine, reduce, exact, world) for way, exact in WAYS.items()}
         torch.use_deterministic_algorithms(False)
         return take_turns(ways, steps, world)
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", default="1,4")
     parser.add_argument("--reduce", default="shared_memory,native")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", choices=("cpu", "cuda"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     report = []
@@ -80,7 +83,9 @@ def main() -> None:
         for name in options.models.split(","):
             for mine in map(int, options.micro_batches.split(",")):
                 seconds = lockstep.launch(
-                    measure, workers=options.workers, args=(name, mine, reduce, options.steps)
+                    measure,
+                    workers=options.workers,
+                    args=(name, mine, reduce, options.steps, options.device),
                 )[0]
                 median = {way: statistics.median(values) for way, values in seconds.items()}
                 quarter = {

@@ -12,10 +12,11 @@ without; p25 and mean are of all steps. `costs`, in steps: the snapshot, and wha
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.tools.timing.in_turns import largest, settle
 
 WIDTH = 1024
 PLAIN_STEPS = 4
@@ -89,21 +91,22 @@ class Peer:
 
 
 def measure(
-    megabytes: int, batch: int, rounds: int, peer: bool, directory: str
+    megabytes: int, batch: int, rounds: int, peer: bool, directory: str, device: str | None
 ) -> dict[str, list[Round]]:
-    with lockstep.init() as world:
+    with lockstep.init(device=device) as world:
         torch.manual_seed(0)
-        model = model_of(megabytes)
+        model = model_of(megabytes).to(world.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         stepper = lockstep.Stepper(model, optimizer, world=world)
-        x = torch.randn(batch, WIDTH)
+        x = torch.randn(batch, WIDTH, device=world.device)
 
         def step() -> float:
             begin = perf_counter()
             for mine in stepper.micro_batches([x]):
                 stepper.backward(F.mse_loss(model(mine), mine, reduction="sum"), batch)
             stepper.step()
-            return slowest(world, perf_counter() - begin)
+            settle(world)
+            return largest(perf_counter() - begin, world)
 
         for _ in range(5):
             step()
@@ -126,22 +129,16 @@ def one_round(world: lockstep.World, variant: Any, step: Callable[[], float]) ->
     without = [step() for _ in range(PLAIN_STEPS)]
     begin = perf_counter()
     variant.save()
-    snapshot, during = slowest(world, perf_counter() - begin), []
+    snapshot, during = largest(perf_counter() - begin, world), []
     while True:
         now = step()
         if world.agree(not variant.saving()):
             break  # some of this step passed without a save
         during.append(now)
     variant.wait()
-    writing = slowest(world, perf_counter() - begin)
+    writing = largest(perf_counter() - begin, world)
     without += [step() for _ in range(PLAIN_STEPS)]
     return Round(without, during, snapshot, writing)
-
-
-def slowest(world: lockstep.World, seconds: float) -> float:
-    value = torch.tensor([seconds])
-    world.group.all_reduce(value, "max").wait()
-    return value.item()
 
 
 def main() -> None:
@@ -153,6 +150,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="samples of a rank")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--peer", action="store_true", help="torch's checkpoints, too")
+    parser.add_argument("--device", choices=("cpu", "cuda"))
+    parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--directory", type=Path, help="where it is saved; default: a temporary folder"
     )
@@ -161,8 +160,18 @@ def main() -> None:
         found = lockstep.launch(
             measure,
             workers=options.workers,
-            args=(options.mb, options.batch, options.rounds, options.peer, scratch),
+            args=(
+                options.mb,
+                options.batch,
+                options.rounds,
+                options.peer,
+                scratch,
+                options.device,
+            ),
         )[0]
+    if options.json:
+        every = {name: [asdict(one) for one in rounds] for name, rounds in found.items()}
+        options.json.write_text(json.dumps({"megabytes": options.mb, "rounds": every}, indent=1))
     print(f"{options.mb} MB of state, {options.workers} workers, {options.batch} samples a rank")
     print("          a step  during a save  median   p25  mean  steps  snapshot  all of it  costs")
     for name, rounds in found.items():

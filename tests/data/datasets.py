@@ -134,6 +134,8 @@ class Moody(Numbers):
 def draw_from(library: str | None) -> float:
     if library == "torch":
         return torch.rand(()).item()
+    if library == "torch-normal":
+        return torch.randn(()).item()
     if library == "numpy":
         return float(np.random.rand())
     if library == "normal":

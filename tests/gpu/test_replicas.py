@@ -1,10 +1,6 @@
-"""Replicas against torch's DataParallel on every GPU there is. Skipped without one; fails where
-LOCKSTEP_REQUIRE_GPU=1 says there is one.
-"""
+"""Replicas against torch's DataParallel, on every GPU there is; on a CPU, which DataParallel leaves alone, against the bare module."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -13,29 +9,21 @@ from torch.nn import functional as F
 
 import lockstep
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() and os.environ.get("LOCKSTEP_REQUIRE_GPU") != "1",
-        reason="no CUDA device",
-    ),
-]
-
 
 @pytest.mark.parametrize("algorithm", ["ring", "central"])
-def test_the_weights_are_those_of_data_parallel(algorithm: str) -> None:
+def test_the_weights_are_those_of_data_parallel(device: str, algorithm: str) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-    replicas = lockstep.Replicas(
-        module, 2, ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"], algorithm=algorithm
-    )
+    last = torch.cuda.device_count() - 1
+    devices = ["cuda:0", f"cuda:{last}"] if device == "cuda" else ["cpu", "cpu"]
+    replicas = lockstep.Replicas(module, 2, devices, algorithm=algorithm)
     replicas.optimize(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    theirs = nn.DataParallel(module.cuda())
+    theirs = nn.DataParallel(module.to(device))
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for _ in range(4):
         x, y = torch.randn(10, 16), torch.randint(0, 4, (10,))
         sgd.zero_grad()
-        F.cross_entropy(theirs(x.cuda()), y.cuda()).backward()
+        F.cross_entropy(theirs(x.to(device)), y.to(device)).backward()
         sgd.step()
         replicas.gradients(
             (x, y), lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum")

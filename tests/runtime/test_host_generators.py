@@ -30,10 +30,10 @@ def test_a_look_shows_a_draw_and_puts_the_state_back(kind: Any, draw: str) -> No
         assert everything() == before
 
 
-@pytest.mark.parametrize("kind", [Numpy, Random])
+@pytest.mark.parametrize("kind", [Torch, Numpy, Random])
 @pytest.mark.parametrize("stored", [0, 1])
 def test_a_normal_number_in_store_is_put_back_and_no_other_is_left(kind: Any, stored: int) -> None:
-    generator, draw = kind(), {Numpy: "normal", Random: "gauss"}[kind]
+    generator, draw = kind(), {Torch: "torch-normal", Numpy: "normal", Random: "gauss"}[kind]
     generator.seed(5)
     for _ in range(stored):
         draw_from(draw)

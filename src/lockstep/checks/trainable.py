@@ -76,9 +76,9 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
     return loss.reshape(())
 
 
-def check_trained(module: nn.Module, ignored: Collection[str] = ()) -> None:
+def check_trained(module: nn.Module, device: torch.device, ignored: Collection[str] = ()) -> None:
     """Raise a UsageError for the first parameter, buffer or layer that replicas cannot train.
-    `ignored` are full names.
+    `device` is the world's, `ignored` are full names.
 
     Frozen parameters and buffers are never added up as they are, but every rank gets those of rank
     0.
@@ -88,6 +88,14 @@ def check_trained(module: nn.Module, ignored: Collection[str] = ()) -> None:
             continue
         if is_lazy(parameter):
             raise UsageError("lazy-parameter", parameter=name)
+        kinds = {parameter.device.type, device.type}
+        if len(kinds) > 1 and kinds <= {"cpu", "cuda"}:
+            raise UsageError(
+                "model-off-the-world",
+                parameter=name,
+                device=str(parameter.device),
+                world=str(device),
+            )
         _check_memory(f"the parameter {name!r}", parameter, "nn.Parameter(tensor.clone())")
         if parameter.requires_grad and not adds_up(parameter.dtype):
             dtype = str(parameter.dtype).removeprefix("torch.")

@@ -118,11 +118,18 @@ class WhenAsked:
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
+        self._on_cpu = device.type == "cpu"
 
     def start(self, batch: Any) -> Any:
         return batch
 
     def arrive(self, started: Any) -> Any:
+        if self._on_cpu and type(started) in (list, tuple):
+            for item in started:  # nearly always tensors that are there
+                if type(item) is not torch.Tensor or not item.is_cpu:
+                    break
+            else:
+                return started
         return to_device(started, self._device, non_blocking=self._pinned)
 
 
@@ -180,9 +187,9 @@ class Ahead:
 
     def take(self, fetch: Callable[[], Any]) -> Any:
         """The next batch, on its device."""
-        started, error = (
-            self._queue.popleft() if self._queue else (self._copies.start(fetch()), None)
-        )
+        if not self._queue:
+            return self._copies.arrive(self._copies.start(fetch()))
+        started, error = self._queue.popleft()
         if error is not None:
             raise error
         return self._copies.arrive(started)

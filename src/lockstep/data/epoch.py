@@ -78,7 +78,7 @@ class Epoch:
             balancer.leave()
         for place in range(self.begin, steps):
             moved = None if balancer is None else balancer.begin()
-            cut = plan.at(place, self.number, first + place)._replace(by_rank=loader.by_rank)
+            cut = plan.at(place, self.number, first + place, loader.by_rank)
             if walk is None or moved is not None:
                 walk = loader._walk_of(self.number, range(place, steps), cut.share(rank, size))
             window = self._window(cut, walk.take)
@@ -86,7 +86,7 @@ class Epoch:
             if walk.ahead:
                 count = len(window)
                 if place + 1 < steps:
-                    following = plan.at(place + 1, 0, 0)._replace(by_rank=cut.by_rank)
+                    following = plan.at(place + 1, 0, 0, cut.by_rank)
                     count += len(following.filled(rank, size))
                 walk.fetch_ahead(count)
             loader._hand_out(self.number, place, steps)

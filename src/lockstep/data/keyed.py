@@ -18,8 +18,9 @@ from operator import length_hint
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.utils.data import Dataset, StackDataset, Subset, default_collate, get_worker_info
+from torch.utils.data import Dataset, StackDataset, Subset, get_worker_info
 
+from lockstep.data.handover import collated
 from lockstep.launcher import failures, processes, stalls
 from lockstep.runtime import randomness
 from lockstep.runtime.host_generators import Generator, Numpy, Random, Torch
@@ -53,7 +54,7 @@ class KeyedDataset(Dataset[Any]):
     ) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._collate = collate or default_collate
+        self._collate = collate or collated
         self._rank = rank
         self._progress = progress
         self._at_once = fetches_at_once(dataset)
@@ -172,11 +173,6 @@ def _noting(progress: Any, worker: int) -> Note:
     return partial(memoryview(progress).cast("B").cast("q").__setitem__, worker)
 
 
-def made(batch: Any) -> Any:
-    """The collate function for DataLoader: nothing is left to do."""
-    return batch
-
-
 def worker_setup() -> Callable[[int], None] | None:
     """What a worker that this process is about to start does first: bind its life to this
     process's.
@@ -234,7 +230,7 @@ class Streams:
         """
         if self._drawn:
             return self._seeded(make, self._looks())
-        looks = self._last or self._looks()
+        looks = self._last or [(each, each.look()) for each in self._generators]
         for generator, look in looks:
             if generator.hidden(look):
                 return self._seeded(make, looks)
@@ -261,8 +257,10 @@ class Streams:
 
     @staticmethod
     def _moved(looks: Looks) -> bool:
-        # a list: a generator takes as long as what it yields
-        return any([generator.drawn(look) for generator, look in looks])
+        for generator, look in looks:  # noqa: SIM110 - any() of a generator takes twice as long
+            if generator.drawn(look):
+                return True
+        return False
 
     def _seeded(self, make: Callable[[Enter | None], Made], looks: Looks) -> Made:
         seeded = self._drawn + [

@@ -168,7 +168,7 @@ class Loader(WindowLoader[Epoch]):
 
     @property
     def _first(self) -> Cut:
-        return self.batch_plan.plan(0).cut(0)._replace(by_rank=self.by_rank)
+        return self.batch_plan.plan(0).at(0, 0, 0, self.by_rank)
 
     @property
     def plan(self) -> Plan:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.config.knob import whole
 from lockstep.data.device import Copies, copies_to
-from lockstep.data.keyed import made
+from lockstep.data.handover import Sent
 from lockstep.data.walk import KeysSampler, Turns, Walk, end_workers
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import rank_and_size
@@ -23,8 +22,7 @@ from lockstep.runtime.environment import rank_and_size
 AnyEpoch = TypeVar("AnyEpoch")
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):  # made in every step
     """The first step that is not done."""
 
     epoch: int
@@ -62,7 +60,7 @@ class WindowLoader(ABC, Generic[AnyEpoch]):
             source,
             batch_sampler=self._keys,  # type: ignore[arg-type]  # any object may stand for a batch's indices: __getitems__ gets it
             num_workers=workers,
-            collate_fn=made,
+            collate_fn=Sent,
             pin_memory=self._pinned,
             persistent_workers=workers > 0,
             prefetch_factor=ahead,

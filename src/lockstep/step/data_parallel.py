@@ -135,7 +135,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         if isinstance(module, (_TORCHS, DistributedDataParallel)):
             raise UsageError("already-wrapped", module="the module")
-        check_trained(module, self.parameters_to_ignore)
+        world = world or World.current()
+        check_trained(module, world.device, self.parameters_to_ignore)
         self.device = device_of(module, device_ids, output_device)
         self.module = module
         self.find_unused_parameters = find_unused_parameters
@@ -146,7 +147,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.forward_sync_buffers = policy.forward
         self._checks, self._reduce = checks, reduce
         self._tie(
-            world or World.current(),
+            world,
             process_group,
             device_mesh,
             init_sync=init_sync,

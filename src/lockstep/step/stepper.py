@@ -136,7 +136,7 @@ class Stepper:
         options.check(self.method)
         self.world = world or World.current()
         if not isinstance(model, DistributedDataParallel):
-            check_trained(model)
+            check_trained(model, self.world.device)
         if checks != "off":
             alike = self.model_shard.replicas(self.world.group)
             fields = {**optimizer_fields(optimizer), "clip": clip, "seed": seed}

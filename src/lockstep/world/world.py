@@ -349,6 +349,7 @@ def init(
     timeout: timedelta | None = None,
     tags: Tagging = "host",
     tuning: Path | str | None = None,
+    device: torch.device | str | None = None,
 ) -> World:
     """Open the world that this process belongs to. All arguments are optional; as with `open()`,
     use it plainly or in a `with`.
@@ -374,20 +375,22 @@ def init(
             collective (to find a mistake); "off".
         tuning: a file that `lockstep bench collectives --tune FILE` wrote; rank 0 reads it
             (default: the file that LOCKSTEP_TUNING names), and every rank chooses algorithms by it.
+        device: where this rank computes; default: the local rank's GPU with "nccl", else the CPU.
+            With "gloo" several ranks may share one GPU.
 
     Raises:
         UsageError: contradictory arguments or variables, or more ranks on a host than it has GPUs.
     """
     chosen("tags", tags, get_args(Tagging))
     if dist.is_initialized():
-        return _already_open(rank, world_size, backend, init_method)
+        kind = None if device is None else torch.device(device).type
+        return _already_open(rank, world_size, backend, init_method, kind)
     timeout = timeout or timeout_of_launcher()
     place = _place(rank, world_size)
+    if backend is None and device is not None and torch.device(device).type == "cpu":
+        backend = "gloo"
     backend = choose_backend(backend, place)
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
+    device = _device_of(backend, device, place)
     with ExitStack() as at_end:
         # A launcher's store outlives a world: a second world of the same processes must not find
         # the keys of the first.
@@ -419,12 +422,41 @@ def init(
     return world
 
 
+def _device_of(backend: str, asked: torch.device | str | None, place: Placement) -> torch.device:
+    """This rank's, made the current one if it is a GPU."""
+    default = "cuda" if backend == "nccl" else "cpu"
+    device = torch.device(asked or default)
+    chosen("device", device.type, ["cuda"] if backend == "nccl" else ["cpu", "cuda"])
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("no-gpu-visible")
+        if device.index is None:
+            device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
 def _already_open(
-    rank: int | None, world_size: int | None, backend: str | None, init_method: str | None
+    rank: int | None,
+    world_size: int | None,
+    backend: str | None,
+    init_method: str | None,
+    device: str | None,
 ) -> World:
     world = World.current()
-    current = {"rank": world.rank, "world_size": world.size, "backend": dist.get_backend()}
-    asked = {"rank": rank, "world_size": world_size, "backend": backend, "init_method": init_method}
+    current = {
+        "rank": world.rank,
+        "world_size": world.size,
+        "backend": dist.get_backend(),
+        "device": world.device.type,
+    }
+    asked = {
+        "rank": rank,
+        "world_size": world_size,
+        "backend": backend,
+        "init_method": init_method,
+        "device": device,
+    }
     for name, value in asked.items():
         if value not in (None, current.get(name)):
             have = ", ".join(f"{name}={value!r}" for name, value in current.items())

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
+from lockstep.data.handover import collated
 from lockstep.data.iterable.sharding import Sharding, seen_by_dataset
 from lockstep.data.keyed import where
 from lockstep.runtime import randomness
@@ -85,7 +86,7 @@ class StreamSource(Dataset[Any]):
     ) -> None:
         self._dataset = dataset
         self._seed = seed
-        self._collate = collate or default_collate
+        self._collate = collate or collated
         self._sharding, self._rank, self._size = sharding, rank, size
         self._whole_only = whole_only
         self._resumes = resumes(dataset)

@@ -1,0 +1,101 @@
+"""What a loader worker sends arrives as it was made: same bits, dtypes, strides and
+aliases, small or large.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+import lockstep
+from lockstep.data.handover import SMALL, Sent, collated
+
+
+def through(batch: Any) -> Any:
+    """As a queue of torch's sends it."""
+    return pickle.loads(ForkingPickler.dumps(Sent(batch)))
+
+
+@dataclass
+class Labelled:
+    values: Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 3),
+        torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        torch.tensor([True, False]),
+        torch.tensor([1 + 2j]),
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(12.0)[3:7],
+        torch.ones(1).expand(5),
+    ],
+    ids=["0-d", "empty", "bf16", "bool", "complex", "transposed", "slice", "expanded"],
+)
+def test_a_tensor_arrives_with_its_bits_and_strides(tensor: Tensor) -> None:
+    (found,) = through([tensor])
+    assert torch.equal(found, tensor)
+    assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+    assert not found.is_shared()
+    if tensor.stride() != (0,):
+        found.zero_()  # nobody else's
+
+
+def test_parts_that_share_memory_share_it_on_arrival() -> None:
+    rows = torch.zeros(3, 4)
+    found = through({"all": rows, "first": rows[0], "flat": rows.view(-1), "again": rows})
+    found["flat"][1] = 7
+    assert found["all"][0, 1] == found["first"][1] == 7
+    assert found["again"] is found["all"]
+
+
+def test_small_tensors_are_aligned_as_torch_aligns_its_own() -> None:
+    for count in (1, 17, 1000):
+        assert through(torch.zeros(count)).data_ptr() % 64 == 0
+
+
+def test_what_is_no_tensor_arrives_too() -> None:
+    found = through([Labelled(torch.ones(2), "a"), {"text": "b"}, (1, None)])
+    assert found[0].name == "a"
+    assert found[0].values.tolist() == [1, 1]
+    assert found[1:] == [{"text": "b"}, (1, None)]
+
+
+def test_small_tensors_leave_no_file_behind() -> None:
+    """The bytes are in the message: nobody has to open anything."""
+    stream = io.BytesIO()
+    ForkingPickler(stream, pickle.HIGHEST_PROTOCOL).dump(Sent(torch.zeros(4)))
+    assert b"DupFd" not in stream.getvalue()
+    assert b"rebuild_storage" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [3, SMALL // 4])
+def test_batches_of_workers_have_the_bits_of_those_made_here(width: int) -> None:
+    data = TensorDataset(torch.randn(8, width), torch.arange(8))
+    found = []
+    for workers in (0, 2):
+        loader = lockstep.Loader(
+            data, global_batch=4, micro_batch=2, num_workers=workers, device="cpu", rank=0, size=1
+        )
+        found.append([batch for epoch in loader.epochs(2) for window in epoch for batch in window])
+        loader.close()
+    for here, theirs in zip(*found, strict=True):
+        assert all(map(torch.equal, here, theirs))
+        assert theirs[0].is_shared() == (width > 3)
+
+
+def test_collated_is_torchs_in_this_process() -> None:
+    samples = [({"x": torch.ones(2), "y": 1.0}, "a")] * 2
+    assert str(collated(samples)) == str(default_collate(samples))
