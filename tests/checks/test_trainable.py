@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.checks.trainable import adds_up
+from lockstep.checks.trainable import adds_up, check_trained
 from tests.refused import refused
 
 
@@ -88,6 +88,15 @@ def test_what_can_be_trained_is_taken(door: Callable[[nn.Module], Any]) -> None:
     door(_with("complex", torch.ones(2, dtype=torch.complex128)))
     door(_with("frozen", torch.ones(2).to(torch.float8_e4m3fn), trained=False))
     door(_with("one", torch.ones(3).expand(1, 3), buffer=True))
+
+
+def test_a_model_elsewhere_than_its_world_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    check_trained(model, torch.device("cpu"))
+    with refused("model-off-the-world", parameter="0.weight", device="cpu", world="cuda:0"):
+        check_trained(model, torch.device("cuda", 0))
+    check_trained(model.to("meta"), torch.device("cpu"))
+    check_trained(model, torch.device("cuda"), {name for name, _ in model.named_parameters()})
 
 
 def test_which_dtypes_add_up() -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ def test_a_second_call_returns_the_open_world_or_refuses_other_arguments() -> No
     with lockstep.init() as world:
         assert lockstep.init() is world
         assert lockstep.init(rank=0, world_size=1, backend="gloo") is world
+        assert lockstep.init(device="cpu") is world
+        with refused("process-group-already-open", name="device", value="cuda"):
+            lockstep.init(device="cuda")
         with refused("process-group-already-open", name="world_size", value=2) as caught:
             lockstep.init(rank=0, world_size=2)
         assert "world_size=1" in caught.value.values["current"]
@@ -104,6 +108,7 @@ def test_a_process_group_of_the_user_is_adopted_and_never_closed() -> None:
         ),
         ({"backend": "mpi"}, "torch-without-mpi", {}),
         ({"backend": "tcp"}, "unknown-choice", {"name": "backend", "value": "tcp"}),
+        ({"device": "meta"}, "unknown-choice", {"name": "device", "value": "meta"}),
     ],
 )
 def test_contradictory_arguments_are_refused(
@@ -113,10 +118,15 @@ def test_contradictory_arguments_are_refused(
         lockstep.init(**arguments)  # type: ignore[arg-type]
 
 
-def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{"backend": "nccl"}, {"device": "cuda"}, {"backend": "gloo", "device": "cuda:1"}]
+)
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with refused("no-gpu-visible"):
-        lockstep.init(backend="nccl")
+        lockstep.init(**arguments)
 
 
 def test_more_local_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class FactsMessage:
         """Count a micro-batch: its weight and its sum of losses."""
         assert not self.sent
         if self._slots:
-            self._by_slot[0, slot] = weight
+            self._by_slot[0, slot].fill_(weight)
             self._by_slot[1, slot] = loss
         self._values[_WEIGHT] += weight
         self._values[self._mine("losses")] += loss
@@ -87,25 +87,29 @@ class FactsMessage:
 
     def add_times(self, busy: float, waited: float, each: float) -> None:
         """Of this rank's step before, in seconds."""
-        self._values[self._mine("busy")] = busy
-        self._values[self._mine("waited")] = waited
-        self._values[self._mine("each")] = each
+        self._put(self._mine("busy"), busy)
+        self._put(self._mine("waited"), waited)
+        self._put(self._mine("each"), each)
 
     def add_digest(self, digest: int, seconds: float) -> None:
         """A digest of what this rank began the step with (52 bits, so that float64 has it
         exactly), and what it took.
         """
-        self._values[self._mine("digests")] = digest
-        self._values[self._mine("digesting")] = seconds
+        self._put(self._mine("digests"), digest)
+        self._put(self._mine("digesting"), seconds)
+
+    def _put(self, place: int, value: float) -> None:
+        # a number that is assigned is copied from the host, which waits for the GPU
+        self._values[place].fill_(value)
 
     def _mine(self, row: str) -> int:
         return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
 
     def send(self, *, stop: bool, newly_moving: bool) -> None:
         if stop:
-            self._values[_STOP] = 1
+            self._put(_STOP, 1)
         if newly_moving:
-            self._values[_NEWLY_MOVING] = 1
+            self._put(_NEWLY_MOVING, 1)
         self._sum = Reading(
             self._values,
             self._group.all_reduce_small(self._values, place="for the facts of a step"),

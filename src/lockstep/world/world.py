@@ -387,8 +387,8 @@ def init(
         return _already_open(rank, world_size, backend, init_method, kind)
     timeout = timeout or timeout_of_launcher()
     place = _place(rank, world_size)
-    if backend is None and device is not None and torch.device(device).type == "cpu":
-        backend = "gloo"
+    if backend is None and device is not None:
+        backend = {"cpu": "gloo", "cuda": "nccl"}.get(torch.device(device).type)
     backend = choose_backend(backend, place)
     device = _device_of(backend, device, place)
     with ExitStack() as at_end:
