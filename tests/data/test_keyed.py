@@ -141,21 +141,17 @@ def everything() -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), numpy[1].tolist(), *numpy[2:], random.getstate()
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["here", "worker"])
 @pytest.mark.parametrize(("first", "then"), [*product(LIBRARIES, repeat=2)])
-def test_samples_that_draw_late_draw_from_their_own_stream(
-    first: str, then: str, keep: bool
-) -> None:
+def test_samples_that_draw_late_draw_from_their_own_stream(first: str, then: str) -> None:
     draws_from = {2: first, 5: then, 7: first, 8: then}
     dataset = KeyedDataset(Moody(12, draws_from), 7, as_list)
-    streams = Streams(keep=keep)
+    streams = Streams()
     for batch in ([0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10], [2, 5], [8]):
         before = everything()
         assert streams.make(lambda enter, batch=batch: dataset._batch(3, batch, enter)) == [
             (index, expected(index, draws_from.get(index))) for index in batch
         ]
-        if keep:
-            assert everything() == before
+        assert everything() == before
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from operator import length_hint
@@ -71,7 +71,7 @@ class KeyedDataset(Dataset[Any]):
                 if worker is None or self._progress is None
                 else _noting(self._progress, worker.id)
             )
-            self._process = os.getpid(), Streams(keep=worker is None), note
+            self._process = os.getpid(), Streams(), note
         _, streams, note = self._process
         batch = streams.make(partial(self._batch, *keys, note=note))
         if note is not None:
@@ -209,17 +209,13 @@ def _bind(parent: int, worker: int) -> None:
 
 
 class Streams:
-    """Makes things under random streams of their own.
-
-    With `keep` the process's own states are left as they were; a loader worker, where nobody else
-    draws, can do without.
+    """Makes things under random streams of their own; the process's own states are left as they
+    were.
     """
 
-    def __init__(self, *, keep: bool) -> None:
+    def __init__(self) -> None:
         self._generators: list[Generator] = [Torch(), Numpy(), Random()]
         self._drawn: list[Generator] = []
-        self._keep = keep
-        self._last: Looks | None = None  # before what was made last, if nothing was drawn
 
     def make(self, make: Callable[[Enter | None], Made]) -> Made:
         """What `make(enter)` returns, which calls `enter(seed)` before whatever has a stream of its
@@ -228,48 +224,9 @@ class Streams:
         It is called again, from the same states, where it drew from a generator that nothing had
         drawn from until then.
         """
-        if self._drawn:
-            return self._seeded(make, self._looks())
-        looks = self._last or [(each, each.look()) for each in self._generators]
-        for generator, look in looks:
-            if generator.hidden(look):
-                return self._seeded(make, looks)
-        self._last = None
-        try:
-            made = make(None)
-        except Exception:
-            if not self._moved(looks):
-                raise
-        else:
-            if not self._moved(looks):
-                self._last = None if self._keep else looks
-                return made
-        self._surprised(looks, ())
-        return self._seeded(make, looks)
-
-    def _looks(self) -> Looks:
-        """At every generator; without `keep`, only at those that may still surprise."""
-        return [
-            (generator, generator.look())
-            for generator in self._generators
-            if self._keep or generator not in self._drawn
-        ]
-
-    @staticmethod
-    def _moved(looks: Looks) -> bool:
-        for generator, look in looks:  # noqa: SIM110 - any() of a generator takes twice as long
-            if generator.drawn(look):
-                return True
-        return False
-
-    def _seeded(self, make: Callable[[Enter | None], Made], looks: Looks) -> Made:
-        seeded = self._drawn + [
-            generator
-            for generator, look in looks
-            if generator not in self._drawn and generator.hidden(look)
-        ]
+        looks = [(each, each.look()) for each in self._generators]
+        seeded = [each for each, look in looks if each in self._drawn or each.hidden(look)]
         while True:
-            surprised: list[Generator] = []
             try:
                 made = make(_seeding(seeded))
             except Exception:
@@ -281,22 +238,19 @@ class Streams:
                 if not surprised:
                     return made
             finally:
-                for generator, look in looks:
-                    if generator in seeded:
-                        generator.put_back(look)
+                for generator in seeded:
+                    generator.put_back(dict(looks)[generator])
             seeded = seeded + surprised
 
-    def _surprised(self, looks: Looks, seeded: Collection[Generator]) -> list[Generator]:
+    def _surprised(self, looks: Looks, seeded: list[Generator]) -> list[Generator]:
         """Those that were drawn from without a seed: put back, and seeded from now on."""
-        moved = [
-            (generator, look)
-            for generator, look in looks
-            if generator not in seeded and generator.drawn(look)
-        ]
-        for generator, look in moved:
-            generator.put_back(look)
-        self._drawn += [generator for generator, _ in moved if generator not in self._drawn]
-        return [generator for generator, _ in moved]
+        found = []
+        for generator, look in looks:
+            if generator.drawn(look) and generator not in seeded:
+                generator.put_back(look)
+                found.append(generator)
+        self._drawn += [generator for generator in found if generator not in self._drawn]
+        return found
 
 
 def _seeding(generators: list[Generator]) -> Enter | None:

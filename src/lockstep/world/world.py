@@ -383,8 +383,13 @@ def init(
     """
     chosen("tags", tags, get_args(Tagging))
     if dist.is_initialized():
-        kind = None if device is None else torch.device(device).type
-        return _already_open(rank, world_size, backend, init_method, kind)
+        return _already_open(
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
+            init_method=init_method,
+            device=None if device is None else torch.device(device).type,
+        )
     timeout = timeout or timeout_of_launcher()
     place = _place(rank, world_size)
     if backend is None and device is not None:
@@ -436,26 +441,13 @@ def _device_of(backend: str, asked: torch.device | str | None, place: Placement)
     return device
 
 
-def _already_open(
-    rank: int | None,
-    world_size: int | None,
-    backend: str | None,
-    init_method: str | None,
-    device: str | None,
-) -> World:
+def _already_open(**asked: object) -> World:
     world = World.current()
     current = {
         "rank": world.rank,
         "world_size": world.size,
         "backend": dist.get_backend(),
         "device": world.device.type,
-    }
-    asked = {
-        "rank": rank,
-        "world_size": world_size,
-        "backend": backend,
-        "init_method": init_method,
-        "device": device,
     }
     for name, value in asked.items():
         if value not in (None, current.get(name)):
