@@ -40,7 +40,7 @@ def _reduced(storage: torch.UntypedStorage) -> tuple[Any, ...]:
     if storage.device.type != "cpu" or storage.is_shared() or not 0 < len(storage) <= SMALL:
         found: tuple[Any, ...] = reduce_storage(storage)
         return found
-    octets = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    octets: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     return _storage_of, (pickle.PickleBuffer(octets),)
 
 

@@ -153,7 +153,7 @@ class Random:
     def drawn(self, look: tuple[Any, Any]) -> bool:
         if self._memory is None:
             return bool(random.getstate() != look[0])
-        return self._memory.raw != look[0] or self._generator.gauss_next != look[1]
+        return bool(self._memory.raw != look[0] or self._generator.gauss_next != look[1])
 
     def hidden(self, look: Any) -> bool:
         return False
@@ -170,7 +170,7 @@ class Random:
         random.seed(value)
 
 
-def _torch_memory(generator: torch.Generator, place: int) -> Any:
+def _torch_memory(generator: Any, place: int) -> Any:
     size = _BEFORE + 4 * _WORDS + _BEHIND
     return (ctypes.c_char * size).from_address(generator._cdata + place)
 
@@ -184,7 +184,7 @@ def _place_in_torch() -> int | None:
     trial.manual_seed(1)
     torch.rand(3, generator=trial)
     words = trial.get_state().view(torch.int64)[3 : _WORDS - 20].to(torch.int32).numpy().tobytes()
-    place = _torch_memory(trial, 0).raw.find(words) - _BEFORE
+    place: int = _torch_memory(trial, 0).raw.find(words) - _BEFORE
     if place < 0:
         return None
     memory = _torch_memory(trial, place)
