@@ -114,7 +114,7 @@ def test_half_precision_learns_and_skips_what_overflows(
 
 
 def test_a_compiled_model_trains_alike(world: lockstep.World) -> None:
-    backend = "inductor" if world.device.type == "cuda" else "aot_eager"
+    backend = "inductor" if world.device.type == "cuda" else "eager"
     eager = Training(world).walk()
     compiled = Training(world, compiled=backend).walk()
     close(compiled.weights(), eager.weights(), 1e-4)

@@ -66,16 +66,18 @@ class Training:
         self.loader = loader_of(world)
         self.forward = torch.compile(self.model, backend=compiled) if compiled else self.model
         self.losses: list[float] = []
+        self._windows = self._all()  # begun with the first step: a state may be loaded before
+
+    def _all(self) -> Iterator[Any]:
+        for epoch in self.loader.epochs(2):
+            yield from epoch
 
     def walk(self, steps: int = STEPS) -> Training:
         """Go on until so many steps are done."""
-        for epoch in self.loader.epochs(2):
-            for window in epoch:
-                for batch in self.stepper.micro_batches(window):
-                    self.micro_batch(*batch)
-                self.losses.append(self.stepper.step().loss)
-                if self.stepper.steps == steps:
-                    return self
+        while self.stepper.steps < steps:
+            for batch in self.stepper.micro_batches(next(self._windows)):
+                self.micro_batch(*batch)
+            self.losses.append(self.stepper.step().loss)
         return self
 
     def micro_batch(self, x: Tensor, y: Tensor) -> None:
