@@ -163,7 +163,9 @@ def throughput(
 ) -> dict[str, Any]:
     """Median microseconds a micro-batch, and the median of the ratios of pairs."""
     case = CASES[name]
-    batches = max(4, round(_SECONDS / case.seconds / 4)) * 4
+    # to hand a batch over takes a DataLoader's worker a millisecond
+    estimate = max(case.seconds, 1e-3) if workers else case.seconds
+    batches = max(4, round(_SECONDS / estimate / 4)) * 4
     dataset = case.data(batches * RANKS * case.micro_batch)
     ways = {
         "plain": plain(dataset, case.micro_batch, workers, device, pinned),
@@ -245,7 +247,7 @@ def main() -> None:
         for name in options.cases.split(",")
         for count in workers
     ]
-    print(table(rows, workers))
+    print(table(rows, workers), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"rows": rows}, indent=1))
 
