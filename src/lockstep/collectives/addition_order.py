@@ -129,6 +129,18 @@ def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
     return left, right
 
 
+def nearest_first(brought: Sequence[Sequence[Block]]) -> bool:
+    """Whether recursive halving over the ranks, nearest first, adds the blocks that each brings
+    along the tree: a power of two of ranks with equal shares. The last may have less, or nothing.
+    """
+    ranks = len(brought)
+    share = max(block.size for each in brought for block in each)
+    return ranks & (ranks - 1) == 0 and all(
+        len(each) <= 1 and all(block.first == rank * share for block in each)
+        for rank, each in enumerate(brought)
+    )
+
+
 @lru_cache(maxsize=256)
 def tree_of(count: int) -> Term:
     """How so many tensors add up: ((0+1)+(2+3))+..."""

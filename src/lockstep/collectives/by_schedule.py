@@ -144,6 +144,19 @@ def all_gather(group: Group, tensor: Tensor, algorithm: str, label: str) -> Run[
     return run
 
 
+def all_gather_slices(group: Group, flat: Tensor, slices: Sequence[range], place: str) -> Run[None]:
+    """Fill the other ranks' slices of a flat tensor, which `slices` tile: in place, by doubling."""
+    _, steps = _plan(group, "all_gather", "doubling")
+    edges = [*(each.start for each in slices), flat.numel()]
+    number = group.announce("all_gather", flat, "of slices", place, sends=0)
+
+    def run() -> None:
+        group.wait_for_all(number)
+        execute(group, number, steps, [FlatCells(flat, edges)])
+
+    return run
+
+
 def gather(
     group: Group, tensor: Tensor, root: int, algorithm: str, label: str
 ) -> Run[list[Tensor] | None]:

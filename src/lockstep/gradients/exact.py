@@ -8,11 +8,13 @@ ExactOverNetwork    the blocks of all ranks, sent to the owners of slices
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
+from lockstep.collectives import by_schedule
 from lockstep.collectives.addition_order import (
     ABSENT,
     Block,
@@ -21,6 +23,7 @@ from lockstep.collectives.addition_order import (
     add_up,
     blocks,
     levels,
+    nearest_first,
     tree,
     turns,
 )
@@ -28,7 +31,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.native import memory_of
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.resident import Along
-from lockstep.collectives.work import Handle, Work
+from lockstep.collectives.work import Handle, Later, Work
 from lockstep.config.knob import chosen
 from lockstep.data.windows import BY_RANKS, Cut, Window
 from lockstep.errors import LateGradient, UsageError
@@ -122,12 +125,13 @@ class ExactInMemory(ExactReduction):
 
 
 class ExactOverNetwork(ExactReduction):
-    """Over the backend: all-to-all, add, all-gather; on one rank, add.
+    """Over the backend, while backward goes on; on one rank, add.
 
-    Every rank sends the owner of a slice its blocks of it, while backward goes on; the owner adds
-    them along the tree, and hands them out. With a power of two of slots and of ranks each brings
-    one block, and what it sends is what a ring would, 2 (W - 1) / W of the gradients; other numbers
-    bring up to log2 of a rank's micro-batches.
+    A power of two of ranks with equal shares adds along the tree by recursive halving, nearest
+    first; two of them by any all-reduce, as a + b is b + a. Otherwise every rank sends the owner of
+    a slice its blocks of it, and the owner adds them and hands the slice out. The former sends what
+    a ring would, 2 (W - 1) / W of the gradients; the latter more, where a rank brings several
+    blocks: up to log2 of its micro-batches.
     """
 
     name = "native, exact"
@@ -138,65 +142,101 @@ class ExactOverNetwork(ExactReduction):
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self.levels = ()
-        self.levels = [
-            [
-                torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
-                for plan in layout.buckets
-            ]
-            for _ in range(self.height)
-        ]
+        self.levels = [super(ExactOverNetwork, self).memory(layout) for _ in range(self.height)]
         return list(self.levels[0])
 
     def start(self, bucket: Bucket) -> Work:
-        group, term = self._group, self.term
+        group, place = self._group, bucket.place
         flats = [level[bucket.index].data for level in self.levels]
+        flat = flats[0]
+        slices = [slice_of(flat.numel(), rank, group.size) for rank in range(group.size)]
+        own = flat[slices[group.rank].start : slices[group.rank].stop]
+        # A GPU's streams belong to this thread; and another may not round as this one does.
+        beside = group.size > 1 and flat.device.type == "cpu" and not _flushes_denormals()
+        work: Work
+        if (
+            (beside or (flat.is_cuda and group.size == 2))
+            and not self.scattered
+            and nearest_first(self.brought)
+        ):
+            work = self._halved(flat, place)
+        else:
+            work = self._exchanged(flats, own, slices, place)
+            if beside:
+                work = Later(group.in_background(work.wait))
+
+        def divide() -> None:
+            if self.divisor != 1.0:
+                (own if self.scattered else flat).div_(self.divisor)
+
+        return Handle([work], divide)
+
+    def _halved(self, flat: Tensor, place: str) -> Work:
+        """Start to replace the only block of every rank by the sum of all."""
+        group = self._group
+        if not self.brought[self.rank]:
+            flat.fill_(ABSENT)
+        if group.size == 2:
+            return group.all_reduce(flat, place=place)
+        run = by_schedule.all_reduce(group, flat, "sum", "halving_doubling", " by halving", place)
+        return Later(group.in_background(run))
+
+    def _exchanged(
+        self, flats: Sequence[Tensor], own: Tensor, slices: Sequence[range], place: str
+    ) -> Work:
+        """Start to send all blocks to the owners of slices. Who waits adds this rank's, and hands
+        it out.
+        """
+        group, term = self._group, self.term
         brought: list[list[Tensor]] = [[] for _ in self.brought]
         works: list[Work] = []
         if group.size == 1:
-            brought = [flats[: len(self.brought[0])]]
+            brought = [list(flats[: len(self.brought[0])])]
         else:
+            lengths = list(map(len, slices))
             for level in range(max(map(len, self.brought))):
-                works.append(self._exchange(level, flats, brought, bucket.place))
+                works.append(self._exchange(level, flats, lengths, brought, place))
+        if group.size == 1 or self.scattered:
+            hand_out = None
+        elif own.is_cpu:
+            hand_out = by_schedule.all_gather_slices(group, flats[0], slices, place)
+        else:
+            hand_out = partial(self._gather, flats[0], slices, place)
 
         def finish() -> None:
-            pieces = [piece for each in brought for piece in each]
-            self._finish(pieces, term, flats[0], bucket.place)
+            add_up(term, [piece for each in brought for piece in each], own)
+            if hand_out is not None:
+                hand_out()
 
         return Handle(works, finish)
 
     def _exchange(
-        self, level: int, flats: Sequence[Tensor], brought: list[list[Tensor]], place: str
+        self,
+        level: int,
+        flats: Sequence[Tensor],
+        lengths: Sequence[int],
+        brought: list[list[Tensor]],
+        place: str,
     ) -> Work:
         """Start to send every rank its slice of this level's block, and to add to what each has
         `brought` of this rank's slice.
         """
-        group = self._group
-        lengths = [len(slice_of(flats[0].numel(), rank, group.size)) for rank in range(group.size)]
+        rank = self.rank
         brings = [len(each) > level for each in self.brought]
-        arriving = [lengths[group.rank] if each else 0 for each in brings]
+        arriving = [lengths[rank] if each else 0 for each in brings]
         here = flats[0].new_empty(sum(arriving))
-        leaving = lengths if brings[group.rank] else [0] * group.size
-        sent = flats[level] if brings[group.rank] else flats[0][:0]
-        for rank, piece in enumerate(here.split(arriving)):
-            if brings[rank]:
-                brought[rank].append(piece)
-        return group.exchange(here, arriving, sent, leaving, place)
+        leaving = lengths if brings[rank] else [0] * len(lengths)
+        sent = flats[level] if brings[rank] else flats[0][:0]
+        for theirs, piece, some in zip(brought, here.split(arriving), brings, strict=True):
+            if some:
+                theirs.append(piece)
+        return self._group.exchange(here, arriving, sent, leaving, place)
 
-    def _finish(self, pieces: Sequence[Tensor], term: Term, flat: Tensor, place: str) -> None:
-        """Add up this rank's slice, divide it, and exchange the slices."""
-        group = self._group
-        slices = [slice_of(flat.numel(), rank, group.size) for rank in range(group.size)]
-        mine = slices[group.rank]
-        out = flat[mine.start : mine.stop]
-        add_up(term, pieces, out)
-        if self.divisor not in (None, 1.0):
-            out.div_(self.divisor)
-        if group.size == 1 or self.scattered:
-            return
-        longest = max(map(len, slices))
-        padded = flat.new_zeros(longest)
-        padded[: len(mine)].copy_(out)
-        everybodys = group.all_gather(padded, place).view(group.size, longest)
+    def _gather(self, flat: Tensor, slices: Sequence[range], place: str) -> None:
+        """Hand this rank's slice out by the backend, which alone knows a GPU's memory."""
+        mine, longest = slices[self.rank], max(map(len, slices))
+        padded = nn.functional.pad(flat[mine.start : mine.stop], (0, longest - len(mine)))
+        everybodys = self._group.all_gather(padded, place).split(longest)
         for theirs, piece in zip(slices, everybodys, strict=True):
             if theirs is not mine:
                 flat[theirs.start : theirs.stop].copy_(piece[: len(theirs)])
@@ -318,6 +358,11 @@ def exact_reducer(model: nn.Module, reduce: str, group: Group, bucket_bytes: int
     )
     reduction = ExactInMemory(group) if in_memory else ExactOverNetwork(group)
     return Reducer(model, group, reduction, fold=TreeFold(reduction), bucket_bytes=bucket_bytes)
+
+
+def _flushes_denormals() -> bool:
+    """Whether `torch.set_flush_denormal` is on in this thread. Others have settings of their own."""
+    return sys.float_info.min / 2 == 0
 
 
 def check_window(window: object) -> Window:
