@@ -9,8 +9,7 @@ ExactOverNetwork    the blocks of all ranks, sent to the owners of slices
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -39,7 +38,7 @@ from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.fold import Fold
 from lockstep.gradients.layout import Layout
 from lockstep.gradients.reducer import Reducer
-from lockstep.gradients.reductions import REDUCTIONS, Reduction
+from lockstep.gradients.reductions import REDUCTIONS, BySchedule, Native, Reduction
 
 _CARRIERS = ("auto", "native", "shared_memory")
 
@@ -139,6 +138,7 @@ class ExactOverNetwork(ExactReduction):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._group = group
+        self._halving = Native(group) if group.size <= 2 else BySchedule(group, "halving_doubling")
 
     def memory(self, layout: Layout) -> list[Tensor]:
         self.levels = ()
@@ -146,62 +146,44 @@ class ExactOverNetwork(ExactReduction):
         return list(self.levels[0])
 
     def start(self, bucket: Bucket) -> Work:
-        group, place = self._group, bucket.place
-        flats = [level[bucket.index].data for level in self.levels]
-        flat = flats[0]
-        slices = [slice_of(flat.numel(), rank, group.size) for rank in range(group.size)]
-        own = flat[slices[group.rank].start : slices[group.rank].stop]
-        # A GPU's streams belong to this thread; and another may not round as this one does.
-        beside = group.size > 1 and flat.device.type == "cpu" and not _flushes_denormals()
+        flat, on_cpu = bucket.sum.data, bucket.sum.device.type == "cpu"
+        slices = [slice_of(flat.numel(), rank, self.size) for rank in range(self.size)]
+        own = flat[slices[self.rank].start : slices[self.rank].stop]
+        # other threads round the smallest numbers in their own way, and do not know a GPU's streams
+        beside = on_cpu and not _flushes_denormals()
+        halves = not self.scattered and nearest_first(self.brought)
         work: Work
-        if (
-            (beside or (flat.is_cuda and group.size == 2))
-            and not self.scattered
-            and nearest_first(self.brought)
-        ):
-            work = self._halved(flat, place)
+        if halves and (beside or (self.size == 2 and not on_cpu)):
+            if not self.brought[self.rank]:
+                flat.fill_(ABSENT)
+            work = self._halving.start(bucket)
         else:
-            work = self._exchanged(flats, own, slices, place)
-            if beside:
-                work = Later(group.in_background(work.wait))
+            work = self._exchanged(bucket, slices, own)
+            if beside and self.size > 1:
+                work = Later(self._group.in_background(work.wait))
 
         def divide() -> None:
-            if self.divisor != 1.0:
-                (own if self.scattered else flat).div_(self.divisor)
+            if (divisor := self.divisor or 1.0) != 1:
+                (own if self.scattered else flat).div_(divisor)
 
         return Handle([work], divide)
 
-    def _halved(self, flat: Tensor, place: str) -> Work:
-        """Start to replace the only block of every rank by the sum of all."""
-        group = self._group
-        if not self.brought[self.rank]:
-            flat.fill_(ABSENT)
-        if group.size == 2:
-            return group.all_reduce(flat, place=place)
-        run = by_schedule.all_reduce(group, flat, "sum", "halving_doubling", " by halving", place)
-        return Later(group.in_background(run))
-
-    def _exchanged(
-        self, flats: Sequence[Tensor], own: Tensor, slices: Sequence[range], place: str
-    ) -> Work:
-        """Start to send all blocks to the owners of slices. Who waits adds this rank's, and hands
-        it out.
+    def _exchanged(self, bucket: Bucket, slices: Sequence[range], own: Tensor) -> Handle[None]:
+        """Start to send all blocks to the owners of slices. Who waits adds this rank's `own`, and
+        hands it out.
         """
-        group, term = self._group, self.term
+        flats = [level[bucket.index].data for level in self.levels]
         brought: list[list[Tensor]] = [[] for _ in self.brought]
         works: list[Work] = []
-        if group.size == 1:
-            brought = [list(flats[: len(self.brought[0])])]
+        hand_out: Callable[[], None] | None = None
+        if self.size == 1:
+            brought = [flats[: len(self.brought[0])]]
         else:
-            lengths = list(map(len, slices))
             for level in range(max(map(len, self.brought))):
-                works.append(self._exchange(level, flats, lengths, brought, place))
-        if group.size == 1 or self.scattered:
-            hand_out = None
-        elif own.is_cpu:
-            hand_out = by_schedule.all_gather_slices(group, flats[0], slices, place)
-        else:
-            hand_out = partial(self._gather, flats[0], slices, place)
+                works.append(self._exchange(level, flats, slices, brought, bucket.place))
+            if not self.scattered:
+                hand_out = self._hand_out(flats[0], slices, bucket.place)
+        term = self.term
 
         def finish() -> None:
             add_up(term, [piece for each in brought for piece in each], own)
@@ -214,32 +196,36 @@ class ExactOverNetwork(ExactReduction):
         self,
         level: int,
         flats: Sequence[Tensor],
-        lengths: Sequence[int],
-        brought: list[list[Tensor]],
+        slices: Sequence[range],
+        brought: Sequence[list[Tensor]],
         place: str,
     ) -> Work:
         """Start to send every rank its slice of this level's block, and to add to what each has
         `brought` of this rank's slice.
         """
-        rank = self.rank
         brings = [len(each) > level for each in self.brought]
-        arriving = [lengths[rank] if each else 0 for each in brings]
+        arriving = [len(slices[self.rank]) if each else 0 for each in brings]
         here = flats[0].new_empty(sum(arriving))
-        leaving = lengths if brings[rank] else [0] * len(lengths)
-        sent = flats[level] if brings[rank] else flats[0][:0]
-        for theirs, piece, some in zip(brought, here.split(arriving), brings, strict=True):
-            if some:
-                theirs.append(piece)
+        leaving = [len(each) if brings[self.rank] else 0 for each in slices]
+        sent = flats[level] if brings[self.rank] else flats[0][:0]
+        for rank, piece in enumerate(here.split(arriving)):
+            if brings[rank]:
+                brought[rank].append(piece)
         return self._group.exchange(here, arriving, sent, leaving, place)
 
-    def _gather(self, flat: Tensor, slices: Sequence[range], place: str) -> None:
-        """Hand this rank's slice out by the backend, which alone knows a GPU's memory."""
+    def _hand_out(self, flat: Tensor, slices: Sequence[range], place: str) -> Callable[[], None]:
+        """What fills all slices of a tensor with their owners' content."""
+        if flat.device.type == "cpu":
+            return by_schedule.all_gather_slices(self._group, flat, slices, place)
         mine, longest = slices[self.rank], max(map(len, slices))
-        padded = nn.functional.pad(flat[mine.start : mine.stop], (0, longest - len(mine)))
-        everybodys = self._group.all_gather(padded, place).split(longest)
-        for theirs, piece in zip(slices, everybodys, strict=True):
-            if theirs is not mine:
+
+        def gather() -> None:
+            padded = nn.functional.pad(flat[mine.start : mine.stop], (0, longest - len(mine)))
+            everybodys = self._group.all_gather(padded, place).split(longest)
+            for theirs, piece in zip(slices, everybodys, strict=True):
                 flat[theirs.start : theirs.stop].copy_(piece[: len(theirs)])
+
+        return gather
 
 
 class TreeFold(Fold):

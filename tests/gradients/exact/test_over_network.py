@@ -1,0 +1,155 @@
+"""Exact mode over the backend: what is added where, while backward goes on, and who is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lockstep
+from lockstep.collectives import by_schedule
+from lockstep.collectives.work import Work
+from lockstep.data.windows import Cut
+from lockstep.errors import CollectiveTimeout, PeerFailed, WorkerFailed
+from lockstep.gradients.bucket import Bucket
+from lockstep.gradients.exact import ExactOverNetwork
+from lockstep.gradients.layout import Entry, plan
+from lockstep.testing import run_ranks
+
+DTYPES = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+COUNT = 5000
+
+
+def patterns(slot: int, dtype: torch.dtype) -> Tensor:
+    """Any bits, sums that cancel, the smallest numbers and zeros of both signs; nothing that is
+    not finite.
+    """
+    generator = torch.Generator().manual_seed(slot)
+    integer = DTYPES[dtype]
+    info = torch.iinfo(integer)
+    found = torch.randint(info.min, info.max, (COUNT,), dtype=integer, generator=generator)
+    found = found.view(dtype).nan_to_num(0.5, 0.25, -0.25) / 64
+    tiny = torch.randint(-9, 9, (COUNT,), dtype=integer, generator=generator)
+    found[::3] = torch.randn(COUNT, generator=generator)[::3].to(dtype)
+    found[::5] = tiny[::5].abs().view(dtype) * (1 if slot % 2 else -1)
+    return found
+
+
+def along_the_tree(slots: range, dtype: torch.dtype) -> Tensor:
+    """What the sum over these slots is, written out; they begin a block."""
+    if len(slots) == 1:
+        return patterns(slots[0], dtype)
+    half = 1 << (len(slots) - 1).bit_length() - 1
+    return along_the_tree(slots[:half], dtype) + along_the_tree(slots[half:], dtype)
+
+
+def summed(
+    world: lockstep.World, cases: list[tuple[torch.dtype, int, int]], flush: bool
+) -> list[Tensor]:
+    """For each dtype, number of slots, and how many of them hold samples."""
+    torch.set_flush_denormal(flush)
+    found = []
+    for dtype, slots, filled in cases:
+        reduction = ExactOverNetwork(world.group)
+        reduction.begin(Cut(step=0, epoch=0, start=0, stop=filled, micro_batch=1, slots=slots))
+        parameter = nn.Parameter(torch.zeros(COUNT, dtype=dtype))
+        layout = plan([Entry("only", COUNT, dtype, parameter.device)], [0], caps=[2**30])
+        memory = reduction.memory(layout)
+        bucket = Bucket(layout.buckets[0], [parameter], memory[0].fill_(99))
+        for level, block in enumerate(reduction.brought[world.rank]):
+            slots_of = range(block.first, block.first + block.size)
+            reduction.levels[level][0][:COUNT] = along_the_tree(slots_of, dtype)
+        work = reduction.start(bucket)
+        reduction.divisor = 4.0
+        work.wait()
+        found.append(bucket.views[0].clone())
+    torch.set_flush_denormal(False)
+    return found
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_every_bit_is_that_of_the_tree(size: int, flush: bool) -> None:
+    """Equal shares (an all-reduce, halving) and others; also with idle ranks."""
+    cases = [
+        (dtype, slots, filled)
+        for dtype in DTYPES
+        for slots, filled in ((8, 8), (8, 5), (6, 6), (size, size), (3, 3), (4, 1))
+    ]
+    torch.set_flush_denormal(flush)
+    expected = [along_the_tree(range(filled), dtype) / 4 for dtype, _, filled in cases]
+    torch.set_flush_denormal(False)
+    for rank, found in enumerate(run_ranks(summed, size, args=(cases, flush))):
+        for case, got, want in zip(cases, found, expected, strict=True):
+            integer = DTYPES[case[0]]
+            assert torch.equal(got.view(integer), want.view(integer)), (rank, case)
+
+
+def sum_of_ranks(world: lockstep.World) -> tuple[Tensor, Work]:
+    """A tensor whose sum over all ranks, of whom each has one slot, has begun."""
+    reduction = ExactOverNetwork(world.group)
+    size = world.size
+    reduction.begin(Cut(step=0, epoch=0, start=0, stop=size, micro_batch=1, slots=size))
+    parameter = nn.Parameter(torch.zeros(100_000))
+    layout = plan([Entry("only", 100_000, torch.float32, parameter.device)], [0], caps=[2**30])
+    memory = reduction.memory(layout)
+    memory[0].fill_(world.rank + 1.0)
+    return memory[0], reduction.start(Bucket(layout.buckets[0], [parameter], memory[0]))
+
+
+def beside(world: lockstep.World) -> None:
+    tensor, work = sum_of_ranks(world)
+    deadline = time.monotonic() + 20
+    while (tensor != sum(range(world.size + 1))).any():
+        assert time.monotonic() < deadline, tensor
+    work.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_sum_is_handed_out_before_anybody_waits_for_it(size: int) -> None:
+    run_ranks(beside, size)
+
+
+def dies(world: lockstep.World) -> None:
+    sum_of_ranks(world)[1].wait()
+    if world.rank == 1:  # when it has told the others that it has come
+        by_schedule.execute = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with pytest.raises(PeerFailed) as caught:
+        sum_of_ranks(world)[1].wait()
+    assert caught.value.values.get("peer", 1) == 1
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_rank_that_dies_meanwhile_is_named(size: int) -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        run_ranks(dies, size)
+    assert (failed.value.rank, "SIGKILL" in str(failed.value)) == (1, True)
+
+
+def late(world: lockstep.World, everyone: Any) -> None:
+    world.group.timeout = timedelta(seconds=0.5)
+    if world.rank == 1:
+        everyone.wait()
+        return
+    try:
+        with pytest.raises(CollectiveTimeout, match="rank 1"):
+            sum_of_ranks(world)[1].wait()
+    finally:
+        everyone.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rank_that_is_late_is_named(size: int) -> None:
+    run_ranks(late, size, args=(multiprocessing.get_context("fork").Barrier(size),))
