@@ -131,7 +131,8 @@ def _term(block: Block, places: dict[Block, int], end: int) -> Term | None:
 
 def nearest_first(brought: Sequence[Sequence[Block]]) -> bool:
     """Whether recursive halving over the ranks, nearest first, adds the blocks that each brings
-    along the tree: a power of two of ranks with equal shares. The last may have less, or nothing.
+    along the tree: a power of two of ranks with one block each, of one size. The last may have
+    less, or nothing.
     """
     ranks = len(brought)
     share = max(block.size for each in brought for block in each)

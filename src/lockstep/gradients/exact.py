@@ -3,7 +3,7 @@ of ranks changes a bit.
 
 TreeFold            a rank's own micro-batches, while they land
 ExactInMemory       the blocks of all ranks of one host, in shared memory
-ExactOverNetwork    the blocks of all ranks, sent to the owners of slices
+ExactOverNetwork    the blocks of all ranks, added by halving, or sent to the owners of slices
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class ExactInMemory(ExactReduction):
 class ExactOverNetwork(ExactReduction):
     """Over the backend, while backward goes on; on one rank, add.
 
-    A power of two of ranks with equal shares adds along the tree by recursive halving, nearest
-    first; two of them by any all-reduce, as a + b is b + a. Otherwise every rank sends the owner of
-    a slice its blocks of it, and the owner adds them and hands the slice out. The former sends what
-    a ring would, 2 (W - 1) / W of the gradients; the latter more, where a rank brings several
-    blocks: up to log2 of its micro-batches.
+    A power of two of ranks with one block each adds along the tree by recursive halving, nearest
+    first; two of them by any all-reduce, as a + b is b + a. (Which of two nans they get may
+    differ.) Otherwise every rank sends the owner of a slice its blocks of it, and the owner adds
+    them and hands the slice out. The former sends what a ring would, 2 (W - 1) / W of the
+    gradients; the latter more, where a rank brings several blocks: up to log2 of its micro-batches.
     """
 
     name = "native, exact"
@@ -149,7 +149,7 @@ class ExactOverNetwork(ExactReduction):
         flat, on_cpu = bucket.sum.data, bucket.sum.device.type == "cpu"
         slices = [slice_of(flat.numel(), rank, self.size) for rank in range(self.size)]
         own = flat[slices[self.rank].start : slices[self.rank].stop]
-        # other threads round the smallest numbers in their own way, and do not know a GPU's streams
+        # other threads need not flush denormals as this one does, and do not know a GPU's streams
         beside = on_cpu and not _flushes_denormals()
         halves = not self.scattered and nearest_first(self.brought)
         work: Work
