@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
