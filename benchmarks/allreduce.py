@@ -1,5 +1,6 @@
-"""All-reduce of float32 tensors among ranks of one host: gloo, Lockstep's shared memory, MPICH
-through mpi4py where installed, and the limit.
+"""All-reduce of float32 tensors among ranks of one host: gloo, `lockstep.collectives`, MPICH
+through mpi4py where installed, and the limit. Once in a process group that the user's own code
+opened, once in a world of Lockstep's own.
 
     python benchmarks/allreduce.py --workers 2
     python benchmarks/allreduce.py --workers 4 --sizes 4K,64K,1M,25M
@@ -26,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lockstep
+from lockstep import collectives
+from lockstep.collectives.shared_memory.operations import HostMemory
 
 SIZES = "4K,16K,64K,256K,1M,4M,16M,25M,64M"
 _UNITS = {"K": 2**10, "M": 2**20}
@@ -58,50 +62,50 @@ def calls_for(size: int) -> int:
     return max(12, min(200, 2**28 // size))
 
 
-def measure(sizes: list[int]) -> dict[int, dict[str, list[float]]]:
+def measure(sizes: list[int], own_world: bool) -> dict[int, dict[str, list[float]]]:
     """Seconds of every call of every way, of the slowest rank, by size."""
-    found: dict[int, dict[str, list[float]]] = {}
-    with lockstep.init() as world:
-        torch.set_num_threads(1)
-        group, memory = world.group, world.group.memory
-        for size in sizes:
-            mine = torch.randn(size // 4, generator=torch.Generator().manual_seed(world.rank))
-            expected = mine.clone()
-            group.all_reduce(expected).wait()
-            room, copy = mine.clone(), torch.empty_like(mine)
-            ways: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {
-                "gloo": (room, torch.distributed.all_reduce)
-            }
-            if memory is not None:
-                (everybodys,) = memory.allocate([size // 4], [torch.float32])
-                ways["lockstep"] = room, partial(_through, memory)
-                ways["in place"] = everybodys[world.rank], partial(_in_place, memory, everybodys)
-            ways["limit"] = room, copy.copy_
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
-            for call in range(calls_for(size) + 3):
-                for name in ways if call % 2 else reversed(ways):
-                    target, reduce = ways[name]
-                    target.copy_(mine)
-                    if memory is not None:  # all leave it within microseconds
-                        memory.all_reduce(torch.zeros(1), place="to start together").wait()
-                    else:
-                        torch.distributed.barrier()
-                    begin = time.perf_counter()
-                    reduce(target)
-                    if call >= 3:
-                        seconds[name].append(time.perf_counter() - begin)
-                    _check(name, target, expected)
-            slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-            group.all_reduce(slowest, "max").wait()
-            found[size] = dict(zip(ways, slowest.tolist(), strict=True))
+    torch.set_num_threads(1)
+    if own_world:
+        with lockstep.init() as world:
+            return {size: one_size(size, world.group.memory) for size in sizes}
+    dist.init_process_group("gloo")
+    found = {size: one_size(size, None) for size in sizes}
+    dist.destroy_process_group()
     return found
 
 
-def _through(memory: Any, tensor: Tensor) -> None:
-    memory.all_reduce(tensor, place="here").wait()
+def one_size(size: int, memory: HostMemory | None) -> dict[str, list[float]]:
+    rank = dist.get_rank()
+    mine = torch.randn(size // 4, generator=torch.Generator().manual_seed(rank))
+    expected = mine.clone()
+    dist.all_reduce(expected)
+    room, copy = mine.clone(), torch.empty_like(mine)
+    ways: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {
+        "gloo": (room, dist.all_reduce),
+        "lockstep": (room, collectives.all_reduce),
+    }
+    if memory is not None:
+        (everybodys,) = memory.allocate([size // 4], [torch.float32])
+        ways["in place"] = everybodys[rank], partial(_in_place, memory, everybodys)
+        ways["limit"] = room, copy.copy_
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for call in range(calls_for(size) + 3):
+        for name in ways if call % 2 else reversed(ways):
+            target, reduce = ways[name]
+            target.copy_(mine)
+            for _ in range(2):  # all leave it within microseconds
+                collectives.all_reduce(torch.zeros(1))
+            begin = time.perf_counter()
+            reduce(target)
+            if call >= 3:
+                seconds[name].append(time.perf_counter() - begin)
+            _check(name, target, expected)
+    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    collectives.all_reduce(slowest, "max")
+    return dict(zip(ways, slowest.tolist(), strict=True))
 
 
-def _in_place(memory: Any, everybodys: list[Tensor], tensor: Tensor) -> None:
+def _in_place(memory: HostMemory, everybodys: list[Tensor], tensor: Tensor) -> None:
     memory.sum_in_place(everybodys, "here").wait()
 
 
@@ -169,6 +173,22 @@ def plot(rows: list[dict[str, Any]], workers: int, file: Path) -> None:
     plt.close(figure)
 
 
+def report(title: str, rows: list[dict[str, Any]], workers: int) -> None:
+    print(
+        f"{title}, {workers} ranks, torch {torch.__version__}: 25th percentile / median in us,"
+        " gloo's over it, and share of the limit"
+    )
+    for row in rows:
+        for name in [each for each in row if each != "bytes"]:
+            quarter, median = row[name]["p25"], row[name]["median"]
+            ratios = row["gloo"]["p25"] / quarter, row["gloo"]["median"] / median
+            share = f"{row['limit']['p25'] / quarter:8.0%}" if "limit" in row else ""
+            print(
+                f"{row['bytes']:>10} B  {name:<10} {1e6 * quarter:10.1f} {1e6 * median:10.1f}"
+                f"   {ratios[0]:6.2f}x {ratios[1]:6.2f}x{share}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -182,30 +202,18 @@ def main() -> None:
         int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
         for text in options.sizes.split(",")
     ]
-    found = lockstep.launch(measure, workers=options.workers, args=(sizes,))[0]
-    rows = summary(found, by_mpi(sizes, options.workers))
-    names = [name for name in rows[0] if name != "bytes"]
-    print(
-        f"{options.workers} ranks, torch {torch.__version__}: 25th percentile / median in us,"
-        " gloo's p25 over it, and share of the limit"
-    )
-    for row in rows:
-        print(f"{row['bytes']:>10} B")
-        for name in names:
-            quarter, median = row[name]["p25"], row[name]["median"]
-            ratio, share = row["gloo"]["p25"] / quarter, row["limit"]["p25"] / quarter
-            print(
-                f"  {name:<10} {1e6 * quarter:10.1f} {1e6 * median:10.1f}   {ratio:6.2f}x  "
-                f" {100 * share:5.0f} %"
-            )
+    mpi = by_mpi(sizes, options.workers)
+    tables = {}
+    for title, own_world in (("a process group of the user", False), ("a world of its own", True)):
+        found = lockstep.launch(measure, workers=options.workers, args=(sizes, own_world))[0]
+        tables[title] = summary(found, mpi)
+        report(title, tables[title], options.workers)
     if options.json:
         options.json.write_text(
-            json.dumps(
-                {"workers": options.workers, "torch": torch.__version__, "rows": rows}, indent=1
-            )
+            json.dumps({"workers": options.workers, "torch": torch.__version__, **tables}, indent=1)
         )
     if options.plot:
-        plot(rows, options.workers, options.plot)
+        plot(tables["a world of its own"], options.workers, options.plot)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.fingerprints import Uncompared, share_page
 from lockstep.collectives.group import Group
 from lockstep.collectives.reduce_op import OF_TORCH, Op, check_op
-from lockstep.collectives.shared_memory.operations import HostMemory, possible, share_memory
-from lockstep.collectives.shared_memory.segment import this_host
+from lockstep.collectives.shared_memory.operations import possible
 from lockstep.errors import UsageError
 from lockstep.runtime.host_store import no_strangers
 
@@ -48,15 +46,11 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             )
         self._group = Group(self, ranks=tuple(range(size)), rank=rank)
         self._group.timeout = timeout
-        self._memory: HostMemory | None = None
         self._name = ""
-        if size > 1 and _same_host(store, rank, size, timeout):
+        if size > 1 and possible():
             # Programs over torch.distributed may come to a collective by different lines: torch's
             # own wrapper does.
-            self._group.fingerprints = share_page(
-                store, "tags", rank, self._group.ranks, timeout, places=False
-            )
-            self._memory = share_memory(store, "memory", self._group, timeout)
+            self._group.share_host(store, timeout, places=False)
 
     def getBackendName(self) -> str:  # torch's own spelling
         return NAME
@@ -71,11 +65,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Called by destroy_process_group."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-        self._group.fingerprints.close()
-        self._group.fingerprints = Uncompared()
+        self._group.forget()
 
     def abort(self) -> None:
         self.shutdown()
@@ -94,17 +84,17 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         if _averages_integers(opts, tensors):
             return self._divided(opts, tensors, lambda: self._all_reduce(kind, tensors, opts))
         op = _op(opts.reduceOp, tensors)
-        if self._memory is None or op is None:
+        if self._group.memory is None or op is None:
             return self._by_gloo(kind, tensors, tensors, opts)
         for tensor in tensors:
-            self._memory.all_reduce(tensor, op).wait()
+            self._group.memory.all_reduce(tensor, op).wait()
         return _done(tensors)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        if self._memory is None:
+        if self._group.memory is None:
             return self._by_gloo("broadcast", tensors, tensors, opts)
         for tensor in tensors:
-            self._memory.broadcast(tensor, opts.rootRank).wait()
+            self._group.memory.broadcast(tensor, opts.rootRank).wait()
         return _done(tensors)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -113,28 +103,30 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             for into, mine in zip(outputs, inputs, strict=True)
             for each in into
         )
-        if self._memory is None or not alike:
+        if self._group.memory is None or not alike:
             return self._by_gloo(
                 "allgather", inputs if alike else [], outputs, inputs, *_given(opts)
             )
         for into, mine in zip(outputs, inputs, strict=True):
-            self._memory.all_gather(into, mine).wait()
+            self._group.memory.all_gather(into, mine).wait()
         return _done(outputs)
 
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Any:
         """`outputs[r]` are rank r's `inputs`."""
-        if self._memory is None:
+        if self._group.memory is None:
             return self._by_gloo("allgather_coalesced", inputs, outputs, inputs, *_given(opts))
         for number, mine in enumerate(inputs):
-            self._memory.all_gather([theirs[number] for theirs in outputs], mine).wait()
+            self._group.memory.all_gather([theirs[number] for theirs in outputs], mine).wait()
         return _done(outputs)
 
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> Any:
-        if self._memory is None or not output.is_contiguous():
+        if self._group.memory is None or not output.is_contiguous():
             return self._by_gloo("_allgather_base", [mine], output, mine, *_given(opts))
-        self._memory.all_gather(output.view(self.size(), -1).unbind(), mine.reshape(-1)).wait()
+        self._group.memory.all_gather(
+            output.view(self.size(), -1).unbind(), mine.reshape(-1)
+        ).wait()
         return _done([output])
 
     def all_gather_single_coalesced(
@@ -156,10 +148,10 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             for output, parts in zip(outputs, inputs, strict=True)
             for part in parts
         )
-        if self._memory is None or op is None or not alike:
+        if self._group.memory is None or op is None or not alike:
             return self._by_gloo("reduce_scatter", outputs if alike else [], outputs, inputs, opts)
         for output, parts in zip(outputs, inputs, strict=True):
-            self._memory.reduce_scatter(output, parts, op).wait()
+            self._group.memory.reduce_scatter(output, parts, op).wait()
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> Any:
@@ -169,10 +161,10 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
                 opts, [output], lambda: self.reduce_scatter_single(output, whole, opts)
             )
         op = _op(opts.reduceOp, [output])
-        if self._memory is None or op is None:
+        if self._group.memory is None or op is None:
             return self._by_gloo("_reduce_scatter_base", [output], output, whole, opts)
         parts = [part.view(output.shape) for part in whole.reshape(self.size(), -1).unbind()]
-        self._memory.reduce_scatter(output, parts, op).wait()
+        self._group.memory.reduce_scatter(output, parts, op).wait()
         return _done([output])
 
     def reduce_scatter_single_coalesced(
@@ -183,9 +175,9 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def barrier(self, opts: Any = None) -> Any:
-        if self._memory is None:
+        if self._group.memory is None:
             return self._gloo.barrier(*_given(opts))
-        self._memory.all_reduce(torch.zeros(1), place="for barrier()").wait()
+        self._group.memory.all_reduce(torch.zeros(1), place="for barrier()").wait()
         return _done([])
 
     # their names before torch 2.12
@@ -302,15 +294,6 @@ def _done(result: Any) -> Any:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
-
-
-def _same_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> bool:
-    """Whether all ranks can map each other's memory, on a machine where that works."""
-    here = this_host() if possible() else "none"
-    store.set(f"host/{rank}", here)
-    keys = [f"host/{other}" for other in range(size)]
-    store.wait(keys, timeout)
-    return here != "none" and all(store.get(key).decode() == here for key in keys)
 
 
 def _create(

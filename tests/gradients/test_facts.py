@@ -51,7 +51,7 @@ class Weighed:
     def __init__(self, size: int) -> None:
         self.size, self.bytes = size, 0
 
-    def all_reduce_small(self, tensor: Tensor, place: str) -> Done:
+    def all_reduce(self, tensor: Tensor, place: str) -> Done:
         self.bytes += tensor.nbytes
         return Done()
 

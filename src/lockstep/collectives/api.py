@@ -231,14 +231,16 @@ def all_to_all(
 
 
 def resolve(group: AnyGroup) -> Group:
-    """The Group that is meant. Raises UsageError for one that this rank is not in."""
-    if group is None:
-        return Group.default()
+    """The Group that is meant, open: every member asks. Raises UsageError for one that this rank
+    is not in.
+    """
     if isinstance(group, Group):
         return group
+    if group is None:
+        return Group.default().open()
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError("not-a-member")
-    return Group.of(group)
+    return Group.of(group).open()
 
 
 def _op(op: AnyOp) -> Any:

@@ -24,19 +24,18 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.shared_memory.segment import share
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
 from lockstep.launcher.processes import DEAD, state
 from lockstep.runtime import status
 
 _HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid
-_NUMBER = struct.Struct("=Q")
+_WORD = 8  # bytes
 _HEADER_SIZE = 64
 _TAG = 256  # bytes: 8 of number, the rest text
 _RING = 128  # tags; a rank that runs further ahead is not compared
@@ -82,52 +81,55 @@ class HostFingerprints(Uncompared):
         program.
         """
         self._memory = memory
+        self._words = memoryview(memory).cast("Q")
         self._places = places
         self._rank = rank
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._others = [other for other in range(len(ranks)) if other != rank]
-        self._mine = rank * _BLOCK
-        _HEADER.pack_into(memory, self._mine, 0, 0, os.getpid())
-        self._compared = 0
+        self._mine = rank * _BLOCK // _WORD
+        _HEADER.pack_into(memory, rank * _BLOCK, 0, 0, os.getpid())
 
     def close(self) -> None:
+        self._words.release()
         self._memory.close()
 
     def post(self, number: int, text: str) -> None:
-        start = self._tag(self._rank, number)
-        encoded = text.encode()[: _TAG - 8]
-        _NUMBER.pack_into(self._memory, start, 0)  # not to be read while it changes
-        self._memory[start + 8 : start + _TAG] = encoded.ljust(_TAG - 8, b"\0")
-        _NUMBER.pack_into(self._memory, start, number)
-        _NUMBER.pack_into(self._memory, self._mine, number)
+        start, words = self._tag(self._rank, number), self._words
+        words[start // _WORD] = 0  # not to be read while it changes
+        encoded = text.encode()[: _TAG - _WORD]
+        self._memory[start + _WORD : start + _TAG] = encoded.ljust(_TAG - _WORD, b"\0")
+        words[start // _WORD] = words[self._mine] = number
         self._compare(number)
 
     def _compare(self, number: int) -> bool:
         """Compare with the ranks that have come to `number`; True when all have. Raises
         CollectiveMismatch.
         """
+        words, memory = self._words, self._memory
         start = self._tag(self._rank, number)
-        mine = self._memory[start : start + _TAG]
-        here = 0
+        mine = memory[start : start + _TAG]
+        all_here = True
         for other in self._others:
-            latest, broken, _ = _HEADER.unpack_from(self._memory, other * _BLOCK)
-            if broken:
-                raise self._mismatch(broken)
-            if latest < number:
+            header = other * _BLOCK // _WORD
+            if words[header + 1]:
+                raise self._mismatch(words[header + 1])
+            if words[header] < number:
+                all_here = False
                 continue
-            here += 1
             start = self._tag(other, number)
-            theirs = self._memory[start : start + _TAG]
-            if _NUMBER.unpack_from(self._memory, start)[0] != number:
-                continue  # it is far ahead, and has written over this tag
-            if (
-                theirs != mine
-                and _NUMBER.unpack_from(theirs)[0] == number == _NUMBER.unpack_from(mine)[0]
-            ):
-                if not self._places and _without_place(theirs) == _without_place(mine):
-                    continue
+            theirs = memory[start : start + _TAG]
+            if theirs != mine and self._differ(theirs, mine, number):
                 raise self._mismatch(number)
-        return here == len(self._others)
+        return all_here
+
+    def _differ(self, theirs: bytes, mine: bytes, number: int) -> bool:
+        """Whether two tags, which are not equal, are both of `number` and speak of different
+        things. Who is far ahead has written over its tag.
+        """
+        expected = number.to_bytes(_WORD, sys.byteorder)
+        if theirs[:_WORD] != expected or mine[:_WORD] != expected:
+            return False
+        return self._places or _without_place(theirs) != _without_place(mine)
 
     def wait(self, number: int, timeout: timedelta) -> None:
         """Return when all ranks have come to collective `number` and mean the same by it.
@@ -135,8 +137,7 @@ class HostFingerprints(Uncompared):
         Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead;
         CollectiveTimeout, naming who did not come.
         """
-        if number <= self._compared or self._compare(number):
-            self._compared = max(self._compared, number)
+        if self._compare(number):
             return
         begin = last_look = time.monotonic()
         pause = 0.0
@@ -152,7 +153,6 @@ class HostFingerprints(Uncompared):
                 if now - begin > timeout.total_seconds():
                     raise self._timeout(number, timeout)
         status.waits(False)
-        self._compared = number
 
     def look(self, number: int, awaited: Sequence[int] = ()) -> None:
         """Compare once, and see whether a rank is dead that has not come to `number`, or that is
@@ -172,13 +172,13 @@ class HostFingerprints(Uncompared):
 
     def _text(self, rank: int, number: int) -> str | None:
         start = self._tag(rank, number)
-        if _NUMBER.unpack_from(self._memory, start)[0] != number:
+        if self._words[start // _WORD] != number:
             return None
-        return self._memory[start + 8 : start + _TAG].rstrip(b"\0").decode(errors="replace")
+        return self._memory[start + _WORD : start + _TAG].rstrip(b"\0").decode(errors="replace")
 
     def _mismatch(self, number: int) -> CollectiveMismatch:
         # the others find it here, whatever they wait for
-        _NUMBER.pack_into(self._memory, self._mine + 8, number)
+        self._words[self._mine + 1] = number
         deadline = time.monotonic() + _LET_THE_OTHERS_COME
         while self._missing(number) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -187,11 +187,7 @@ class HostFingerprints(Uncompared):
         )
 
     def _missing(self, number: int) -> list[int]:
-        return [
-            other
-            for other in self._others
-            if _NUMBER.unpack_from(self._memory, other * _BLOCK)[0] < number
-        ]
+        return [other for other in self._others if self._words[other * _BLOCK // _WORD] < number]
 
     def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
         for other in among:
@@ -217,24 +213,9 @@ class HostFingerprints(Uncompared):
         return timed_out(number, self._text(self._rank, number), missing, timeout)
 
 
-def share_page(
-    store: dist.Store,
-    name: str,
-    rank: int,
-    ranks: Sequence[int],
-    timeout: timedelta,
-    *,
-    places: bool = True,
-) -> HostFingerprints:
-    """Make or join the page of a group whose members all run on this host. Every member calls
-    it. Linux only.
-    """
-    return HostFingerprints(
-        share(store, f"tags/{name}", rank, len(ranks), len(ranks) * _BLOCK, timeout),
-        rank,
-        ranks,
-        places=places,
-    )
+def page_length(size: int) -> int:
+    """Bytes of the page of so many ranks."""
+    return size * _BLOCK
 
 
 def _without_place(tag: bytes) -> bytes:
@@ -273,11 +254,16 @@ def timed_out(
 
 def describe(kind: str, tensor: Tensor, detail: str, place: str | None) -> str:
     """A collective in words: `all_reduce sum f32[1024] at train.py:71`."""
-    shape = ",".join(map(str, tensor.shape))
-    return (
-        f"{kind}{f' {detail}' if detail else ''} {short_dtype(tensor.dtype)}[{shape}]"
-        f" {place or call_site()}"
-    )
+    return _described(kind, tensor.shape, tensor.dtype, detail, place or call_site())
+
+
+# a program repeats itself
+@lru_cache(maxsize=1024)
+def _described(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, detail: str, place: str
+) -> str:
+    sizes = ",".join(map(str, shape))
+    return f"{kind}{f' {detail}' if detail else ''} {short_dtype(dtype)}[{sizes}] {place}"
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -300,7 +286,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY):
         frame = frame.f_back
-    return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"at {frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
 def listed(ranks: Sequence[int]) -> str:

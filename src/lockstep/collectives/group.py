@@ -9,10 +9,13 @@ runs, communication degenerates to nothing.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, TypeVar
@@ -25,9 +28,17 @@ from torch import Tensor
 from lockstep.collectives.algorithms import check_root
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
-from lockstep.collectives.fingerprints import Uncompared, call_site, describe, listed
+from lockstep.collectives.fingerprints import (
+    HostFingerprints,
+    Uncompared,
+    call_site,
+    describe,
+    listed,
+    page_length,
+)
 from lockstep.collectives.reduce_op import REDUCE_OPS, Op, check_op, working_dtype
-from lockstep.collectives.shared_memory.operations import HostMemory
+from lockstep.collectives.shared_memory.operations import HostMemory, possible, share_memory
+from lockstep.collectives.shared_memory.segment import share, this_host
 from lockstep.collectives.work import Done, Work, wait_on_page
 from lockstep.errors import UsageError
 from lockstep.launcher.logs import COLLECTIVES
@@ -165,6 +176,10 @@ class Group:
         self.size = len(self.ranks)
         self.number = 0
         self.bytes_sent = 0
+        self.opened = False
+        """Whether its members have seen if they share a host: a World does it, else the first
+        collective.
+        """
         self.within: dist.ProcessGroup | None = None
         """torch's default process group, of which this group is a part and with which it ends;
         None where nobody looks.
@@ -199,8 +214,53 @@ class Group:
         """The Group of a torch process group: always the same one, so that numbers go on."""
         group = cls._of_process_group.get(process_group)
         if group is None:
+            in_torch = dist.distributed_c10d._world.pg_map
+            for destroyed in set(cls._of_process_group) - set(in_torch):
+                cls._of_process_group[destroyed].forget()
             group = cls._of_process_group[process_group] = cls(process_group)
         return group
+
+    def open(self) -> Group:
+        """What the first collective of a process group does that no World has made: over gloo
+        its members see whether they share a host. Gives this group. Every member calls it.
+        """
+        if not self.opened:
+            self.opened, self.within = True, dist.group.WORLD
+            # torch must not find its process group alive when the interpreter has ended
+            atexit.register(self.forget)
+            backend = dist.get_backend(self.process_group)
+            plain = backend == "undefined" and not torch.cuda.is_available()
+            if self.size > 1 and (plain or backend in ("gloo", "lockstep")):
+                store = dist.distributed_c10d._get_process_group_store(self.process_group)
+                self.timeout = _timeout_of(self.process_group)
+                self.share_host(dist.PrefixStore("lockstep", store), self.timeout)
+        return self
+
+    def share_host(
+        self,
+        store: dist.Store,
+        timeout: timedelta,
+        *,
+        node: int = 0,
+        places: bool = True,
+        tensors: bool = True,
+    ) -> None:
+        """Where all members are on one host, have collectives compared on a page of its memory,
+        and `tensors` (on the CPU) travel through it. Every member calls it, with a store of its own.
+
+        Ranks that the launcher says to be on different nodes are, for us, on different hosts.
+        `places` as of HostFingerprints.
+        """
+        here = f"{node} {this_host()}" if sys.platform == "linux" else ""
+        store.set(f"host/{self.rank}", here)
+        keys = [f"host/{rank}" for rank in range(self.size)]
+        store.wait(keys, timeout)
+        if {store.get(key).decode() for key in keys} != {here} or not here:
+            return
+        page = share(store, "page", self.rank, self.size, page_length(self.size), timeout)
+        self.fingerprints = HostFingerprints(page, self.rank, self.ranks, places=places)
+        if tensors and possible():
+            self.memory = share_memory(store, "memory", self, timeout)
 
     def in_background(self, run: Callable[[], T]) -> Future[T]:
         """Do something on a thread of this group's own, after what was given to it before."""
@@ -208,12 +268,16 @@ class Group:
 
     def forget(self) -> None:
         """End of the world: the next Group of this process group is a new one."""
+        atexit.unregister(self.forget)
         self._background.close()
         if self._record is not None:
             self._record.close()
             self._record = None
+        self.fingerprints.close()
         self.fingerprints = Uncompared()
-        self.memory = None
+        if self.memory is not None:
+            self.memory.close()
+            self.memory = None
         self.find_hosts = lambda: None
         self._of_process_group.pop(self.process_group, None)
 
@@ -242,12 +306,21 @@ class Group:
         return f"Group(rank {self.rank} of {self.size}, world ranks {list(self.ranks)})"
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
-        """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks.
+        """Replace `tensor` on every rank by the sum (mean, max, min, product) over all ranks:
+        through shared memory where the ranks have it, else by the backend.
 
         Any dtype that the backend reduces, any strides, also empty and 0-d. A mean divides the sum
         once; means of integers are refused. `place` says in errors where this was called; by
         default the caller's file and line.
         """
+        if self.memory is not None:
+            return self.memory.all_reduce(tensor, op, place)
+        return self.all_reduce_by_backend(tensor, op, place)
+
+    def all_reduce_by_backend(
+        self, tensor: Tensor, op: Op = "sum", place: str | None = None
+    ) -> Work:
+        """all_reduce, also where the ranks share memory."""
         check_op(op, tensor)
         self.announce(
             "all_reduce", tensor, op, place, sends=2 * (self.size - 1) * _bytes(tensor) // self.size
@@ -266,18 +339,20 @@ class Group:
 
         return NativeWork(self, work, finish)
 
-    def all_reduce_small(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
-        """all_reduce for what the library itself has to tell: through shared memory where the
-        ranks have it, which takes a tenth of the time.
-        """
-        if self.memory is not None:
-            return self.memory.all_reduce(tensor, op, place)
-        return self.all_reduce(tensor, op, place)
-
     def broadcast(
         self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
     ) -> Work:
-        """Replace `tensor` on every rank by that of rank `root` (a place in this group)."""
+        """Replace `tensor` on every rank by that of rank `root` (a place in this group): through
+        shared memory where the ranks have it.
+        """
+        if self.memory is not None:
+            return self.memory.broadcast(tensor, root, place, text)
+        return self.broadcast_by_backend(tensor, root, place, text)
+
+    def broadcast_by_backend(
+        self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
+    ) -> Work:
+        """broadcast, also where the ranks share memory."""
         self.check_root(root)
         self.announce(
             "broadcast",
@@ -436,3 +511,10 @@ class Group:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    """What the user gave it, where torch says it."""
+    with suppress(RuntimeError, AttributeError):
+        return timedelta() + process_group._get_backend(torch.device("cpu")).options._timeout
+    return dist.default_pg_timeout

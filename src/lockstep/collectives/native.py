@@ -50,14 +50,16 @@ def all_reduce(
     group: Group, tensor: Tensor, op: Op, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
     """Replace `tensor` on every rank by the sum (mean, ...) over all ranks."""
-    return Handle([(memory or group).all_reduce(tensor, op)], lambda: tensor)
+    reduce = group.all_reduce_by_backend if memory is None else memory.all_reduce
+    return Handle([reduce(tensor, op)], lambda: tensor)
 
 
 def broadcast(
     group: Group, tensor: Tensor, root: int, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
     """Replace `tensor` on every rank by that of rank `root`."""
-    return Handle([(memory or group).broadcast(tensor, root)], lambda: tensor)
+    send = group.broadcast_by_backend if memory is None else memory.broadcast
+    return Handle([send(tensor, root)], lambda: tensor)
 
 
 def reduce(group: Group, tensor: Tensor, root: int, op: Op) -> Handle[Tensor]:

@@ -194,7 +194,7 @@ class MovingBuffers:
         where that is 0.
         """
         if self._moving:
-            self._group.all_reduce_small(self._moved, place="for buffers").wait()
+            self._group.all_reduce(self._moved, place="for buffers").wait()
             self._moved[:1] = add_rows(self._moved).mul_(1 / weight if weight > 0 else 0.0)
         for kind in self._kinds:
             for number, (piece, *_) in zip(kind.numbers, kind.pieces, strict=True):

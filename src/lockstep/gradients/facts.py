@@ -112,7 +112,7 @@ class FactsMessage:
             self._put(_NEWLY_MOVING, 1)
         self._sum = Reading(
             self._values,
-            self._group.all_reduce_small(self._values, place="for the facts of a step"),
+            self._group.all_reduce(self._values, place="for the facts of a step"),
         )
 
     def wait(self) -> Facts:

@@ -294,7 +294,7 @@ class Reducer:
         if self.group.host is not self.group or not self.reduction.carries_all:
             # reading what travelled would wait for a GPU
             missing = torch.tensor(self._missing())
-            self.group.host.all_reduce_small(missing, place=_MISSING).wait()
+            self.group.host.all_reduce(missing, place=_MISSING).wait()
             count = missing.item()
         else:
             count = flag.item()

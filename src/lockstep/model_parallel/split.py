@@ -271,7 +271,7 @@ class TiedStages:
         gradient = None if parameter is None else parameter.grad
         told = [0 if parameter is None else parameter.numel(), int(gradient is not None)]
         size = torch.tensor(told, dtype=torch.int64, device=self._device)
-        self._pipeline.all_reduce_small(size, "max", place=f"for the size of {name}").wait()
+        self._pipeline.all_reduce(size, "max", place=f"for the size of {name}").wait()
         count, somebody = (int(each) for each in size.tolist())
         if not somebody:  # a replica without micro-batches
             return

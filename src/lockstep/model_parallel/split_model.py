@@ -102,7 +102,7 @@ class InTurn:
         if self._mesh.shard == 1:
             return 0
         most = torch.tensor(walked, device=self._device)
-        self._shard.all_reduce_small(most, "max", place="for the number of micro-batches").wait()
+        self._shard.all_reduce(most, "max", place="for the number of micro-batches").wait()
         return int(most.item()) - walked
 
     def outputs(

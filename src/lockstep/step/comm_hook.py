@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.group import Group
+from lockstep.collectives.api import resolve
 from lockstep.errors import UsageError
 from lockstep.world.world import World
 
@@ -25,7 +25,7 @@ def shared_memory_hook(
     do not share the memory of one x86 Linux host, or train on GPUs.
     """
     world = World.current()
-    group = world.group if state is None else Group.of(state)
+    group = world.group if state is None else resolve(state)
     gradients = bucket.buffer()
     if group.memory is not None:
         group.memory.all_reduce(

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from lockstep.checks.trainable import needs_closure
-from lockstep.collectives.group import Group
+from lockstep.collectives.api import resolve
 from lockstep.collectives.schedule import BLOCK
 from lockstep.errors import UsageError
 from lockstep.gradients.layout import BUCKET, Entry, plan
@@ -74,7 +74,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                 value=True,
                 instead="leave it out, or use a Stepper with update='sharded'",
             )
-        self._group = World.current().group if process_group is None else Group.of(process_group)
+        self._group = World.current().group if process_group is None else resolve(process_group)
         self._cut: CutOptimizer[Shards | Dealt] | None = None
         # has an opinion on every group; then it gets this rank's part
         whole = optimizer_class(params, **defaults)

@@ -125,7 +125,7 @@ class LossScale:
         total = torch.full(
             (), float(weight) * self._micro_batches, dtype=torch.float64, device=self._device
         )
-        group.all_reduce_small(total, place="for the first loss scale").wait()
+        group.all_reduce(total, place="for the first loss scale").wait()
         return _near_one_over(total.item() or 1.0)
 
     def note(self, weight: float) -> None:

@@ -227,7 +227,7 @@ class LocalSteps(Replicated):
             facts = torch.tensor(
                 [weight, float(stop), *self._buffers.changed(buffers)], dtype=torch.float64
             )
-            self._everyone.host.all_reduce_small(
+            self._everyone.host.all_reduce(
                 facts, place=f"for the facts of a meeting after local step {self.taken}"
             ).wait()
             total, stops, *changed = facts.tolist()

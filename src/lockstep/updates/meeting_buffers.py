@@ -82,7 +82,7 @@ class MeetingBuffers:
                 for name in moving
             ]
             flat = torch.cat(moved)
-            self._everyone.all_reduce_small(flat, place="for the buffers of a meeting").wait()
+            self._everyone.all_reduce(flat, place="for the buffers of a meeting").wait()
             flat.mul_(1 / total if total > 0 else 0.0)
             for name, mean in zip(
                 moving, flat.split([each.numel() for each in moved]), strict=True

@@ -101,5 +101,5 @@ class SplitNorm:
                 )
         squares /= divisor**2
         for group in (*summed.spread, self._replica):
-            group.all_reduce_small(squares, place="for the gradient's norm").wait()
+            group.all_reduce(squares, place="for the gradient's norm").wait()
         return squares.sqrt()

@@ -202,7 +202,7 @@ class Shards:
             first = part.start // BLOCK
             whole[first : first + len(mine)] = mine
         joined = torch.cat(wholes)
-        self._group.all_reduce_small(joined, place="for the gradient's norm").wait()
+        self._group.all_reduce(joined, place="for the gradient's norm").wait()
         return joined
 
     # -- optimizer state --------------------------------------------------------------------------

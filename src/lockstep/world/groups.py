@@ -5,7 +5,6 @@ on the CPU, and what algorithms are chosen by.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, Protocol, TypeVar
@@ -15,9 +14,8 @@ import torch.distributed as dist
 
 from lockstep.collectives.choose import Tuning
 from lockstep.collectives.exchanged_fingerprints import ExchangedFingerprints
-from lockstep.collectives.fingerprints import share_page
 from lockstep.collectives.group import Group, Hosts
-from lockstep.collectives.shared_memory.operations import possible, share_memory
+from lockstep.collectives.shared_memory.operations import possible
 from lockstep.collectives.shared_memory.segment import this_host
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import Placement
@@ -33,27 +31,22 @@ class Closable(Protocol):
 C = TypeVar("C", bound=Closable)
 
 
-class Owner(Protocol):
-    """The world: how many ranks it has now, in all and on this host, and who closes a resource
-    at its own end.
-    """
+class Sizes(Protocol):
+    """Of the world: how many ranks it has now, in all and on this host."""
 
     size: int
     local_size: int
 
-    def own(self, resource: C) -> C: ...
-
 
 class WorldGroups:
-    """Makes a world's groups and fits them out; every member of a group calls the same. What has to
-    end is handed to `owner`.
+    """Makes a world's groups and fits them out; every member of a group calls the same.
 
-    `subgroup(ranks, one_host)` makes a group of world ranks.
+    `subgroup(ranks)` makes a group of world ranks.
     """
 
     def __init__(
         self,
-        owner: Owner,
+        world: Sizes,
         store: dist.Store,
         place: Placement,
         device: torch.device,
@@ -61,11 +54,11 @@ class WorldGroups:
         timeout: timedelta,
         tags: Tagging,
         tuning: Tuning,
-        subgroup: Callable[[Sequence[int], bool], Group],
+        subgroup: Callable[[Sequence[int]], Group],
     ) -> None:
         self.made: list[Group] = []
         """All that were fitted out, twins too."""
-        self._owner, self._store, self._device = owner, store, device
+        self._world, self._store, self._device = world, store, device
         self._local_size, self._node = place.local_size, place.node
         self._timeout, self._tags, self._tuning = timeout, tags, tuning
         self._subgroup = subgroup
@@ -74,9 +67,9 @@ class WorldGroups:
 
     @property
     def on_one_host(self) -> bool:
-        return self._owner.local_size == self._owner.size
+        return self._world.local_size == self._world.size
 
-    def make(self, ranks: Sequence[int], rank: int, *, one_host: bool) -> Group:
+    def make(self, ranks: Sequence[int], rank: int) -> Group:
         """A group of ranks as the whole world numbers them, made by its members only, of whom
         this one is `rank`.
         """
@@ -84,17 +77,15 @@ class WorldGroups:
         with loopback(self.on_one_host):
             group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False)
         assert group is not None
-        return self.take(Group.of(group), one_host=one_host)
+        return self.take(Group.of(group))
 
-    def take(self, group: Group, *, one_host: bool = False) -> Group:
-        """Fit out a group that is there. `one_host`: its ranks are on one, those of the world
-        are not.
-        """
+    def take(self, group: Group) -> Group:
+        """Fit out a group that is there."""
         self.made.append(group)
         group.within = dist.group.WORLD
         self._describe(group)
-        self._share_tags(group, one_host=one_host)
-        self._share_host(group)
+        self._compare(group, tensors=self._device.type == "cpu")
+        self._have_twin(group)
         return group
 
     def twin(self, group: Group, timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -147,58 +138,44 @@ class WorldGroups:
             )
         return self._hosts_of[group]
 
-    def _share_tags(self, group: Group, *, host: bool = False, one_host: bool = False) -> None:
+    def _compare(self, group: Group, *, tensors: bool) -> None:
         """Have every collective of the group compared before it is issued: on a page of memory
-        where all ranks are on one host.
-
-        `host`: the group's tensors are on the CPU, whatever the world's device.
+        where all ranks are on one host. There its `tensors`, if on the CPU, share memory too.
         """
-        group.waits = host or self._device.type == "cpu"
-        if group.size == 1 or group.fingerprints.compares or self._tags == "off":
+        group.waits = tensors
+        if group.opened or group.size == 1 or self._tags == "off":
+            group.opened = True
             return
+        group.opened = True
         name = group.process_group.group_name
-        if sys.platform == "linux" and (one_host or self.on_one_host):
-            group.fingerprints = self._owner.own(
-                share_page(self._store, name, group.rank, group.ranks, self._timeout)
-            )
-            self._share_memory(group, name)
-        elif self._tags == "all":
-            group.fingerprints = self._owner.own(
-                ExchangedFingerprints(
-                    self._store, name, self.twin(group), group.ranks, self._timeout
-                )
+        store = dist.PrefixStore(f"host/{name}", self._store)
+        group.share_host(store, self._timeout, node=self._node, tensors=tensors)
+        if self._tags == "all" and not group.fingerprints.compares:
+            group.fingerprints = ExchangedFingerprints(
+                self._store, name, self.twin(group), group.ranks, self._timeout
             )
         if group.fingerprints.compares:
             group.timeout = self._timeout
 
-    def _share_memory(self, group: Group, name: str) -> None:
-        """Where tensors are on the CPU of one host, they may travel through its memory."""
-        if group.waits and possible():
-            group.memory = self._owner.own(
-                share_memory(self._store, f"memory/{name}", group, self._timeout)
-            )
-
-    def _share_host(self, group: Group) -> None:
+    def _have_twin(self, group: Group) -> None:
         """On GPUs, give the group a twin for CPU tensors."""
         if self._device.type == "cpu" or group.host is not group:
             return
         group.host = Group.of(self.twin(group))
         group.host.within = group.within
         self.made.append(group.host)
-        self._share_tags(group.host, host=True)
+        self._compare(group.host, tensors=True)
 
 
 _UNABLE = 0  # of a rank that cannot share memory with anybody
 
 
-def find_hosts(
-    group: Group, node: int, subgroup: Callable[[Sequence[int], bool], Group]
-) -> Hosts | None:
+def find_hosts(group: Group, node: int, subgroup: Callable[[Sequence[int]], Group]) -> Hosts | None:
     """The group's ranks by host; None where that is of no use: one host, or one rank on each. Every
     member calls it.
 
-    `subgroup(ranks, one_host)` makes a group of world ranks. Ranks that the launcher says to be on
-    different nodes are, for us, on different hosts.
+    `subgroup(ranks)` makes a group of world ranks. Ranks that the launcher says to be on different
+    nodes are, for us, on different hosts.
     """
     mine = torch.tensor([_number_of(node) if possible() else _UNABLE])
     numbers: list[int] = group.all_gather(
@@ -213,13 +190,13 @@ def find_hosts(
         return None
     owners = min(counts) if len(counts) == 1 else 1
     here = members[numbers[group.rank]]
-    local = subgroup(here, True)
+    local = subgroup(here)
     partners = (
         [ranks[local.rank] for ranks in members.values()]
         if local.rank < owners
         else [here[local.rank]]
     )
-    return Hosts(local, subgroup(partners, False), owners)
+    return Hosts(local, subgroup(partners), owners)
 
 
 def _number_of(node: int) -> int:

@@ -96,7 +96,7 @@ class World:
             timeout=timeout,
             tags=tags,
             tuning=self.tuning,
-            subgroup=self._subgroup,
+            subgroup=self.subgroup,
         )
         self.group = Group.default()
         self._groups.take(self.group)
@@ -193,17 +193,12 @@ class World:
         """A Group of some ranks (numbers in this world, in the order in which they shall count).
         Called by its members, all of them, only.
         """
-        return self._subgroup(ranks, one_host=False)
-
-    def _subgroup(self, ranks: Sequence[int], one_host: bool) -> Group:
         if len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
             raise UsageError("not-ranks-of-world", ranks=list(ranks), last=self.size - 1)
         if self.rank not in ranks:
             raise UsageError("not-in-subgroup", rank=self.rank, ranks=list(ranks))
         whole = self.group.ranks  # other numbers where some have died (go_on_among)
-        return self._groups.make(
-            [whole[rank] for rank in ranks], whole[self.rank], one_host=one_host
-        )
+        return self._groups.make([whole[rank] for rank in ranks], whole[self.rank])
 
     def for_messages(self) -> dist.ProcessGroup:
         """A process group over gloo for messages from point to point, which are listened for as
@@ -219,7 +214,7 @@ class World:
         old ones has to be made anew.
         """
         ranks = [self.group.ranks.index(rank) for rank in ranks]
-        group = self._subgroup(ranks, one_host=False)
+        group = self.subgroup(ranks)
         self.rank, self.size, self.group, self.control = group.rank, group.size, group, group.host
         group.watched = True
         self._open[group.process_group] = self

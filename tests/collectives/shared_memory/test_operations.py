@@ -12,10 +12,10 @@ from torch import Tensor
 
 import lockstep
 from lockstep import collectives
-from lockstep.collectives.shared_memory.exchange import PIECE, SLOTS
+from lockstep.collectives import group as module
+from lockstep.collectives.shared_memory.exchange import AT_ONCE, PIECE, SLOTS
 from lockstep.errors import CollectiveTimeout
 from lockstep.testing import run_ranks
-from lockstep.world import groups as module
 from tests.collectives.numbers import folded
 from tests.refused import refused
 
@@ -58,6 +58,33 @@ def test_everybody_has_the_bits_of_the_balanced_tree(workers: int) -> None:
             assert torch.equal(first, exact.to(first.dtype)) or torch.allclose(
                 first.double(), exact, rtol=1e-2, atol=1e-3
             )
+
+
+def by_slices(world: lockstep.World) -> None:
+    """What is added up slice by slice has the bits of what every rank adds up for itself."""
+    for dtype, op in [
+        (torch.float32, "sum"),
+        (torch.float32, "mean"),
+        (torch.float64, "prod"),
+        (torch.bfloat16, "mean"),
+        (torch.int16, "max"),
+        (torch.complex64, "sum"),
+    ]:
+        large = noise(world.rank, 2 * PIECE // dtype.itemsize + 77).mul(9).to(dtype)
+        small = [part.clone() for part in large.split(AT_ONCE // 8)]
+        collectives.all_reduce(large, op, algorithm="shared_memory")  # type: ignore[call-overload]
+        for part in small:
+            collectives.all_reduce(part, op, algorithm="shared_memory")  # type: ignore[call-overload]
+        assert torch.equal(large, torch.cat(small)), (dtype, op)
+    askew = noise(world.rank, 300_000).view(500, 600).t()
+    summed = collectives.all_reduce(askew.clone(), algorithm="shared_memory")
+    collectives.all_reduce(askew, algorithm="shared_memory")
+    assert torch.equal(askew, summed)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_large_tensors_are_added_up_slice_by_slice(workers: int) -> None:
+    run_ranks(by_slices, workers)
 
 
 def test_the_tree_is_balanced_over_pairs_of_neighbours() -> None:

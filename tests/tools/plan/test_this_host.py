@@ -17,12 +17,12 @@ from lockstep.tools.plan import this_host
 def test_the_small_message_is_as_long_as_the_facts_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes, real = set(), Group.all_reduce_small
+    sizes, real = set(), Group.all_reduce
 
     def heard(group: Group, tensor: Tensor, *more: Any) -> Work:
         sizes.add(tensor.numel())
         return real(group, tensor, *more)
 
-    monkeypatch.setattr(Group, "all_reduce_small", heard)
+    monkeypatch.setattr(Group, "all_reduce", heard)
     this_host._on_rank(4096, Parallelism(), "cpu")
     assert sizes == {numbers(1)}

@@ -25,12 +25,14 @@ from lockstep.collectives.shared_memory.waits import Flag
 
 PIECE = 2**20  # bytes
 SLOTS = 4
+AT_ONCE = 2**17  # bytes: what every rank adds up all of
 
 
 class Slots(Protocol):
     """What an Exchange needs of the group's shared memory (operations.py)."""
 
     written: Flag
+    reduced: Flag
     read: Flag
 
     @property
@@ -41,6 +43,7 @@ class Slots(Protocol):
         self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0
     ) -> Tensor: ...
     def finish(self, work: Exchange) -> None: ...
+    def compare(self, number: int) -> None: ...
 
 
 class Exchange(ABC):
@@ -96,14 +99,24 @@ class Exchange(ABC):
         self.slots.written.post(self.first + self._ahead)
 
     def complete(self) -> None:
+        """Do all of it, waiting for the others."""
         for piece in range(self.pieces):
-            if self._ahead <= piece:
-                self.slots.read.until(self._freed(piece))
-                self._write()
-            self.write_ahead()
-            self.slots.written.until(self.first + piece + 1)
+            self._meet(piece)
             self.take(piece)
             self.slots.read.post(self.first + piece + 1)
+        self._end()
+
+    def _meet(self, piece: int) -> None:
+        """Return when everybody has written this piece, and means the same by it."""
+        if self._ahead <= piece:
+            self.slots.read.until(self._freed(piece))
+            self._write()
+        self.write_ahead()
+        self.slots.written.until(self.first + piece + 1)
+        if piece == 0:
+            self.slots.compare(self.number)
+
+    def _end(self) -> None:
         for flat, tensor in self._results:
             _copy_back(flat, tensor)
         self.finished = True
@@ -113,6 +126,8 @@ class Exchange(ABC):
 
 
 class AllReduce(Exchange):
+    """Of a small tensor: every rank adds up all of it."""
+
     def __init__(self, slots: Slots, first: int, tensor: Tensor, op: Op) -> None:
         flat = _flat(tensor, working_dtype(tensor))
         super().__init__(slots, first, _cut(flat), [(flat, tensor)])
@@ -121,6 +136,59 @@ class AllReduce(Exchange):
     def take(self, piece: int) -> None:
         mine = self._mine[piece]
         fold([self.slot(rank, piece, mine) for rank in range(self.slots.size)], self._op, mine)
+
+
+class AllReduceBySlices(AllReduce):
+    """Of a large tensor: a rank adds up its slice of each piece, and gives the sum to the others in
+    its slot, where its own part of that slice would lie. A second synchronisation a piece, which
+    is waited for a piece later.
+    """
+
+    def __init__(self, slots: Slots, first: int, tensor: Tensor, op: Op) -> None:
+        super().__init__(slots, first, tensor, op)
+        share = 64 * slots.size
+        self._slices = [each.split(-(-len(each) // share) * 64) for each in self._mine]
+
+    def give(self, piece: int) -> None:
+        for rank, part in self._others(piece):
+            self._place(self.slots.rank, piece, rank).copy_(part)
+
+    def take(self, piece: int) -> None:
+        """Add up this rank's slice."""
+        size, mine = self.slots.size, self.slots.rank
+        if mine < len(self._slices[piece]):
+            own = self._slices[piece][mine]
+            parts = [self._place(rank, piece, mine) for rank in range(size)]
+            total, parts[mine] = parts[mine], own
+            fold(parts, self._op, own)
+            total.copy_(own)
+        self.slots.reduced.post(self.first + piece + 1)
+
+    def complete(self) -> None:
+        for piece in range(self.pieces):
+            self._meet(piece)
+            self.take(piece)
+            if piece:
+                self._collect(piece - 1)
+        self._collect(self.pieces - 1)
+        self._end()
+
+    def _collect(self, piece: int) -> None:
+        """Copy the others' slices of the sum."""
+        self.slots.reduced.until(self.first + piece + 1)
+        for rank, part in self._others(piece):
+            part.copy_(self._place(rank, piece, rank))
+        self.slots.read.post(self.first + piece + 1)
+
+    def _others(self, piece: int) -> list[tuple[int, Tensor]]:
+        return [
+            (rank, part) for rank, part in enumerate(self._slices[piece]) if rank != self.slots.rank
+        ]
+
+    def _place(self, whose: int, piece: int, rank: int) -> Tensor:
+        """Where the slice of `rank` lies in a slot."""
+        slices = self._slices[piece]
+        return self.slot(whose, piece, slices[rank], rank * slices[0].nbytes)
 
 
 class Broadcast(Exchange):

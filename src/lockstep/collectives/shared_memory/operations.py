@@ -31,10 +31,12 @@ from lockstep.collectives.fingerprints import Uncompared, call_site, timed_out
 from lockstep.collectives.reduce_op import Op, check_op
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.exchange import (
+    AT_ONCE,
     PIECE,
     SLOTS,
     AllGather,
     AllReduce,
+    AllReduceBySlices,
     Broadcast,
     Exchange,
     ReduceScatter,
@@ -46,7 +48,7 @@ from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
 # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in
 # pairs
 _LINE = 16
-_FLAGS = 6
+_FLAGS = 7
 _PAGE = 4096
 _VIEWS = 1024
 
@@ -143,7 +145,8 @@ class HostMemory:
             Flag(self._waits, [rank * _LINE + word for rank in range(group.size)], group.rank)
             for word in range(_FLAGS)
         ]
-        self.written, self.read, self.ready, self.done, self._updated, self._copied = flags
+        self.written, self.reduced, self.read, self.ready, self.done, *gathered = flags
+        self._updated, self._copied = gathered
         self._sums = 0  # started
         self._gathers = 0
         # of slots: a view takes longer to make than a small message
@@ -163,15 +166,17 @@ class HostMemory:
         """
         check_op(op, tensor)
         self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
-        return self._start(lambda first: AllReduce(self, first, tensor, op))
+        how = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
+        return self._start(how(self, self._given, tensor, op))
 
-    def broadcast(self, tensor: Tensor, root: int = 0, place: str | None = None) -> Exchange:
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
+    ) -> Exchange:
         """Start to replace `tensor` on every rank by that of rank `root`."""
         check_root(root, self.size)
-        self._group.announce(
-            "broadcast", tensor, f"from {root}", place, tensor.nbytes if self.rank == root else 0
-        )
-        return self._start(lambda first: Broadcast(self, first, tensor, root))
+        sends = tensor.nbytes if self.rank == root else 0
+        self._group.announce("broadcast", tensor, f"from {root}", place, sends, text)
+        return self._start(Broadcast(self, self._given, tensor, root))
 
     def all_gather(
         self,
@@ -182,7 +187,7 @@ class HostMemory:
     ) -> Exchange:
         """Start to fill `everybodys[r]` with rank r's `tensor`, all of one shape and dtype."""
         self._group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
-        return self._start(lambda first: AllGather(self, first, everybodys, tensor))
+        return self._start(AllGather(self, self._given, everybodys, tensor))
 
     def reduce_scatter(
         self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None
@@ -192,10 +197,9 @@ class HostMemory:
         """
         check_op(op, tensor)
         self._group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
-        return self._start(lambda first: ReduceScatter(self, first, tensor, parts, op))
+        return self._start(ReduceScatter(self, self._given, tensor, parts, op))
 
-    def _start(self, make: Callable[[int], Exchange]) -> Exchange:
-        work = make(self._given)
+    def _start(self, work: Exchange) -> Exchange:
         work.number = self._group.number
         self._given += work.pieces
         self._open.append(work)
@@ -313,6 +317,10 @@ class HostMemory:
                     start : start + numel * dtype.itemsize
                 ].view(dtype)
         return found
+
+    def compare(self, number: int) -> None:
+        """See that all ranks, which have come to collective `number`, mean the same by it."""
+        self._group.wait_for_all(number)
 
     def finish(self, work: Exchange | Sum) -> None:
         """Do everything that was started before this, and this."""

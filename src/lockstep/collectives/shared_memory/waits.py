@@ -2,10 +2,10 @@
 cost of the process awaited.
 
 While every rank has a core: a short spin, which is all that is mostly needed; then the core is
-given away; then naps. Where ranks share cores a rank that looks again and again takes time from the
-very one that it waits for, so it sleeps until it is woken: with the kernel's futex, for which Python
-has no function. A sleeper says what it saw; the kernel looks again before it puts it to sleep, so no
-change is missed. x86-64 Linux, like all of this room.
+given away for a while; then naps. Where ranks share cores the core is given away at once, and then
+a rank sleeps until it is woken: with the kernel's futex, for which Python has no function. A sleeper
+says what it saw; the kernel looks again before it puts it to sleep, so no change is missed. x86-64
+Linux, like all of this room.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Waits:
             behind := next((place for place in places if view[place] < least), None)
         ) is not None:
             now = time.monotonic()
+            if now - begin < _YIELDS:
+                os.sched_yield()
+                continue
             if self._crowded:
                 if (seen := view[behind]) < least:
                     futex_sleep(self._address + _WORD * behind, seen, _LOOK)
-            elif now - begin < _YIELDS:
-                os.sched_yield()
-                continue
             else:
                 nap = min(_LONGEST_NAP, nap + 0.00002)
                 time.sleep(nap)

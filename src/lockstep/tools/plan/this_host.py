@@ -79,9 +79,7 @@ def _on_rank(largest: int, method: Parallelism, device: Device) -> tuple[Fit, fl
             {bucket.sum.nbytes: partial(_sum, carrier, bucket) for bucket in buckets}, world
         )
         note = torch.zeros(numbers(world.size), dtype=torch.float64, device=world.device)
-        small = take_turns({"small": lambda: group.all_reduce_small(note).wait()}, 15, world)[
-            "small"
-        ]
+        small = take_turns({"small": lambda: group.all_reduce(note).wait()}, 15, world)["small"]
         return line, statistics.median(small)
 
 

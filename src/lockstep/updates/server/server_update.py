@@ -278,7 +278,7 @@ class ServerUpdate(Update):
                 self._followed = self._shards.steps
             changed = self._buffers.changed(wanted=True)
             facts = torch.tensor([self._buffers.since, *changed], dtype=torch.float64)
-            self._everyone.host.all_reduce_small(facts, place="for the facts of a meeting").wait()
+            self._everyone.host.all_reduce(facts, place="for the facts of a meeting").wait()
             total, *moved = facts.tolist()
             self._buffers.meet(moved, total)
         self._note_applied()

@@ -18,15 +18,15 @@ stand for what its copies and meetings cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.collectives.network import Link, Network
+from lockstep.collectives.work import Work
 from lockstep.config.parallelism import Parallelism
 from lockstep.gradients.exact import ExactInMemory
 from lockstep.gradients.facts import numbers
@@ -85,15 +85,15 @@ def in_memory(reduction: Reduction) -> bool:
 def link_of(world: World, reduction: Reduction) -> Link:
     """Measured by all ranks of a world of two or more; the same on all."""
     shared = world.group.memory if in_memory(reduction) else None
-    carrier = world.group if shared is None else shared
+    reduce = world.group.all_reduce_by_backend if shared is None else shared.all_reduce
     tensors = [torch.zeros(size // 4, device=world.device) for size in _SIZES]
     return link_in(
-        measured({each.nbytes: partial(_sum, carrier, each) for each in tensors}, world), world.size
+        measured({each.nbytes: partial(_sum, reduce, each) for each in tensors}, world), world.size
     )
 
 
-def _sum(carrier: Any, tensor: Tensor) -> None:
-    carrier.all_reduce(tensor).wait()
+def _sum(reduce: Callable[[Tensor], Work], tensor: Tensor) -> None:
+    reduce(tensor).wait()
 
 
 def link_in(line: Fit, workers: int) -> Link:
