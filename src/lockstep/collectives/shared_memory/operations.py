@@ -131,10 +131,10 @@ class HostMemory:
     ) -> None:
         self._group = group
         self._more = more
-        self._words = memoryview(memory)[: _header(group.size)].cast("q")
+        words = memoryview(memory)[: _header(group.size)].cast("q")
         self._octets = torch.frombuffer(memory, dtype=torch.uint8)
         self._waits = Waits(
-            self._words,
+            words,
             self._octets.data_ptr(),
             crowded=crowded,
             look=group.look,
@@ -158,7 +158,7 @@ class HostMemory:
 
     def close(self) -> None:
         """Forget the memory; it goes with the last process that maps it."""
-        self._words.release()
+        self._waits.close()
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Exchange:
         """Start to replace `tensor` on every rank by the sum (mean, max, min, prod) over all

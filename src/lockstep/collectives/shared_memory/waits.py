@@ -47,6 +47,11 @@ class Waits:
         self._look = look
         self._late, self._timeout = late, timeout
 
+    def close(self) -> None:
+        """Forget the memory, and the group that it is of."""
+        self._view.release()
+        del self._look, self._late, self._timeout
+
     def nap(self) -> None:
         """From now on sleep until woken: for waits on a thread beside one that computes, which
         looking again and again would keep from the interpreter. All ranks call it.
