@@ -39,7 +39,7 @@ _WORD = 8  # bytes
 _HEADER_SIZE = 64
 _TAG = 256  # bytes: 8 of number, the rest text
 _RING = 128  # tags; a rank that runs further ahead is not compared
-_BLOCK = _HEADER_SIZE + _RING * _TAG
+BLOCK = _HEADER_SIZE + _RING * _TAG  # bytes of a page for each rank
 _LOOK_FOR_THE_DEAD = 0.1  # seconds
 _LET_THE_OTHERS_COME = 0.5  # seconds, so that a mismatch can tell what each rank called
 _LIBRARY = str(Path(__file__).parents[1]) + os.sep
@@ -86,8 +86,8 @@ class HostFingerprints(Uncompared):
         self._rank = rank
         self._ranks = tuple(ranks)  # numbers in the world, for messages
         self._others = [other for other in range(len(ranks)) if other != rank]
-        self._mine = rank * _BLOCK // _WORD
-        _HEADER.pack_into(memory, rank * _BLOCK, 0, 0, os.getpid())
+        self._mine = rank * BLOCK // _WORD
+        _HEADER.pack_into(memory, rank * BLOCK, 0, 0, os.getpid())
 
     def close(self) -> None:
         self._words.release()
@@ -110,7 +110,7 @@ class HostFingerprints(Uncompared):
         mine = memory[start : start + _TAG]
         all_here = True
         for other in self._others:
-            header = other * _BLOCK // _WORD
+            header = other * BLOCK // _WORD
             if words[header + 1]:
                 raise self._mismatch(words[header + 1])
             if words[header] < number:
@@ -168,7 +168,7 @@ class HostFingerprints(Uncompared):
     # -- messages ---------------------------------------------------------------------------------
 
     def _tag(self, rank: int, number: int) -> int:
-        return rank * _BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
+        return rank * BLOCK + _HEADER_SIZE + (number % _RING) * _TAG
 
     def _text(self, rank: int, number: int) -> str | None:
         start = self._tag(rank, number)
@@ -187,11 +187,11 @@ class HostFingerprints(Uncompared):
         )
 
     def _missing(self, number: int) -> list[int]:
-        return [other for other in self._others if self._words[other * _BLOCK // _WORD] < number]
+        return [other for other in self._others if self._words[other * BLOCK // _WORD] < number]
 
     def _look_for_the_dead(self, number: int, among: Sequence[int]) -> None:
         for other in among:
-            latest, _, pid = _HEADER.unpack_from(self._memory, other * _BLOCK)
+            latest, _, pid = _HEADER.unpack_from(self._memory, other * BLOCK)
             if pid and state(pid) == DEAD:
                 last = self._text(other, latest)
                 act = (
@@ -211,11 +211,6 @@ class HostFingerprints(Uncompared):
     def _timeout(self, number: int, timeout: timedelta) -> CollectiveTimeout:
         missing = [self._ranks[other] for other in self._missing(number)]
         return timed_out(number, self._text(self._rank, number), missing, timeout)
-
-
-def page_length(size: int) -> int:
-    """Bytes of the page of so many ranks."""
-    return size * _BLOCK
 
 
 def _without_place(tag: bytes) -> bytes:

@@ -29,12 +29,12 @@ from lockstep.collectives.algorithms import check_root
 from lockstep.collectives.background import Background
 from lockstep.collectives.choose import BUILT_IN
 from lockstep.collectives.fingerprints import (
+    BLOCK,
     HostFingerprints,
     Uncompared,
     call_site,
     describe,
     listed,
-    page_length,
 )
 from lockstep.collectives.reduce_op import REDUCE_OPS, Op, check_op, working_dtype
 from lockstep.collectives.shared_memory.operations import HostMemory, possible, share_memory
@@ -257,7 +257,7 @@ class Group:
         store.wait(keys, timeout)
         if {store.get(key).decode() for key in keys} != {here} or not here:
             return
-        page = share(store, "page", self.rank, self.size, page_length(self.size), timeout)
+        page = share(store, "page", self.rank, self.size, self.size * BLOCK, timeout)
         self.fingerprints = HostFingerprints(page, self.rank, self.ranks, places=places)
         if tensors and possible():
             self.memory = share_memory(store, "memory", self, timeout)
@@ -315,11 +315,9 @@ class Group:
         """
         if self.memory is not None:
             return self.memory.all_reduce(tensor, op, place)
-        return self.all_reduce_by_backend(tensor, op, place)
+        return self.backend_all_reduce(tensor, op, place)
 
-    def all_reduce_by_backend(
-        self, tensor: Tensor, op: Op = "sum", place: str | None = None
-    ) -> Work:
+    def backend_all_reduce(self, tensor: Tensor, op: Op = "sum", place: str | None = None) -> Work:
         """all_reduce, also where the ranks share memory."""
         check_op(op, tensor)
         self.announce(
@@ -347,9 +345,9 @@ class Group:
         """
         if self.memory is not None:
             return self.memory.broadcast(tensor, root, place, text)
-        return self.broadcast_by_backend(tensor, root, place, text)
+        return self.backend_broadcast(tensor, root, place, text)
 
-    def broadcast_by_backend(
+    def backend_broadcast(
         self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
     ) -> Work:
         """broadcast, also where the ranks share memory."""

@@ -98,7 +98,7 @@ class Native(Reduction):
         self._group = group
 
     def start(self, bucket: Bucket) -> Work:
-        return self._group.all_reduce_by_backend(bucket.sum, place=bucket.place)
+        return self._group.backend_all_reduce(bucket.sum, place=bucket.place)
 
 
 class Central(Reduction):
@@ -304,7 +304,7 @@ def _is_quicker(group: Group, candidate: Callable[[], object]) -> bool:
     By the quickest run of each: what a busy machine adds to the others says nothing about the two.
     """
     seconds: tuple[list[float], list[float]] = ([], [])
-    ways: tuple[Callable[[], object], ...] = (partial(_sum, group.all_reduce_by_backend), candidate)
+    ways: tuple[Callable[[], object], ...] = (partial(_sum, group.backend_all_reduce), candidate)
     for _ in range(_TRIALS):
         for found, run in zip(seconds, ways, strict=True):
             begin = perf_counter()

@@ -14,36 +14,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lockstep.collectives.addition_order import fold
 from lockstep.collectives.reduce_op import Op, working_dtype
-from lockstep.collectives.shared_memory.waits import Flag
+
+if TYPE_CHECKING:
+    from lockstep.collectives.shared_memory.operations import HostMemory
 
 PIECE = 2**20  # bytes
 SLOTS = 4
 AT_ONCE = 2**17  # bytes: what every rank adds up all of
-
-
-class Slots(Protocol):
-    """What an Exchange needs of the group's shared memory (operations.py)."""
-
-    written: Flag
-    reduced: Flag
-    read: Flag
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def slot(
-        self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0
-    ) -> Tensor: ...
-    def finish(self, work: Exchange) -> None: ...
-    def compare(self, number: int) -> None: ...
 
 
 class Exchange(ABC):
@@ -51,7 +35,7 @@ class Exchange(ABC):
     `first` on. Kinds say what they `take` from everybody's slots.
 
     Args:
-        slots: of the group.
+        slots: the group's shared memory.
         first: number of this collective's first piece.
         mine: this rank's pieces, which it gives to the others.
         results: flat tensors, and the tensors in which they belong.
@@ -59,7 +43,7 @@ class Exchange(ABC):
 
     def __init__(
         self,
-        slots: Slots,
+        slots: HostMemory,
         first: int,
         mine: Sequence[Tensor],
         results: Sequence[tuple[Tensor, Tensor]],
@@ -128,7 +112,7 @@ class Exchange(ABC):
 class AllReduce(Exchange):
     """Of a small tensor: every rank adds up all of it."""
 
-    def __init__(self, slots: Slots, first: int, tensor: Tensor, op: Op) -> None:
+    def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
         flat = _flat(tensor, working_dtype(tensor))
         super().__init__(slots, first, _cut(flat), [(flat, tensor)])
         self._op = op
@@ -144,7 +128,7 @@ class AllReduceBySlices(AllReduce):
     is waited for a piece later.
     """
 
-    def __init__(self, slots: Slots, first: int, tensor: Tensor, op: Op) -> None:
+    def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
         super().__init__(slots, first, tensor, op)
         share = 64 * slots.size
         self._slices = [each.split(-(-len(each) // share) * 64) for each in self._mine]
@@ -192,7 +176,7 @@ class AllReduceBySlices(AllReduce):
 
 
 class Broadcast(Exchange):
-    def __init__(self, slots: Slots, first: int, tensor: Tensor, root: int) -> None:
+    def __init__(self, slots: HostMemory, first: int, tensor: Tensor, root: int) -> None:
         flat = _flat(tensor, tensor.dtype)
         super().__init__(slots, first, _cut(flat), [(flat, tensor)])
         self._root = root
@@ -208,7 +192,7 @@ class Broadcast(Exchange):
 
 class AllGather(Exchange):
     def __init__(
-        self, slots: Slots, first: int, everybodys: Sequence[Tensor], tensor: Tensor
+        self, slots: HostMemory, first: int, everybodys: Sequence[Tensor], tensor: Tensor
     ) -> None:
         flats = [_flat(each, each.dtype) for each in everybodys]
         results = list(zip(flats, everybodys, strict=True))
@@ -224,7 +208,7 @@ class ReduceScatter(Exchange):
     """A slot holds a chunk for every rank."""
 
     def __init__(
-        self, slots: Slots, first: int, tensor: Tensor, parts: Sequence[Tensor], op: Op
+        self, slots: HostMemory, first: int, tensor: Tensor, parts: Sequence[Tensor], op: Op
     ) -> None:
         working = working_dtype(tensor)
         self._room = PIECE // slots.size // 64 * 64  # bytes
@@ -244,18 +228,16 @@ class ReduceScatter(Exchange):
 
 
 def _flat(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Its elements side by side: itself, or a copy. Of a tensor of inference mode a copy, which
-    can be written to anywhere.
+    """Its elements side by side on the CPU: itself, or a copy. Of a tensor of inference mode a
+    copy, which can be written to anywhere.
     """
     if tensor.is_inference():
         with torch.inference_mode(False):
-            return tensor.reshape(-1).to(dtype, copy=True)
+            return tensor.reshape(-1).to("cpu", dtype, copy=True)
     tensor = tensor.detach()
-    return (
-        tensor.view(-1)
-        if dtype == tensor.dtype and tensor.is_contiguous()
-        else tensor.reshape(-1).to(dtype, copy=True)
-    )
+    if tensor.is_cpu and dtype == tensor.dtype and tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.reshape(-1).to("cpu", dtype, copy=True)
 
 
 def _copy_back(flat: Tensor, tensor: Tensor) -> None:

@@ -20,14 +20,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.collectives.algorithms import check_root
-from lockstep.collectives.fingerprints import Uncompared, call_site, timed_out
+from lockstep.collectives.fingerprints import call_site, timed_out
 from lockstep.collectives.reduce_op import Op, check_op
 from lockstep.collectives.schedule import slice_of
 from lockstep.collectives.shared_memory.exchange import (
@@ -45,37 +45,15 @@ from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
 
+if TYPE_CHECKING:
+    from lockstep.collectives.group import Group
+
 # words of 8 bytes between two ranks' words: two cache lines, because neighbours are fetched in
 # pairs
 _LINE = 16
 _FLAGS = 7
 _PAGE = 4096
 _VIEWS = 1024
-
-
-class MemoryGroup(Protocol):
-    """What is needed of the group whose ranks share the memory (group.py)."""
-
-    ranks: tuple[int, ...]
-    rank: int
-    size: int
-    number: int
-    timeout: timedelta
-    fingerprints: Uncompared
-
-    def announce(
-        self,
-        kind: str,
-        tensor: Tensor,
-        detail: str,
-        place: str | None,
-        sends: int,
-        text: str | None = None,
-    ) -> int: ...
-    def say(self, text: str) -> None: ...
-    def ended(self, number: int) -> None: ...
-    def look(self, awaited: Sequence[int] = ()) -> None: ...
-    def wait_for_all(self, number: int, timeout: timedelta | None = None) -> None: ...
 
 
 def possible() -> bool:
@@ -88,7 +66,7 @@ def _length(size: int) -> int:
     return _header(size) + size * SLOTS * PIECE
 
 
-def share_memory(store: dist.Store, key: str, group: MemoryGroup, timeout: timedelta) -> HostMemory:
+def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) -> HostMemory:
     """A group's shared memory, and what is allocated in it later. Every member calls it, on a
     host where it is `possible`.
     """
@@ -103,7 +81,7 @@ def share_memory(store: dist.Store, key: str, group: MemoryGroup, timeout: timed
         )
 
 
-def _cores(store: dist.Store, key: str, group: MemoryGroup) -> list[list[int]]:
+def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
     """On which cores each member may run: a launcher may have bound them, each to its own."""
     store.set(f"{key}/cores/{group.rank}", json.dumps(sorted(os.sched_getaffinity(0))))
     return [json.loads(store.get(f"{key}/cores/{rank}")) for rank in range(group.size)]
@@ -124,7 +102,7 @@ class HostMemory:
     def __init__(
         self,
         memory: mmap.mmap,
-        group: MemoryGroup,
+        group: Group,
         more: Callable[[int], mmap.mmap],
         *,
         crowded: bool,

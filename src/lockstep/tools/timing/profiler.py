@@ -233,7 +233,7 @@ def _message() -> float:
     """Of as many numbers as the facts of a step are, over this host's loopback."""
     with init(backend="gloo") as world:
         note = torch.zeros(numbers(world.size), dtype=torch.float64)
-        ways = {"sum": lambda: world.group.all_reduce_by_backend(note).wait()}
+        ways = {"sum": lambda: world.group.backend_all_reduce(note).wait()}
         return statistics.median(take_turns(ways, _MESSAGES, world)["sum"])
 
 
