@@ -120,14 +120,17 @@ def test_the_memory_goes_with_the_process_group() -> None:
     assert run_ranks(one_after_the_other, 2) == [(True, 3.0)] * 2
 
 
-def then_adopted(world: lockstep.World) -> tuple[float, float]:
+def then_adopted(world: lockstep.World) -> list[float]:
     rank = opened(world)
-    first = collectives.all_reduce(torch.tensor([1.0 + rank]))
+    found = [collectives.all_reduce(torch.tensor([1.0 + rank])).item()]
     memory = resolve(None).memory
     with lockstep.init() as adopting:
         assert adopting.group.memory is memory
-        return first.item(), adopting.mean(float(rank), 1.0)
+        found.append(adopting.mean(float(rank), 1.0))
+    found.append(collectives.all_reduce(torch.tensor([2.0 + rank])).item())
+    assert resolve(None).memory not in (None, memory)
+    return found
 
 
-def test_a_world_that_adopts_it_goes_on_with_what_is_there() -> None:
-    assert run_ranks(then_adopted, 2) == [(3.0, 0.5)] * 2
+def test_a_world_that_adopts_it_goes_on_with_what_is_there_and_leaves_it_as_it_was() -> None:
+    assert run_ranks(then_adopted, 2) == [[3.0, 0.5, 5.0]] * 2

@@ -233,7 +233,8 @@ class Group:
             if self.size > 1 and (plain or backend in ("gloo", "lockstep")):
                 store = dist.distributed_c10d._get_process_group_store(self.process_group)
                 self.timeout = _timeout_of(self.process_group)
-                self.share_host(dist.PrefixStore("lockstep", store), self.timeout)
+                turn = store.add(f"lockstep/{self.rank}", 1)  # a World may have forgotten the last
+                self.share_host(dist.PrefixStore(f"lockstep/{turn}", store), self.timeout)
         return self
 
     def share_host(
