@@ -25,7 +25,7 @@ from lockstep.collectives.tensor_spec import (
     room_for,
     scattered_forms,
 )
-from lockstep.collectives.work import Handle
+from lockstep.collectives.work import Handle, Work
 from lockstep.errors import UsageError
 
 IN_MEMORY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
@@ -50,7 +50,7 @@ def all_reduce(
     group: Group, tensor: Tensor, op: Op, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
     """Replace `tensor` on every rank by the sum (mean, ...) over all ranks."""
-    reduce = group.backend_all_reduce if memory is None else memory.all_reduce
+    reduce: Callable[..., Work] = group.backend_all_reduce if memory is None else memory.all_reduce
     return Handle([reduce(tensor, op)], lambda: tensor)
 
 
@@ -58,7 +58,7 @@ def broadcast(
     group: Group, tensor: Tensor, root: int, memory: HostMemory | None = None
 ) -> Handle[Tensor]:
     """Replace `tensor` on every rank by that of rank `root`."""
-    send = group.backend_broadcast if memory is None else memory.broadcast
+    send: Callable[..., Work] = group.backend_broadcast if memory is None else memory.broadcast
     return Handle([send(tensor, root)], lambda: tensor)
 
 

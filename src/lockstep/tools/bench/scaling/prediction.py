@@ -85,7 +85,8 @@ def in_memory(reduction: Reduction) -> bool:
 def link_of(world: World, reduction: Reduction) -> Link:
     """Measured by all ranks of a world of two or more; the same on all."""
     shared = world.group.memory if in_memory(reduction) else None
-    reduce = world.group.backend_all_reduce if shared is None else shared.all_reduce
+    of_backend = world.group.backend_all_reduce
+    reduce: Callable[[Tensor], Work] = of_backend if shared is None else shared.all_reduce
     tensors = [torch.zeros(size // 4, device=world.device) for size in _SIZES]
     return link_in(
         measured({each.nbytes: partial(_sum, reduce, each) for each in tensors}, world), world.size
