@@ -55,6 +55,11 @@ class Uncompared:
         what the others have said of it. Raises CollectiveMismatch.
         """
 
+    def compare(self, number: int) -> None:
+        """All ranks have come to `number`: see that they mean the same by it. Raises
+        CollectiveMismatch.
+        """
+
     def wait(self, number: int, timeout: timedelta) -> None:
         """Return when all ranks have come to collective `number` and mean the same by it."""
 
@@ -99,35 +104,37 @@ class HostFingerprints(Uncompared):
         encoded = text.encode()[: _TAG - _WORD]
         self._memory[start + _WORD : start + _TAG] = encoded.ljust(_TAG - _WORD, b"\0")
         words[start // _WORD] = words[self._mine] = number
-        self._compare(number)
+        self._all_here(number)
 
-    def _compare(self, number: int) -> bool:
+    def compare(self, number: int) -> None:
+        if any([self._differs(other, number) for other in self._others]):
+            raise self._mismatch(number)
+
+    def _all_here(self, number: int) -> bool:
         """Compare with the ranks that have come to `number`; True when all have. Raises
         CollectiveMismatch.
         """
-        words, memory = self._words, self._memory
-        start = self._tag(self._rank, number)
-        mine = memory[start : start + _TAG]
-        all_here = True
+        words, all_here = self._words, True
         for other in self._others:
             header = other * BLOCK // _WORD
             if words[header + 1]:
                 raise self._mismatch(words[header + 1])
             if words[header] < number:
                 all_here = False
-                continue
-            start = self._tag(other, number)
-            theirs = memory[start : start + _TAG]
-            if theirs != mine and self._differ(theirs, mine, number):
+            elif self._differs(other, number):
                 raise self._mismatch(number)
         return all_here
 
-    def _differ(self, theirs: bytes, mine: bytes, number: int) -> bool:
-        """Whether two tags, which are not equal, are both of `number` and speak of different
-        things. Who is far ahead has written over its tag.
+    def _differs(self, other: int, number: int) -> bool:
+        """Whether another rank's tag of `number` speaks of something else. Who is far ahead has
+        written over it.
         """
-        expected = number.to_bytes(_WORD, sys.byteorder)
-        if theirs[:_WORD] != expected or mine[:_WORD] != expected:
+        here, there = self._tag(self._rank, number), self._tag(other, number)
+        mine, theirs = self._memory[here : here + _TAG], self._memory[there : there + _TAG]
+        if (
+            mine == theirs
+            or not self._words[here // _WORD] == number == self._words[there // _WORD]
+        ):
             return False
         return self._places or _without_place(theirs) != _without_place(mine)
 
@@ -137,12 +144,12 @@ class HostFingerprints(Uncompared):
         Raises CollectiveMismatch; PeerFailed when a rank that has not come is dead;
         CollectiveTimeout, naming who did not come.
         """
-        if self._compare(number):
+        if self._all_here(number):
             return
         begin = last_look = time.monotonic()
         pause = 0.0
         status.waits(True)
-        while not self._compare(number):
+        while not self._all_here(number):
             # 0 yields the core: on a host with more ranks than cores the one awaited may need it
             time.sleep(pause)
             now = time.monotonic()
@@ -158,7 +165,7 @@ class HostFingerprints(Uncompared):
         """Compare once, and see whether a rank is dead that has not come to `number`, or that is
         `awaited` (places) in the middle of it.
         """
-        if not self._compare(number):
+        if not self._all_here(number):
             self._look_for_the_dead(number, self._missing(number))
         self._look_for_the_dead(number, awaited)
 
