@@ -119,6 +119,23 @@ def test_many_are_in_flight_and_waited_for_in_any_order() -> None:
     assert run_ranks(in_flight, 3) == [[3.0 * number + 3 for number in range(12)]] * 3
 
 
+def overtaking(world: lockstep.World) -> list[float]:
+    """More than there are slots, and another one when the first slots are free again."""
+    tensors = [torch.full((3,), float(10 * number + world.rank)) for number in range(SLOTS + 3)]
+    handles = [collectives.all_reduce(tensor, async_op=True) for tensor in tensors[:-1]]
+    for handle in handles[: SLOTS - 1]:
+        handle.wait()
+    world.barrier()  # all have read them
+    handles.append(collectives.all_reduce(tensors[-1], async_op=True))
+    for handle in handles:
+        handle.wait()
+    return [tensor[0].item() for tensor in tensors]
+
+
+def test_a_later_one_is_not_written_before_an_earlier_one() -> None:
+    assert run_ranks(overtaking, 2) == [[20.0 * n + 1 for n in range(SLOTS + 3)]] * 2
+
+
 def lost_handles(world: lockstep.World) -> float:
     """What nobody waits for is done when somebody waits for what came after it."""
     for _ in range(3 * SLOTS):

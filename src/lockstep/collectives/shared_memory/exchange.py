@@ -69,8 +69,14 @@ class Exchange(ABC):
         self.slots.finish(self)
 
     def write_ahead(self) -> None:
-        """Write what there is room for, without waiting: the others find it when they come."""
-        while self._ahead < self.pieces and self.slots.read.reached(self._freed(self._ahead)):
+        """Write what there is room for, without waiting: the others find it when they come. In
+        order: where an earlier collective has pieces left, its turn is first.
+        """
+        while (
+            self._ahead < self.pieces
+            and self.slots.put == self.first + self._ahead
+            and self.slots.read.reached(self._freed(self._ahead))
+        ):
             self._write()
 
     def _freed(self, piece: int) -> int:
@@ -80,7 +86,8 @@ class Exchange(ABC):
     def _write(self) -> None:
         self.give(self._ahead)
         self._ahead += 1
-        self.slots.written.post(self.first + self._ahead)
+        self.slots.put = self.first + self._ahead
+        self.slots.written.post(self.slots.put)
 
     def complete(self) -> None:
         """Do all of it, waiting for the others."""

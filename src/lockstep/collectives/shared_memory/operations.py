@@ -131,6 +131,7 @@ class HostMemory:
         self._views: dict[tuple[int, int, torch.dtype, int], Tensor] = {}
         self._slots_begin = _header(group.size)
         self._given = 0  # pieces that started operations have numbered
+        self.put = 0  # pieces that this rank has written
         self._open: deque[Exchange | Sum] = deque()
         self._number = 0  # of the one that is being done
 
