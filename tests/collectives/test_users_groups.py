@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+import lockstep.backend
 from lockstep import collectives
 from lockstep.collectives import group as module
 from lockstep.collectives.api import resolve
@@ -49,8 +50,6 @@ def all_and_some(world: lockstep.World, backend: str) -> list[float]:
 
 @pytest.mark.parametrize("backend", ["gloo", "lockstep"])
 def test_the_whole_group_and_its_parts_ask_the_backend_for_nothing(backend: str) -> None:
-    import lockstep.backend  # noqa: F401
-
     assert run_ranks(all_and_some, 3, args=(backend,)) == [
         [6.0, 4.0, 0.0, 1.0],
         [6.0, 2.0, 6.0, 1.0],
