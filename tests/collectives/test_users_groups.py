@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep
-import lockstep.backend
+import lockstep.backend  # noqa: F401
 from lockstep import collectives
 from lockstep.collectives import group as module
 from lockstep.collectives.api import resolve
