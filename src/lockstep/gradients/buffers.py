@@ -32,16 +32,19 @@ BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The moving buffers of one dtype during a step: where they started, flat, and the sum of their
-    movements, whole and by buffer.
+    """The moving buffers of one dtype during a step, as it found them: where they started, and the
+    sum of their movements, flat and by buffer.
 
     Sums have a row for each slot in exact mode, else one row.
     """
 
     numbers: list[int]
+    buffers: list[Tensor]
+    flats: list[Tensor]
+    """Their elements: of contiguous ones views, which can be written to."""
     start: Tensor
+    starts: Sequence[Tensor]
     moved: Tensor
-    pieces: Sequence[Tensor]
 
 
 class MovingBuffers:
@@ -75,11 +78,11 @@ class MovingBuffers:
         self._agreed = False
         self._shapes = [self._buffer(number).shape for number in range(len(self._owners))]
         self._moving = self._by_dtype(range(len(self._owners)))
-        self._start: dict[int, Tensor] = {}
+        self._watched = list(range(len(self._owners)))  # those that need not move
         self._kinds: list[_Kind] = []
         self._moved = torch.zeros(0)
         self._fresh = True
-        self._touched = torch.zeros(0)
+        self._touched: set[int] = set()
         self._seen: list[tuple[int, int]] = []
 
     def _buffer(self, number: int) -> Tensor:
@@ -110,26 +113,30 @@ class MovingBuffers:
         """A new step: keep the values that every micro-batch starts from. With `slots`,
         movements are added up along the tree of exact mode.
         """
-        self._start, self._kinds, self._fresh = {}, [], True
+        self._kinds, self._fresh = [], True
         kinds = [
             list(numbers)
             for _, numbers in groupby(self._moving, lambda number: self._buffer(number).dtype)
         ]
-        flat = [_flat([self._buffer(number) for number in numbers]) for numbers in kinds]
+        buffers = [[self._buffer(number) for number in numbers] for numbers in kinds]
+        flats = [list(map(_flat, each)) for each in buffers]
+        starts = [torch.cat(each) for each in flats]
         wide = (
-            torch.float64 if any(start.dtype == torch.float64 for start in flat) else torch.float32
+            torch.float64
+            if any(start.dtype == torch.float64 for start in starts)
+            else torch.float32
         )
-        total = sum(start.numel() for start in flat)
+        sizes = [start.numel() for start in starts]
         self._moved = torch.full(
-            (max(1, slots), total), ABSENT if slots else 0.0, dtype=wide, device=self._device
+            (max(1, slots), sum(sizes)), ABSENT if slots else 0.0, dtype=wide, device=self._device
         )
-        for numbers, start, piece in zip(
-            kinds, flat, self._moved.split([start.numel() for start in flat], 1), strict=True
-        ):
-            sizes = [real(self._buffer(number)).numel() for number in numbers]
-            self._start.update(zip(numbers, start.split(sizes), strict=True))
-            self._kinds.append(_Kind(numbers, start, piece, piece.split(sizes, 1)))
-        self._touched = torch.zeros(len(self._owners), dtype=torch.int64)
+        self._kinds = [
+            _Kind(numbers, found, flat, start, start.split([each.numel() for each in flat]), moved)
+            for numbers, found, flat, start, moved in zip(
+                kinds, buffers, flats, starts, self._moved.split(sizes, 1), strict=True
+            )
+        ]
+        self._touched = set()
         self._seen = self._marks()
 
     @property
@@ -141,40 +148,54 @@ class MovingBuffers:
     def open(self) -> None:
         """A micro-batch begins: it finds the step's starting values."""
         if not self._fresh:
-            for number, start in self._start.items():
-                if not self._resized(number):
-                    buffer = real(self._buffer(number))
-                    buffer.copy_(start.view(buffer.shape))
+            for kind in self._kinds:
+                self._write(kind, kind.starts)
         self._fresh = False
         self._seen = self._marks()
+
+    def _same(self, kind: _Kind) -> bool:
+        """Whether `flats` are still the elements of this kind's buffers."""
+        return all(
+            self._buffer(number) is buffer and buffer.is_contiguous()
+            for number, buffer in zip(kind.numbers, kind.buffers, strict=True)
+        )
+
+    def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
+        """Give these values to a kind's buffers, but for caches."""
+        if self._same(kind):
+            torch._foreach_copy_(kind.flats, values)
+            return
+        for number, value in zip(kind.numbers, values, strict=True):
+            if not self._resized(number):
+                buffer = real(self._buffer(number))
+                buffer.copy_(value.view(buffer.shape))
 
     @torch.no_grad()
     def shut(self, weight: float | Tensor, slot: int = 0) -> None:
         """A micro-batch of that weight is over; `slot` is its row."""
         for kind in self._kinds:
-            if self._agreed and not any(map(self._resized, kind.numbers)):
-                now = _flat([self._buffer(number) for number in kind.numbers])
+            if self._agreed and self._same(kind):
+                now = torch.cat(kind.flats)
                 kind.moved[slot].add_(movement(now, kind.start).to(kind.moved) * weight)
                 continue
-            for number, piece in zip(kind.numbers, kind.pieces, strict=True):
+            pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
+            for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
                 if not self._resized(number):
-                    far = movement(_flat([self._buffer(number)]), self._start[number]).to(piece)
-                    piece[slot].add_(far * weight)
+                    far = movement(_flat(self._buffer(number)), start).to(piece)
+                    piece.add_(far * weight)
                     if not self._agreed and far.any():
-                        self._touched[number] = 1
+                        self._touched.add(number)
         self._look()
 
     def _look(self) -> None:
         """Note which buffers this micro-batch has written to so far."""
-        for number, (before, after) in enumerate(zip(self._seen, self._marks(), strict=True)):
+        for number, before, after in zip(self._watched, self._seen, self._marks(), strict=True):
             if before != after and not self._resized(number):
-                self._touched[number] = 1
+                self._touched.add(number)
 
     def _marks(self) -> list[tuple[int, int]]:
         """What changes when a buffer is written to: the tensor itself, or its version."""
-        return [
-            (id(buffer), buffer._version) for buffer in map(self._buffer, range(len(self._owners)))
-        ]
+        return [(id(buffer), buffer._version) for buffer in map(self._buffer, self._watched)]
 
     @property
     def newly_moving(self) -> bool:
@@ -184,9 +205,7 @@ class MovingBuffers:
         if not self._agreed:
             return False
         self._look()
-        return any(
-            self._touched[number] for number in set(range(len(self._owners))) - set(self._moving)
-        )
+        return bool(self._touched)
 
     @torch.no_grad()
     def finish(self, weight: float, newly_moving: bool) -> None:
@@ -195,13 +214,13 @@ class MovingBuffers:
         """
         if self._moving:
             self._group.all_reduce(self._moved, place="for buffers").wait()
-            self._moved[:1] = add_rows(self._moved).mul_(1 / weight if weight > 0 else 0.0)
+            if len(self._moved) > 1:
+                self._moved[0] = add_rows(self._moved)
+            self._moved[0] *= 1 / weight if weight > 0 else 0.0
         for kind in self._kinds:
-            for number, (piece, *_) in zip(kind.numbers, kind.pieces, strict=True):
-                if not self._resized(number):
-                    buffer = real(self._buffer(number))
-                    buffer.copy_(moved_by(self._start[number], piece).view(buffer.shape))
-        self._start, self._kinds = {}, []
+            after = moved_by(kind.start, kind.moved[0])
+            self._write(kind, after.split([start.numel() for start in kind.starts]))
+        self._kinds = []
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
 
@@ -209,7 +228,8 @@ class MovingBuffers:
         """Settle which buffers move: those that any rank's forward has written to so far."""
         known = set(self._moving) if self._agreed else set()
         if self._owners:
-            touched = self._touched.to(self._device)
+            touched = torch.zeros(len(self._owners), dtype=torch.int64, device=self._device)
+            touched[list(self._touched)] = 1
             self._group.all_reduce(touched, "max", place="for the list of moving buffers").wait()
             moving = known | self._always | set(touched.nonzero().flatten().tolist())
             for number in sorted(moving - known) if take_from_first else ():
@@ -217,6 +237,7 @@ class MovingBuffers:
                     self._buffer(number), place="for a buffer that began to move"
                 ).wait()
             self._moving = self._by_dtype(moving)
+            self._watched = sorted(set(self._watched) - moving)
         self._agreed = True
 
 
@@ -224,9 +245,9 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _flat(buffers: Sequence[Tensor]) -> Tensor:
-    """A copy of all elements, one after the other."""
-    return torch.cat([real(buffer).detach().reshape(-1) for buffer in buffers])
+def _flat(buffer: Tensor) -> Tensor:
+    """All elements, one after the other."""
+    return real(buffer).detach().reshape(-1)
 
 
 def movement(now: Tensor, before: Tensor) -> Tensor:
@@ -234,9 +255,7 @@ def movement(now: Tensor, before: Tensor) -> Tensor:
     1 moves by 1; inf minus inf is no movement.
     """
     now, before = _countable(now), _countable(before)
-    return torch.where(
-        now == before, torch.zeros((), dtype=now.dtype, device=now.device), now - before
-    )
+    return torch.where(now == before, 0, now - before)
 
 
 def moved_by(before: Tensor, moved: Tensor) -> Tensor:

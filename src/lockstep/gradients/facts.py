@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,14 +61,13 @@ class FactsMessage:
     """
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
-        self._group = group
-        self._values = torch.zeros(
-            numbers(group.size) + 2 * slots, dtype=torch.float64, device=device
-        )
+        self._group, self._device, self._slots = group, device, slots
+        # a list where the host knows them: a tensor takes microseconds a number
+        self._values: Any = [0.0] * numbers(group.size) + [ABSENT] * (2 * slots)
+        if device.type != "cpu":
+            self._values = torch.zeros(len(self._values), dtype=torch.float64, device=device)
+            self._values[numbers(group.size) :].fill_(ABSENT)
         self._sum: Reading | None = None
-        self._slots = slots
-        self._by_slot = self._values[numbers(group.size) :].view(2, slots)
-        self._by_slot.fill_(ABSENT)
 
     @property
     def sent(self) -> bool:
@@ -76,9 +76,12 @@ class FactsMessage:
     def add(self, weight: float | Tensor, loss: Tensor, slot: int = 0) -> None:
         """Count a micro-batch: its weight and its sum of losses."""
         assert not self.sent
+        if self._device.type == "cpu":
+            weight, loss = float(weight), loss.item()
         if self._slots:
-            self._by_slot[0, slot].fill_(weight)
-            self._by_slot[1, slot] = loss
+            first = numbers(self._group.size)
+            self._put(first + slot, weight)
+            self._values[first + self._slots + slot] = loss
         self._values[_WEIGHT] += weight
         self._values[self._mine("losses")] += loss
 
@@ -98,9 +101,11 @@ class FactsMessage:
         self._put(self._mine("digests"), digest)
         self._put(self._mine("digesting"), seconds)
 
-    def _put(self, place: int, value: float) -> None:
-        # a number that is assigned is copied from the host, which waits for the GPU
-        self._values[place].fill_(value)
+    def _put(self, place: int, value: float | Tensor) -> None:
+        if self._device.type == "cpu":
+            self._values[place] = value
+        else:  # a number that is assigned is copied from the host, which waits for the GPU
+            self._values[place].fill_(value)
 
     def _mine(self, row: str) -> int:
         return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
@@ -110,6 +115,8 @@ class FactsMessage:
             self._put(_STOP, 1)
         if newly_moving:
             self._put(_NEWLY_MOVING, 1)
+        if self._device.type == "cpu":
+            self._values = torch.tensor(self._values, dtype=torch.float64)
         self._sum = Reading(
             self._values,
             self._group.all_reduce(self._values, place="for the facts of a step"),
