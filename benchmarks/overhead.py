@@ -30,7 +30,7 @@ from lockstep.tools.timing.tables import table
 
 VARIANTS = ("local", "ddp:25", "wrapper:native", "stepper:native")
 SHARED = ("wrapper:shared", "stepper:shared", "stepper:sharded")
-_MICRO_BATCHES, _SAMPLES = 4, 8  # of a rank; of a micro-batch
+_MICRO_BATCHES, _SAMPLES = 2, 8  # of a rank; of a micro-batch
 
 
 class Many(nn.Module):
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--models", default="digits,many,cnn")
     parser.add_argument("--variants")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     workers = options.workers
     sources: dict[str, Callable[[], lockstep.Task]] = {

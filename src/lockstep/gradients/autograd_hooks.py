@@ -5,6 +5,10 @@ cleared    somebody has replaced what had landed before: an error, it belonged t
 late       its sum is on its way already: an error
 one more   further ones of this parameter may come: it is added to those
 the last   its bucket has one gradient less to wait for, and leaves when it waits for none
+
+A call of Python for each gradient takes longer than a small one's backward. So a Stepper's small
+gradients, which autograd adds up in their places by itself, only leave a note, and notes are looked
+through when a large gradient lands, or a bucket's last, and when the backward ends.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +29,7 @@ from lockstep.gradients.bucket import Bucket
 from lockstep.gradients.bucket_timeline import BucketTimeline
 from lockstep.gradients.fold import Fold
 
+_SMALL = 2**17  # bytes: to clear the place of a larger one costs more than to call Python
 _CHECKPOINT = os.path.join("torch", "utils", "checkpoint.py")
 
 _NO_GRAPH = (
@@ -51,9 +57,12 @@ class AutogradHooks:
         # by a Stepper: only gradients of its own backward count, and nobody clears them before
         # `finish`
         self.guarded = False
+        self.adds_in_place = False
+        """Whether nobody but autograd touches `.grad`: a small gradient may have its place before it
+        lands.
+        """
         self.expecting = True  # a backward whose gradients count is running
-        self.stray = False
-        """Whether a gradient arrived that was not expected."""
+        self.strayed = False  # a gradient that was not expected has been seen
         self.scale = 1.0
         """What each gradient is multiplied by as it leaves: 1, or the wrapper's 1 / world size."""
         self.end_of_backward: Callable[[], None] | None = None
@@ -66,23 +75,45 @@ class AutogradHooks:
         self.here: list[bool] = []
         """Of each parameter, whether a gradient has landed in this window."""
         self._names: Sequence[str] = ()
+        # small ones that have landed since somebody looked, by number
+        self._noted: dict[int, Tensor] = {}
         self._home: list[Bucket] = []
         self._said: set[str] = set()
 
-    def lay(self, names: Sequence[str], buckets: Sequence[Bucket]) -> None:
-        """The gradients of these parameters have places in these buckets from now on."""
+    def lay(
+        self, names: Sequence[str], parameters: Sequence[Tensor], buckets: Sequence[Bucket]
+    ) -> list[Callable[[Tensor], None]]:
+        """The gradients of these parameters have places in these buckets from now on. Returns what
+        autograd shall call for each.
+        """
         self._names = names
         homes = {span.parameter: bucket for bucket in buckets for span in bucket.spans}
         self._home = [homes[number] for number in range(len(names))]
+        small: set[int] = set()
+        # in the first window each is looked at: whether it is sparse, when it arrives
+        if self.adds_in_place and self.fold.adds_in_place and self.arrivals is None:
+            small = {number for number, each in enumerate(parameters) if each.nbytes <= _SMALL}
+            small -= {bucket.spans[-1].parameter for bucket in buckets}
+        self.fold.keep(small)
         self.arm(buckets)
+        return [
+            partial(self._noted.__setitem__ if number in small else self.landed, number)
+            for number in range(len(names))
+        ]
 
     def arm(self, buckets: Sequence[Bucket]) -> None:
         """Be ready for a closing backward."""
         self._under_way = self._began = False
+        self._noted.clear()
         self.static_graph.begin(len(self._names))
         self.closed = [False] * len(self._names)  # landed in its closing backward, and scaled
         # still to land in the closing backward
         self._expected = [len(bucket.spans) for bucket in buckets]
+
+    @property
+    def stray(self) -> bool:
+        """Whether a gradient arrived that was not expected. Asked outside of `backward`."""
+        return self.strayed or (self.guarded and bool(self._noted))
 
     @property
     def open(self) -> bool:
@@ -101,26 +132,50 @@ class AutogradHooks:
         if not last:
             self.fold.shut()
 
-    def guard(self) -> None:
-        """Count the gradients of the backwards in `backward` only, and have nobody clear them
-        before they are summed.
-        """
-        self.guarded, self.expecting = True, False
-
     @contextmanager
     def backward(self) -> Iterator[None]:
         """The gradients of this block count."""
+        self.strayed = self.stray
+        self._noted.clear()
         before, self.expecting = self.expecting, True
         try:
             yield
         finally:
+            self._look_through()
             self.expecting = before
 
     def landed(self, number: int, parameter: Tensor) -> None:
         """A parameter's hook, called by autograd."""
         if not self.expecting:
-            self.stray = True
+            self.strayed = True
             return
+        self._look_through()
+        self._land(number, parameter)
+
+    def _look_through(self) -> None:
+        """Count the gradients that have only left a note, in the order in which they landed."""
+        if not self._noted:
+            return
+        noted = self._noted.copy()
+        self._noted.clear()
+        if self.on_landed is not None or not self.fold.all_in_place(noted):
+            for number, parameter in noted.items():
+                self._land(number, parameter)
+            return
+        for number in noted:
+            self.here[number] = True
+        if self.arrivals is not None and self.fold.sets_order(closing=self.closing):
+            self.arrivals += noted
+        if self.closing:
+            self._under_way = True
+            for number in noted:
+                if self.closed[number]:
+                    raise self.static_graph.late(number, self._names[number])
+                self.closed[number] = True
+                self._expected[self._home[number].index] -= 1
+            self._leave_full()
+
+    def _land(self, number: int, parameter: Tensor) -> None:
         bucket = self._home[number]
         if self.guarded and self.here[number] and self.fold.cleared(number, landing=True):
             raise UsageError("gradient-cleared", parameter=self._names[number])
@@ -155,8 +210,11 @@ class AutogradHooks:
             if not bucket.sum.is_cuda:  # there nobody asks what was hidden
                 self._timeline.look()
             self._expected[bucket.index] -= 1
-            while len(self._works) < len(self._expected) and self._expected[len(self._works)] == 0:
-                self._leave()
+            self._leave_full()
+
+    def _leave_full(self) -> None:
+        while len(self._works) < len(self._expected) and self._expected[len(self._works)] == 0:
+            self._leave()
 
     def take_in(self, number: int, gradient: Tensor) -> None:
         """Count a gradient that was put into `.grad` by other hands than autograd's."""

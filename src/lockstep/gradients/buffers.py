@@ -16,7 +16,6 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
@@ -26,30 +25,70 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lockstep.collectives.addition_order import ABSENT, add_rows
 from lockstep.collectives.group import Group
+from lockstep.collectives.work import Done, Work
 
 BufferHook = Callable[[Any, dict[str, Tensor]], list[torch.futures.Future[Any]] | None]
+_ROWS = 16  # micro-batches whose movements are worked out at once
 
 
-@dataclass(frozen=True, slots=True)
 class _Kind:
-    """The moving buffers of one dtype during a step, as it found them: where they started, and the
-    sum of their movements, flat and by buffer.
+    """The moving buffers of one dtype: where they started in a step, and the sum of their
+    movements, flat.
 
     Sums have a row for each slot in exact mode, else one row.
     """
 
-    numbers: list[int]
-    buffers: list[Tensor]
-    flats: list[Tensor]
-    """Their elements: of contiguous ones views, which can be written to."""
-    start: Tensor
-    starts: Sequence[Tensor]
-    moved: Tensor
+    def __init__(self, numbers: list[int], places: list[tuple[dict[str, Tensor | None], str]]):
+        self.numbers = numbers
+        found = [tensor for where, name in places if (tensor := where[name]) is not None]
+        self.flats = [_flat(tensor) for tensor in found]
+        """Their elements: of contiguous ones views, which can be written to."""
+        self.start = torch.cat(self.flats)
+        self.starts = self.start.split([flat.numel() for flat in self.flats])
+        self.moved = self.start
+        # that are not in `moved` yet: elements after a micro-batch, its weight and slot
+        self._ended: list[tuple[Tensor, float | Tensor, int]] = []
+
+        self._seen = [
+            (where, name, tensor, tensor.shape, flat.data_ptr())
+            for (where, name), tensor, flat in zip(places, found, self.flats, strict=True)
+        ]
+
+    def same(self) -> bool:
+        """Whether `flats` are still the elements of these buffers."""
+        return all(
+            where[name] is tensor and tensor.shape == shape and tensor.data_ptr() == memory
+            for where, name, tensor, shape, memory in self._seen
+        )
+
+    def begin(self) -> None:
+        """A step begins with what the buffers hold now."""
+        torch.cat(self.flats, out=self.start)
+        self._ended.clear()
+
+    def shut(self, weight: float | Tensor, slot: int) -> None:
+        """A micro-batch of that weight is over."""
+        self._ended.append((torch.cat(self.flats), weight, slot))
+        if len(self._ended) == _ROWS:
+            self.add_up()
+
+    def add_up(self) -> None:
+        """Bring `moved` up to date."""
+        if self._ended:
+            rows, weights, slots = zip(*self._ended, strict=True)
+            far = movement(torch.stack(rows), self.start).to(self.moved)
+            if far.is_cpu:
+                factors = torch.tensor([[float(each)] for each in weights], dtype=far.dtype)
+                self.moved.index_add_(0, torch.tensor(slots), far * factors)
+            else:  # numbers of the host go there without a wait
+                for row, weight, slot in zip(far, weights, slots, strict=True):
+                    self.moved[slot].add_(row * weight)
+            self._ended.clear()
 
 
 class MovingBuffers:
     """The buffers of one model during training. `begin` opens a step, `open` and `shut` enclose
-    a micro-batch, `finish` is collective.
+    a micro-batch, `send` and `finish` are collective.
     """
 
     def __init__(
@@ -81,7 +120,7 @@ class MovingBuffers:
         self._watched = list(range(len(self._owners)))  # those that need not move
         self._kinds: list[_Kind] = []
         self._moved = torch.zeros(0)
-        self._fresh = True
+        self._sum: Work = Done()
         self._touched: set[int] = set()
         self._seen: list[tuple[int, int]] = []
 
@@ -113,56 +152,44 @@ class MovingBuffers:
         """A new step: keep the values that every micro-batch starts from. With `slots`,
         movements are added up along the tree of exact mode.
         """
-        self._kinds, self._fresh = [], True
-        kinds = [
-            list(numbers)
-            for _, numbers in groupby(self._moving, lambda number: self._buffer(number).dtype)
-        ]
-        buffers = [[self._buffer(number) for number in numbers] for numbers in kinds]
-        flats = [list(map(_flat, each)) for each in buffers]
-        starts = [torch.cat(each) for each in flats]
-        wide = (
-            torch.float64
-            if any(start.dtype == torch.float64 for start in starts)
-            else torch.float32
-        )
-        sizes = [start.numel() for start in starts]
-        self._moved = torch.full(
-            (max(1, slots), sum(sizes)), ABSENT if slots else 0.0, dtype=wide, device=self._device
-        )
-        self._kinds = [
-            _Kind(numbers, found, flat, start, start.split([each.numel() for each in flat]), moved)
-            for numbers, found, flat, start, moved in zip(
-                kinds, buffers, flats, starts, self._moved.split(sizes, 1), strict=True
-            )
-        ]
+        if self._kinds and all(kind.same() for kind in self._kinds):
+            for kind in self._kinds:
+                kind.begin()
+        else:
+            self._find()
+        if len(self._moved) != max(1, slots):
+            starts = self.starts
+            wide = [each.dtype for each in starts if each.dtype == torch.float64] or [torch.float32]
+            sizes = [start.numel() for start in starts]
+            self._moved = torch.empty(max(1, slots), sum(sizes), dtype=wide[0], device=self._device)
+            for kind, moved in zip(self._kinds, self._moved.split(sizes, 1), strict=True):
+                kind.moved = moved
+        self._moved.fill_(ABSENT if slots else 0.0)
         self._touched = set()
         self._seen = self._marks()
+
+    def _find(self) -> None:
+        """Look up the moving buffers anew."""
+        groups = groupby(self._moving, lambda number: self._buffer(number).dtype)
+        self._kinds = []
+        for _, group in groups:
+            numbers = list(group)
+            owners = [self._owners[number] for number in numbers]
+            self._kinds.append(_Kind(numbers, [(each._buffers, name) for each, name in owners]))
+        self._moved = torch.empty(0)
 
     @property
     def starts(self) -> list[Tensor]:
         """What every micro-batch of the step starts from, flat: equal on all ranks."""
         return [kind.start for kind in self._kinds]
 
-    @torch.no_grad()
     def open(self) -> None:
-        """A micro-batch begins: it finds the step's starting values."""
-        if not self._fresh:
-            for kind in self._kinds:
-                self._write(kind, kind.starts)
-        self._fresh = False
+        """A micro-batch begins."""
         self._seen = self._marks()
-
-    def _same(self, kind: _Kind) -> bool:
-        """Whether `flats` are still the elements of this kind's buffers."""
-        return all(
-            self._buffer(number) is buffer and buffer.is_contiguous()
-            for number, buffer in zip(kind.numbers, kind.buffers, strict=True)
-        )
 
     def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
         """Give these values to a kind's buffers, but for caches."""
-        if self._same(kind):
+        if kind.same():
             torch._foreach_copy_(kind.flats, values)
             return
         for number, value in zip(kind.numbers, values, strict=True):
@@ -172,11 +199,14 @@ class MovingBuffers:
 
     @torch.no_grad()
     def shut(self, weight: float | Tensor, slot: int = 0) -> None:
-        """A micro-batch of that weight is over; `slot` is its row."""
+        """A micro-batch of that weight is over; `slot` is its row. The next one finds what this
+        one found.
+        """
+        self._look()
         for kind in self._kinds:
-            if self._agreed and self._same(kind):
-                now = torch.cat(kind.flats)
-                kind.moved[slot].add_(movement(now, kind.start).to(kind.moved) * weight)
+            if self._agreed and kind.same():
+                kind.shut(weight, slot)
+                torch._foreach_copy_(kind.flats, kind.starts)
                 continue
             pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
             for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
@@ -185,7 +215,7 @@ class MovingBuffers:
                     piece.add_(far * weight)
                     if not self._agreed and far.any():
                         self._touched.add(number)
-        self._look()
+            self._write(kind, kind.starts)
 
     def _look(self) -> None:
         """Note which buffers this micro-batch has written to so far."""
@@ -207,20 +237,26 @@ class MovingBuffers:
         self._look()
         return bool(self._touched)
 
+    def send(self) -> None:
+        """All micro-batches are over: the sum of their movements over all ranks begins."""
+        for kind in self._kinds:
+            kind.add_up()
+        if self._moving:
+            self._sum = self._group.all_reduce(self._moved, place="for buffers")
+
     @torch.no_grad()
     def finish(self, weight: float, newly_moving: bool) -> None:
         """End the step on all ranks: move by the sum over ranks divided by `weight`; by nothing
         where that is 0.
         """
         if self._moving:
-            self._group.all_reduce(self._moved, place="for buffers").wait()
+            self._sum.wait()
             if len(self._moved) > 1:
                 self._moved[0] = add_rows(self._moved)
             self._moved[0] *= 1 / weight if weight > 0 else 0.0
         for kind in self._kinds:
             after = moved_by(kind.start, kind.moved[0])
             self._write(kind, after.split([start.numel() for start in kind.starts]))
-        self._kinds = []
         if newly_moving or not self._agreed:
             self._agree(take_from_first=newly_moving)
 
@@ -237,6 +273,7 @@ class MovingBuffers:
                     self._buffer(number), place="for a buffer that began to move"
                 ).wait()
             self._moving = self._by_dtype(moving)
+            self._kinds = []
             self._watched = sorted(set(self._watched) - moving)
         self._agreed = True
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from lockstep.gradients.bucket import Bucket
 class Fold(ABC):
     """What a Reducer asks of it. Parameters go by their numbers."""
 
+    adds_in_place = False
+    """Whether a gradient can have its place, in which autograd adds up, before it lands."""
+
     def room(self, parameters: Sequence[nn.Parameter]) -> list[int]:
         """How many elements of a bucket each parameter's gradient takes."""
         return [parameter.numel() for parameter in parameters]
@@ -23,6 +27,19 @@ class Fold(ABC):
     @abstractmethod
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         """Gradients have new places."""
+
+    def keep(self, small: Collection[int]) -> None:
+        """These gradients have their places from the beginning of a window."""
+        return
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget all gradients."""
+        for parameter in parameters:
+            parameter.grad = None
+
+    def all_in_place(self, numbers: Iterable[int]) -> bool:
+        """Whether these gradients are where `land` would leave them."""
+        return False
 
     def begin(self, cut: Cut | None) -> bool:
         """A window begins, in which nothing has landed. True where its gradients need other
@@ -74,6 +91,10 @@ class InPlace(Fold):
     a view of the bucket all the time.
     """
 
+    adds_in_place = True
+    _views: Sequence[Tensor] = ()
+    _buckets: Sequence[Bucket] = ()
+
     def lay(self, buckets: Sequence[Bucket], parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         homes = {
@@ -89,6 +110,27 @@ class InPlace(Fold):
                 and not parameter.grad.is_sparse
             ):
                 parameter.grad = view.copy_(parameter.grad)
+        self._buckets = buckets
+
+    def keep(self, small: Collection[int]) -> None:
+        self._first = [view if number in small else None for number, view in enumerate(self._views)]
+        # neighbours are cleared at once
+        self._to_clear = [
+            bucket.sum[spans[0].start : spans[-1].stop]
+            for bucket in self._buckets
+            for kept, group in groupby(bucket.spans, lambda span: span.parameter in small)
+            if kept and (spans := list(group))
+        ]
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        for place in self._to_clear:
+            place.zero_()
+        for parameter, first in zip(parameters, self._first, strict=True):
+            if parameter.grad is not first:
+                parameter.grad = first
+
+    def all_in_place(self, numbers: Iterable[int]) -> bool:
+        return all(self._parameters[number].grad is self._views[number] for number in numbers)
 
     def land(self, number: int, scale: float) -> None:
         """Make `.grad` the view, scaled. What autograd put elsewhere is copied once, in the same

@@ -11,7 +11,7 @@ What leaves during a backward (autograd_hooks.py) is only an optimisation of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class Reducer:
         """
         self.filled_here: list[bool] = []
         """Of each parameter whether its `.grad` was None on this rank when the window was
-        finished, and became zeros.
+        finished, or only had its place, and became zeros.
         """
         self._first = 0  # the rank that has slot 0 of the window
         self._trained = TrainedParameters(module, ignored)
@@ -107,7 +107,7 @@ class Reducer:
             for parameter, here in zip(trained.parameters, hooks.here, strict=True)
             if here
         }
-        trained.take(hooks.landed)
+        trained.take()
         hooks.static_graph.forget()
         hooks.arrivals = []
         hooks.here = [id(parameter) in landed for parameter in trained.parameters]
@@ -143,15 +143,27 @@ class Reducer:
         self.layout: Layout = plan(entries, order, caps=self._caps)
         # what nobody holds any more goes before the new memory comes
         self.buckets: list[Bucket] = []
-        self.hooks.lay((), ())
+        self.hooks.lay((), (), ())
         memory = self.reduction.memory(self.layout)
         self.buckets = [
             Bucket(bucket, self.parameters, room)
             for bucket, room in zip(self.layout.buckets, memory, strict=True)
         ]
         self.hooks.fold.lay(self.buckets, self.parameters)
-        self.hooks.lay(self.names, self.buckets)
+        self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        self._trained.call(self.hooks.lay(self.names, self.parameters, self.buckets))
         self._forget()
+
+    def guard(self, *, adds_in_place: bool) -> None:
+        """Count the gradients of the backwards in `hooks.backward` only, and have nobody clear
+        them before they are summed. `adds_in_place`: nobody but autograd touches them.
+        """
+        hooks = self.hooks
+        hooks.guarded, hooks.expecting = True, False
+        hooks.adds_in_place = adds_in_place and not hooks.static_graph.on
+        self._call_hooks()
 
     def dense(self) -> None:
         """From now on gradients of all parameters lie in buckets. Every rank calls it alike."""
@@ -171,15 +183,14 @@ class Reducer:
         """Forget all gradients: a new window begins, which is cut like this where its
         micro-batches have numbers.
         """
-        for parameter in self.parameters:
-            parameter.grad = None
         self.hooks.here = [False] * len(self.parameters)
-        self.hooks.stray = False
         self.renew()
+        self.hooks.fold.clear(self.parameters)
         self._first = 0 if cut is None or self.group.size == 1 else cut.first(self.group.size)
         if self.hooks.fold.begin(cut):
             self._build(self.layout.order)
         self._arm()
+        self.hooks.strayed = False
 
     def renew(self) -> None:
         """Before a forward: follow the model where its parameters have changed, else, once, the
@@ -195,21 +206,35 @@ class Reducer:
                 work.wait()
             self._arm()
         if self._trained.changed():
+            self._release()
             self._follow_model()
         elif self.has_finished and self.hooks.arrivals is not None:
+            self._release()
             self._follow_arrivals(self.hooks.arrivals)
+
+    def _release(self) -> None:
+        """Gradients that are about to be forgotten do not keep their buckets' memory."""
+        if self.hooks.guarded:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def _follow_arrivals(self, arrived: list[int]) -> None:
         """Lay the buckets in the order in which gradients arrived in the first window, on the
         rank of slot 0, so that they fill one by one.
         """
-        self.hooks.arrivals = None
         last = list(dict.fromkeys(reversed(arrived)))[::-1]  # a parameter's last gradient counts
         order = list(dict.fromkeys([*last, *self.layout.order]))
         message = torch.tensor(order, dtype=torch.int64, device=self.parameters[0].device)
         self.group.broadcast(message, self._first, place="for the order of gradients").wait()
-        if (order := message.tolist()) != list(self.layout.order):
+        self._lay(message.tolist())
+
+    def _lay(self, order: Sequence[int]) -> None:
+        """Lay the buckets in this order, and keep it."""
+        self.hooks.arrivals = None
+        if list(order) != list(self.layout.order):
             self._build(order)
+        else:
+            self._call_hooks()
 
     @property
     def order(self) -> list[str]:
@@ -225,9 +250,7 @@ class Reducer:
                 "gradients-of-another-model", parameters=sorted(set(names) ^ set(self.names))
             )
         numbers = {name: number for number, name in enumerate(self.names)}
-        self.hooks.arrivals = None
-        if list(names) != self.order:
-            self._build([numbers[name] for name in names])
+        self._lay([numbers[name] for name in names])
 
     # -- the sum ----------------------------------------------------------------------------------
 
@@ -251,25 +274,26 @@ class Reducer:
             if parameter.grad is not None and not self.hooks.here[number]:
                 self.hooks.take_in(number, parameter.grad)
 
-    def finish(self) -> None:
+    def finish(self, send: Callable[[], None] = lambda: None) -> None:
         """Send, in order, what has not left, and wait until every gradient is the sum over all
-        ranks. A gradient that never came is zero.
+        ranks. A gradient that never came is zero. `send` starts what may travel behind them.
         """
         with status.inside("reduce"):
-            self._finish()
+            self._finish(send)
 
-    def _finish(self) -> None:
+    def _finish(self, send: Callable[[], None]) -> None:
         hooks = self.hooks
         self.timeline.backward_is_over()
         self.filled_here = [False] * len(self.parameters)
         for bucket in self.buckets[len(self._works) :]:
             for number in (span.parameter for span in bucket.spans):
                 if not hooks.closed[number]:
-                    self.filled_here[number] = (
-                        self.parameters[number].grad is None and not hooks.here[number]
+                    self.filled_here[number] = not hooks.here[number] and (
+                        hooks.guarded or self.parameters[number].grad is None
                     )
                     hooks.fold.fill(number, hooks.scale)
             self._leave_next()
+        send()
         for number, work in enumerate(self._works):
             work.wait()
             self.timeline.waited_for(number)
@@ -305,9 +329,10 @@ class Reducer:
         """Between backward and `finish` the gradients belong to the sum: cleared ones would be
         lost on this rank only. Waits for nobody.
         """
-        for number, name in enumerate(self.names):
-            if self.hooks.here[number] and self.hooks.fold.cleared(number, landing=False):
-                raise UsageError("gradient-cleared", parameter=name)
+        if not self.hooks.fold.all_in_place(range(len(self.names))):
+            for number, name in enumerate(self.names):
+                if self.hooks.here[number] and self.hooks.fold.cleared(number, landing=False):
+                    raise UsageError("gradient-cleared", parameter=name)
         for bucket, version in zip(self.buckets, self._versions, strict=False):
             if bucket.sum._version != version:
                 raise UsageError("gradient-cleared", parameter=bucket.spans[0].name)

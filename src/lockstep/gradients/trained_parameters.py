@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping
-from functools import partial
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import ClassVar
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -16,11 +16,12 @@ from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 
 Named = list[tuple[str, nn.Parameter]]
+_KIND = attrgetter("requires_grad", "dtype", "device")
 
 
 class TrainedParameters:
     """Those of a module that require gradients, each once, without the ignored ones (full
-    names). `landed` is called with each gradient.
+    names).
     """
 
     _owners: ClassVar[MutableMapping[Tensor, ref[TrainedParameters]]] = WeakIdKeyDictionary()
@@ -46,7 +47,7 @@ class TrainedParameters:
             if parameter.requires_grad and name not in self.ignored
         ]
 
-    def take(self, landed: Callable[[int, Tensor], None]) -> None:
+    def take(self) -> None:
         """Take charge of what is to be trained now: two must never reduce the same gradient."""
         named = self.now()
         if not named:
@@ -55,15 +56,20 @@ class TrainedParameters:
         self.generation += 1
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        for number, parameter in enumerate(self.parameters):
+        for parameter in self.parameters:
             owner = self._owners.get(parameter, lambda: None)()
             if owner is not None and owner is not self:
                 owner.close()
                 owner._taken_over = True
             self._owners[parameter] = ref(self)
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(partial(landed, number))
-            )
+
+    def call(self, hooks: Sequence[Callable[[Tensor], None]]) -> None:
+        """Have autograd call these, each with its parameter, when a gradient has landed."""
+        self.close()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter, hook in zip(self.parameters, hooks, strict=True)
+        ]
 
     def make_equal(self, group: Group) -> None:
         """Give all ranks those of rank 0 that have joined the training since it began."""
@@ -92,19 +98,15 @@ class TrainedParameters:
         before, self._seen = self._seen, now
         return now != before
 
-    def _look(self) -> list[tuple[int, bool, torch.dtype, torch.device] | int]:
-        """Every parameter's identity, requires_grad and kind, in the order of the tree. A walk
-        without names: it is made every step.
+    def _look(self) -> tuple[list[int], list[object]]:
+        """Every parameter's identity, and its requires_grad and kind, level by level of the tree.
+        It is made every step: a walk without names and without a call for each.
         """
-        seen: list[tuple[int, bool, torch.dtype, torch.device] | int] = []
-        stack = [self._module]
-        while stack:
-            module = stack.pop()
-            seen += [
-                (id(parameter), parameter.requires_grad, parameter.dtype, parameter.device)
-                for parameter in module._parameters.values()
-                if parameter is not None
-            ]
-            seen.append(len(module._modules))
-            stack += [child for child in module._modules.values() if child is not None]
-        return seen
+        parameters: list[nn.Parameter] = []
+        modules = [self._module]
+        while modules:
+            found = chain.from_iterable([each._parameters.values() for each in modules])
+            parameters += [each for each in found if each is not None]
+            below = chain.from_iterable([each._modules.values() for each in modules])
+            modules = [each for each in below if each is not None]
+        return list(map(id, parameters)), list(map(_KIND, parameters))

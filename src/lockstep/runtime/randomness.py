@@ -115,9 +115,12 @@ def micro_batch(seed: int, number: int, slot: int) -> Iterator[None]:
     """The block draws from the stream of one micro-batch's forward; what the process draws after
     it does not depend on it.
     """
-    with preserved(devices=True):
-        step(seed, number, slot)
+    back = kept(devices=True)
+    step(seed, number, slot)
+    try:
         yield
+    finally:
+        back()
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def assemble(
     reducer, bare = reducer_of(
         model, method, options.bucket_mb, shard.replicas(everyone), alone=alone
     )
-    reducer.hooks.guard()
+    reducer.guard(adds_in_place=shard.mesh is None)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [
         name

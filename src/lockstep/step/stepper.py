@@ -449,7 +449,6 @@ class Stepper:
         self._window = None
         facts, divisor = self._finish(opened, scale)
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
-            self._buffers.open()  # as they were when the step began
             self.check_replicas(f"in step {self.steps + 1}")
         self._loss_scale.note(facts.weight)
         if opened.ours is not None and opened.ours.balancer is not None:
@@ -547,13 +546,13 @@ class Stepper:
         self.reducer.look_for_cleared()  # before the others are waited for
         reduction = self.reducer.reduction
         if reduction.divisor is None:
-            self.reducer.finish()
+            self.reducer.finish(self._buffers.send)
             facts = opened.facts.wait()
             return facts, facts.weight * scale
         facts = opened.facts.wait()
         reduction.divisor = facts.weight * scale or 1.0
         try:
-            self.reducer.finish()
+            self.reducer.finish(self._buffers.send)
         finally:
             reduction.divisor = 1.0
         return facts, 1.0

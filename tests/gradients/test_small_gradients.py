@@ -1,0 +1,216 @@
+"""From a Stepper's second window on, autograd adds small gradients up in their places and only
+leaves a note: what a hook would see of each must still be seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lockstep
+from lockstep.errors import LateGradient, LockstepWarning, UnusedParameters
+from lockstep.testing import run_ranks
+from tests import zoo
+from tests.refused import refused
+
+
+@pytest.fixture
+def world() -> Iterator[lockstep.World]:
+    with lockstep.init() as world:
+        yield world
+
+
+def window(count: int = 2) -> list[tuple[Tensor, Tensor]]:
+    x, y = zoo.samples(count * 4)
+    return list(zip(x.split(4), y.split(4), strict=True))
+
+
+def learned(model: nn.Module, **options: object) -> lockstep.Stepper:
+    """A Stepper that has taken the steps after which it knows the order of gradients."""
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)  # type: ignore[arg-type]
+    for _ in range(2):
+        walk(stepper, model)
+        stepper.step()
+    return stepper
+
+
+def walk(stepper: lockstep.Stepper, model: nn.Module) -> None:
+    for x, y in stepper.micro_batches(window()):
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+
+
+def one_step(model: nn.Module) -> nn.Module:
+    """What one process makes of a copy in the same window."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    for x, y in window():
+        (zoo.loss_sum(model(x), y) / 8).backward()
+    optimizer.step()
+    return model
+
+
+def check_equal(model: nn.Module, expected: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_somebody_clears_before_they_land_are_counted(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper, expected = learned(model), one_step(model)
+    for place, (x, y) in enumerate(stepper.micro_batches(window())):
+        if place == 0:
+            stepper.optimizer.zero_grad()
+        stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+    stepper.step()
+    check_equal(model, expected)
+    stepper.optimizer.zero_grad()  # nor does this hurt the next window
+    expected = one_step(model)
+    walk(stepper, model)
+    stepper.step()
+    check_equal(model, expected)
+
+
+def test_gradients_that_somebody_clears_between_micro_batches_are_named(
+    world: lockstep.World,
+) -> None:
+    model = zoo.build("mlp")
+    stepper = learned(model)
+    with refused("gradient-cleared"):
+        for x, y in stepper.micro_batches(window()):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+            model[2].bias.grad = None
+
+
+def test_a_backward_of_the_users_own_is_seen(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = learned(model)
+    for x, y in stepper.micro_batches(window()):
+        zoo.loss_sum(model(x), y).backward()
+    with refused("backward-not-by-stepper"):
+        stepper.step()
+
+
+def test_what_a_stray_backward_leaves_between_windows_is_forgotten(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper, expected = learned(model), one_step(model)
+    for x, y in window():
+        zoo.loss_sum(model(x), y).backward()
+    walk(stepper, model)
+    stepper.step()
+    check_equal(model, expected)
+
+
+class Branches(nn.Module):
+    """Which layer is used is said from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+        self.used = {0, 1, 2}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layers[number](x) for number in sorted(self.used)]).sum(0)
+
+
+def test_a_parameter_that_is_unused_for_a_window_is_noticed(world: lockstep.World) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    stepper = learned(model)
+    model.used = {0, 2}
+    walk(stepper, model)
+    with pytest.raises(UnusedParameters) as caught:
+        stepper.step()
+    assert caught.value.values["names"] == ["layers.1.weight", "layers.1.bias"]
+
+
+def test_a_skipped_parameter_has_no_gradient_and_has_one_again(world: lockstep.World) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    stepper = learned(model, unused="skip")
+    for used in ({0, 2}, {0, 1, 2}):
+        model.used = used
+        expected = one_step(model)
+        expected_used = [number in used for number in range(3)]
+        walk(stepper, model)
+        stepper.step()
+        assert [layer.weight.grad is not None for layer in model.layers] == expected_used
+        check_equal(model, expected)
+
+
+def one_rank_misses(world: lockstep.World) -> list[float]:
+    torch.manual_seed(0)
+    model = Branches()
+    stepper = learned(model, unused="zeros")
+    model.used = {0, 1, 2} if world.rank == 0 else {0}
+    walk(stepper, model)
+    stepper.step()
+    return [layer.weight.grad.norm().item() for layer in model.layers]  # type: ignore[union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:.*got no gradient on")
+def test_what_one_rank_did_not_use_is_the_others() -> None:
+    first, second = run_ranks(one_rank_misses, 2)
+    assert first == second
+    assert all(first)
+
+
+class Checkpointed(nn.Module):
+    """One layer, used inside reentrant checkpoints: its gradients land as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(self.times):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_a_gradient_that_lands_after_its_bucket_has_left_is_named(world: lockstep.World) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed()
+    stepper = learned(model)
+    model.times = 2
+    with pytest.raises(LateGradient) as caught:
+        walk(stepper, model)
+    assert caught.value.values["parameter"].startswith("inner.")
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of .* is sparse")
+def test_sparse_gradients_are_added_to_dense_places(world: lockstep.World) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 3))
+    stepper = lockstep.Stepper(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    rows = [torch.tensor([1, 2, 2]), torch.tensor([2, 8])]
+    for _ in range(3):
+        expected = copy.deepcopy(model)
+        for each in rows:
+            expected(each).sum().backward()
+        for each in stepper.micro_batches(rows):
+            stepper.backward(model(each).sum(), weight=1)
+        before = model[0].weight.detach().clone()
+        stepper.step()
+        torch.testing.assert_close(before - model[0].weight, expected[0].weight.grad.to_dense() / 2)
+
+
+def test_a_nan_in_a_small_gradient_is_traced(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = learned(model, trace_nonfinite=True, clip=1.0)
+    for place, (x, y) in enumerate(stepper.micro_batches(window())):
+        loss = zoo.loss_sum(model(x), y)
+        if place == 1:
+            model[2].weight.register_hook(lambda gradient: gradient * torch.nan)
+        stepper.backward(loss, weight=4)
+    with pytest.warns(LockstepWarning, match="skipped"):
+        result = stepper.step()
+    assert "'2.weight' on rank 0 (micro-batch 1 of its window)" in (result.reason or "")
