@@ -105,9 +105,10 @@ class FactsMessage:
         return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
 
     def _add_up(self) -> None:
-        for weight, loss, slot in self._noted:
-            if self._device.type == "cpu":
-                weight, loss = float(weight), loss.item()
+        on_host = self._device.type == "cpu"
+        for told_weight, told_loss, slot in self._noted:
+            weight = float(told_weight) if on_host else told_weight
+            loss = told_loss.item() if on_host else told_loss
             if self._slots:
                 first = numbers(self._group.size)
                 self._put(first + slot, weight)
