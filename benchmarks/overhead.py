@@ -24,9 +24,9 @@ from torch.utils.data import TensorDataset
 import lockstep
 from against_ddp import cnn, images, loss, optimizer
 from lockstep.tasks import digits
+from lockstep.tools.bench.baselines import WINDOWS
 from lockstep.tools.bench.training_step import measure
-from lockstep.tools.bench.weighed import WINDOWS
-from lockstep.tools.timing.tables import table
+from lockstep.tools.timing.output_files import table
 
 VARIANTS = ("local", "ddp:25", "wrapper:native", "stepper:native")
 SHARED = ("wrapper:shared", "stepper:shared", "stepper:sharded")
@@ -83,9 +83,9 @@ def main() -> None:
         "many": partial(task_of, Many, workers),
         "cnn": partial(task_of, cnn, workers),
     }
-    variants = options.variants.split(",") if options.variants else list(VARIANTS)
+    variants = (options.variants or ",".join(VARIANTS)).split(",")
     if workers > 1 and not options.variants:
-        variants += SHARED
+        variants = [*variants, *SHARED]
     for name in options.models.split(","):
         task = sources[name]()
         each = task.global_batch // task.micro_batch // workers

@@ -190,7 +190,7 @@ class MovingBuffers:
     def _write(self, kind: _Kind, values: Sequence[Tensor]) -> None:
         """Give these values to a kind's buffers, but for caches."""
         if kind.same():
-            torch._foreach_copy_(kind.flats, values)
+            torch._foreach_copy_(kind.flats, list(values))
             return
         for number, value in zip(kind.numbers, values, strict=True):
             if not self._resized(number):
@@ -206,7 +206,7 @@ class MovingBuffers:
         for kind in self._kinds:
             if self._agreed and kind.same():
                 kind.shut(weight, slot)
-                torch._foreach_copy_(kind.flats, kind.starts)
+                torch._foreach_copy_(kind.flats, list(kind.starts))
                 continue
             pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
             for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
