@@ -10,7 +10,7 @@ What is measured, and how, is `lockstep bench train`'s (src/lockstep/tools/bench
 here are the models, as tasks on made-up data, other data on each rank. DDP has
 gradient_as_bucket_view and buckets of 5, 25 and 100 MB; every way the same fused optimizer.
 Lockstep's ways: its DistributedDataParallel and its Stepper, over native collectives and through
-shared memory, and with a sharded update. "local" does not communicate: on one rank it is the bare
+shared memory, with a sharded update, and with that and one copy of the weights. "local" does not communicate: on one rank it is the bare
 loop. `--compile` compiles every model; `--memory` measures peak memory too, of each way in ranks of
 its own.
 """
@@ -45,6 +45,7 @@ VARIANTS = (
     "stepper:native",
     "stepper:shared",
     "stepper:sharded",
+    "stepper:weights",
 )
 Samples = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 

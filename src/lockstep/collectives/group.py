@@ -258,7 +258,7 @@ class Group:
         store.wait(keys, timeout)
         if {store.get(key).decode() for key in keys} != {here} or not here:
             return
-        page = share(store, "page", self.rank, self.size, self.size * BLOCK, timeout)
+        (page,) = share(store, "page", self.rank, self.size, self.size * BLOCK, timeout)
         self.fingerprints = HostFingerprints(page, self.rank, self.ranks, places=places)
         if tensors and possible():
             self.memory = share_memory(store, "memory", self, timeout)

@@ -26,6 +26,7 @@ from lockstep.errors import UsageError
 Reduce = Literal[
     "auto", "native", "central", "ring", "tree", "halving_doubling", "shared_memory", "hierarchical"
 ]
+Weights = Literal["auto", "shared", "separate"]
 CAST = ("bf16", "fp16")
 COMPRESSIONS = (*CAST, "int8", "powersgd:RANK", "topk:SHARE")
 _AMOUNTS = {
@@ -181,6 +182,10 @@ class Parallelism:
         "replicated"
     )
     """Who applies the update: every rank, each rank its share, or an asynchronous server."""
+    weights: Annotated[Weights, Knob("gradients")] = "auto"
+    """Memory of the weights with update sharded: one copy a host, or one a rank; auto takes one copy
+    where all ranks are on one CPU host.
+    """
     staleness: Annotated[
         int | float | str | None, Knob("gradients", unit="STEPS|inf", default="4")
     ] = None
@@ -269,6 +274,7 @@ class Parallelism:
             "exact-with-sync-every": self.exact and local,
             "exact-with-server": self.exact and server,
             "compress-with-reduce": compressed and self.reduce not in ("auto", "native"),
+            "weights-with-update": self.weights == "shared" and not sharded,
             "sync-every-with-update": local and self.update != "replicated",
             "mesh-with-exact": split and self.exact,
             "mesh-with-compress": split and compressed,

@@ -147,7 +147,9 @@ def update_of(method: Parallelism, updated: Updated, *, alone: bool) -> Update:
         return LocalSteps(updated, method.sync_every, method.local)
     if method.server is not None:
         return ServerUpdate(updated, method)
-    return Sharded(updated) if method.update == "sharded" else Replicated(updated)
+    if method.update == "sharded":
+        return Sharded(updated, method.weights)
+    return Replicated(updated)
 
 
 def check_drawn(loader: object, method: Parallelism, everyone: Group) -> None:

@@ -30,6 +30,7 @@ from lockstep.updates.optimizer_state import (
     elementwise_pieces,
     whole_pieces,
 )
+from lockstep.updates.shard_memory import can_share
 from lockstep.updates.shards import Shards
 from lockstep.updates.update import NOTHING, Applied, EndedWindow, Update, Updated
 
@@ -208,18 +209,22 @@ class Sharded(OwnStep):
     ZeRO-1 and 2 (Rajbhandari et al., SC 2020). The user's own optimizer holds the pieces.
 
     After a step only this rank's slices of the gradients are sums over all ranks, where the
-    reduction can leave the others out.
+    reduction can leave the others out. `weights`: config/parallelism.py.
     """
 
     name = "sharded"
 
-    def __init__(self, updated: Updated) -> None:
+    def __init__(self, updated: Updated, weights: str = "auto") -> None:
         reducer = updated.reducer
-        self.optimizer: CutOptimizer[Shards] = elementwise_pieces(
-            reducer,
-            updated.optimizer,
-            lambda: Shards(reducer.parameters, reducer.layout, reducer.group),
-        )
+
+        def cut() -> Shards:
+            layout, group = reducer.layout, reducer.group
+            together = weights != "separate" and group.size > 1 and can_share(group, layout)
+            if weights == "shared" and group.size > 1 and not together:
+                raise UsageError("weights-not-shareable")
+            return Shards(reducer.parameters, layout, group, together=together)
+
+        self.optimizer: CutOptimizer[Shards] = elementwise_pieces(reducer, updated.optimizer, cut)
         reducer.reduction.scatter()
         super().__init__(updated, InSlices(reducer, self.optimizer))
 
@@ -227,7 +232,7 @@ class Sharded(OwnStep):
         self.optimizer.follow()
 
     def overwritten(self) -> Sequence[Tensor]:
-        return self.optimizer.shards.flats
+        return self.optimizer.shards.differing()
 
     def apply(self, divisor: float) -> Applied:
         shards, scaler = self.optimizer.shards, self._updated.scaler

@@ -7,8 +7,8 @@ have updated.
     piece       what a slice holds of one parameter: a view of it, that the user's optimizer takes
                 for a parameter
 
-An elementwise optimizer does to a piece exactly what it would do to the whole. On one host the flat
-tensors lie in shared memory, and a rank reads the others' slices where they are.
+An elementwise optimizer does to a piece exactly what it would do to the whole. Where the flat
+tensors lie, and how slices come to the other ranks, is in shard_memory.py.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lockstep.collectives.work import Work
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket, view_of
 from lockstep.gradients.layout import Layout
+from lockstep.updates.shard_memory import shard_memory
 
 State = dict[str, Any]
 """An optimizer's, of one parameter."""
@@ -97,7 +98,8 @@ class Shards:
     """Some parameters, in flat memory, cut into a shard for each rank of a group. Every rank makes
     it and calls its methods alike.
 
-    The parameters keep their values and their identity; their memory is another.
+    The parameters keep their values and their identity; their memory is another. `together`: it is
+    one copy for all ranks (shard_memory.can_share).
     """
 
     def __init__(
@@ -105,45 +107,56 @@ class Shards:
         parameters: Sequence[nn.Parameter],
         layout: Layout,
         group: Group,
-        owners: int | None = None,
+        *,
+        together: bool = False,
     ) -> None:
         self.parameters, self._layout, self._group = parameters, layout, group
-        self.owners = owners or group.size
-        self.all_pieces = pieces_of(layout, self.owners)
+        self.all_pieces = pieces_of(layout, group.size)
         self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
-        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < self.owners
-        self._shared: list[list[Tensor]] | None = None  # by bucket and rank
-        self.flats: Sequence[Tensor]
-        self.views = [nn.Parameter(place) for place in self._lay()]
+        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < group.size
+        self._memory = shard_memory(layout, group, self.of, together=together)
+        self._lay()
         self._mine: dict[int, list[nn.Parameter]] = {}
         for piece, view in zip(self.pieces, self.views, strict=True):
             self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
 
-    def _lay(self) -> list[Tensor]:
-        """Put the parameters into flat memory. This rank's pieces."""
-        layout, group = self._layout, self._group
-        if group.memory is not None and all(plan.device.type == "cpu" for plan in layout.buckets):
-            self._shared = group.memory.allocate(*layout.kinds(), "for sharded parameters")
-            self.flats = [everybodys[group.rank] for everybodys in self._shared]
-        else:
-            self.flats = [
-                torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
-                for plan in layout.buckets
-            ]
-        for plan, flat in zip(layout.buckets, self.flats, strict=True):
-            for span in plan.spans:
-                parameter = self.parameters[span.parameter]
-                parameter.data = view_of(flat, span, parameter).copy_(parameter.data)
-        return [
-            flat_view(self.parameters[piece.parameter])[piece.start : piece.stop]
-            for piece in self.pieces
-        ]
+    def _lay(self) -> None:
+        """Put the parameters into flat memory, and make this rank's pieces: each as this rank sees
+        it (`views`), and where it is updated.
+        """
+        memory, parameters = self._memory, self.parameters
+        spans = {
+            span.parameter: (span, flat, updated)
+            for plan, flat, updated in zip(
+                self._layout.buckets, memory.flats, memory.updated, strict=True
+            )
+            for span in plan.spans
+        }
+        self._homes, self._seen, self._updated = [], [], []
+        for number, parameter in enumerate(parameters):
+            span, flat, _ = spans[number]
+            self._homes.append(view_of(flat, span, parameter))
+        for piece in self.pieces:
+            span, flat, updated = spans[piece.parameter]
+            where = slice(span.start + piece.start, span.start + piece.stop)
+            self._seen.append(flat[where])
+            self._updated.append(updated[where])
+        self.views = [nn.Parameter(place) for place in self._seen]
+        values = [flat_like(each, home) for each, home in zip(parameters, self._homes, strict=True)]
+        memory.fill(
+            list(zip(map(flat_view, self._homes), values, strict=True)),
+            [
+                (place, values[piece.parameter][piece.start : piece.stop])
+                for piece, place in zip(self.pieces, self._updated, strict=True)
+            ],
+        )
+        for parameter, home in zip(parameters, self._homes, strict=True):
+            parameter.data = home
+        self._addresses = [each.data_ptr() for each in parameters]
 
     def of(self, rank: int) -> list[range]:
         """The elements of each bucket that are a rank's."""
-        if rank >= self.owners:
-            return [range(0) for _ in self._layout.buckets]
-        return [slice_of(plan.numel, rank, self.owners) for plan in self._layout.buckets]
+        return [slice_of(plan.numel, rank, self._group.size) for plan in self._layout.buckets]
 
     def mine_of(self, parameter: Tensor) -> list[nn.Parameter]:
         """This rank's pieces of a parameter."""
@@ -155,16 +168,31 @@ class Shards:
         return [flat[part.start : part.stop] for flat, part in zip(flats, mine, strict=True)]
 
     def take_gradients(self) -> None:
-        """Give the pieces their part of the parameters' `.grad`; None where that is None. Before
-        the pieces are updated.
+        """Before the pieces are updated: give them their part of the parameters' `.grad` (None
+        where that is None), and the memory where they are updated.
         """
-        for piece, view in zip(self.pieces, self.views, strict=True):
+        self._take_back()
+        self._memory.open()
+        for piece, view, place in zip(self.pieces, self.views, self._updated, strict=True):
             gradient = self.parameters[piece.parameter].grad
+            view.data = place
             view.grad = (
                 None
                 if gradient is None
                 else flat_like(gradient, self.parameters[piece.parameter])[piece.start : piece.stop]
             )
+
+    def _take_back(self) -> None:
+        """Into our memory what somebody has given another (`parameter.data = ...`)."""
+        if [each.data_ptr() for each in self.parameters] != self._addresses:
+            for parameter, home in zip(self.parameters, self._homes, strict=True):
+                if parameter.data_ptr() != home.data_ptr():
+                    parameter.data = home.copy_(parameter.data)
+
+    def differing(self) -> Sequence[Tensor]:
+        """What must be equal on all ranks, because the next update overwrites it."""
+        self._take_back()
+        return self._memory.differing()
 
     def gradients(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Of this rank's pieces, with their parameters' names."""
@@ -174,24 +202,11 @@ class Shards:
 
     def gather(self) -> None:
         """After the pieces were updated: every rank gets everybody's."""
-        if self._group.size == 1:
-            return
-        if self._shared is not None:
-            assert self._group.memory is not None
-            self._group.memory.gather_slices(self._shared, place="for updated parameters")
-            return
-        slices = [self.of(rank) for rank in range(self.owners)]
-        works = [
-            self._group.broadcast(
-                flat[parts[index].start : parts[index].stop],
-                rank,
-                place=f"for updated parameters {index}",
-            )
-            for index, flat in enumerate(self.flats)
-            for rank, parts in enumerate(slices)
-        ]
-        for work in works:
-            work.wait()
+        self._memory.gather()
+        for view, place in zip(self.views, self._seen, strict=True):
+            view.data = place
+        # autograd shall find out who goes through an old graph
+        torch.autograd.graph.increment_version(self.parameters)
 
     def everybodys(self, sums: Sequence[Tensor]) -> Tensor:
         """What every rank found for the blocks of its slices (`sums[i]` for those of flat tensor

@@ -202,7 +202,7 @@ class Update(ABC):
         return ()
 
     def overwritten(self) -> Sequence[Tensor]:
-        """Flat memory of parameters that every step overwrites with other ranks' results."""
+        """Of the parameters, what every step overwrites with other ranks' results."""
         return ()
 
     def begin(self, window: object, steps: int) -> None:

@@ -16,7 +16,7 @@ SECOND = timedelta(seconds=1)
 
 
 def written(world: lockstep.World) -> bytes:
-    memory = segment.share(world._store, "test", world.rank, world.size, 100, world.timeout)
+    (memory,) = segment.share(world._store, "test", world.rank, world.size, 100, world.timeout)
     assert memory[world.rank] == 0
     memory[world.rank] = world.rank + 1
     world.barrier()

@@ -41,6 +41,7 @@ from lockstep.collectives.shared_memory.exchange import (
     Exchange,
     ReduceScatter,
 )
+from lockstep.collectives.shared_memory.one_copy import OneCopy
 from lockstep.collectives.shared_memory.resident import Across, Along, Sum
 from lockstep.collectives.shared_memory.segment import share
 from lockstep.collectives.shared_memory.waits import Flag, Waits, crowded
@@ -72,13 +73,13 @@ def share_memory(store: dist.Store, key: str, group: Group, timeout: timedelta) 
     """
     numbers = itertools.count()
 
-    def more(octets: int) -> mmap.mmap:
-        return share(store, f"{key}/{next(numbers)}", group.rank, group.size, octets, timeout)
+    def more(octets: int, *kinds: int) -> list[mmap.mmap]:
+        name = f"{key}/{next(numbers)}"
+        return share(store, name, group.rank, group.size, octets, timeout, kinds)
 
     with torch.inference_mode(False):  # as in `slot`
-        return HostMemory(
-            more(_length(group.size)), group, more, crowded=crowded(_cores(store, key, group))
-        )
+        (memory,) = more(_length(group.size), mmap.MAP_SHARED)
+        return HostMemory(memory, group, more, crowded=crowded(_cores(store, key, group)))
 
 
 def _cores(store: dist.Store, key: str, group: Group) -> list[list[int]]:
@@ -95,15 +96,15 @@ class HostMemory:
     """One group's collectives through shared memory. They are done in the order in which they were
     started, on every rank the same.
 
-    `more(bytes)` maps further memory that all ranks see; every rank calls it. `crowded`: ranks
-    share cores.
+    `more(bytes, *kinds)` maps further memory that all ranks see; every rank calls it. `crowded`:
+    ranks share cores.
     """
 
     def __init__(
         self,
         memory: mmap.mmap,
         group: Group,
-        more: Callable[[int], mmap.mmap],
+        more: Callable[..., list[mmap.mmap]],
         *,
         crowded: bool,
     ) -> None:
@@ -191,19 +192,37 @@ class HostMemory:
         """Zeros in shared memory, of these numbers of elements: `found[i][r]` is tensor i of
         rank r. Every rank calls it alike.
         """
-        starts, end = [], 0
-        for size, dtype in zip(sizes, dtypes, strict=True):
-            starts.append(end)
-            end += -(-size * dtype.itemsize // _PAGE) * _PAGE
-        self._group.say(f"shared memory of {end} bytes {place or call_site()}")
+        length = self._agree(sizes, dtypes, place)
+        (memory,) = self._more(length * self._group.size, mmap.MAP_SHARED)
+        regions = torch.frombuffer(memory, dtype=torch.uint8).split(length)
+        return list(
+            map(list, zip(*[_laid(region, sizes, dtypes) for region in regions], strict=True))
+        )
+
+    def allocate_once(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None = None
+    ) -> OneCopy:
+        """As `allocate`, but all ranks have the same tensors, and each a view of its own."""
+        length = self._agree(sizes, dtypes, place)
+        shared, private = self._more(length, mmap.MAP_SHARED, mmap.MAP_PRIVATE)
+        return OneCopy(shared, private, lambda octets: _laid(octets, sizes, dtypes))
+
+    def _agree(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], place: str | None) -> int:
+        """How many bytes these tensors take, the same on all ranks."""
+        length = max(_PAGE, sum(map(_whole_pages, sizes, dtypes)))
+        self._group.say(f"shared memory of {length} bytes {place or call_site()}")
         self._group.wait_for_all(self._group.number)
-        octets = torch.frombuffer(self._more(max(1, end) * self._group.size), dtype=torch.uint8)
-        regions = octets.split(max(1, end))
-        return [
-            # a version counter each
-            [region[start : start + size * dtype.itemsize].view(dtype).data for region in regions]
-            for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
-        ]
+        return length
+
+    def synchronize(self, place: str) -> None:
+        """Return when every rank has called this."""
+        self.finish_all()
+        self._group.say(f"synchronize {place}")
+        self._number = self._group.number
+        self._gathers += 1
+        self._updated.post(self._gathers)
+        self._updated.until(self._gathers)
+        self._group.ended(self._number)
 
     def sum_in_place(
         self,
@@ -320,3 +339,19 @@ class HostMemory:
         ranks = [self._group.ranks[rank] for rank in missing]
         what = self._group.fingerprints.said(self._number)
         return timed_out(self._number, what, ranks, self._group.timeout)
+
+
+def _whole_pages(size: int, dtype: torch.dtype) -> int:
+    return -(-size * dtype.itemsize // _PAGE) * _PAGE
+
+
+def _laid(octets: Tensor, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Tensors in this memory, one after the other, each from a new page on."""
+    rooms = octets[: sum(map(_whole_pages, sizes, dtypes))].split(
+        list(map(_whole_pages, sizes, dtypes))
+    )
+    return [
+        # a version counter each
+        room[: size * dtype.itemsize].view(dtype).data
+        for room, size, dtype in zip(rooms, sizes, dtypes, strict=True)
+    ]

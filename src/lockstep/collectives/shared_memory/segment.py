@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,9 +24,16 @@ def this_host() -> str:
 
 
 def share(
-    store: dist.Store, key: str, rank: int, size: int, length: int, timeout: timedelta
-) -> mmap.mmap:
-    """`length` bytes of zeros that all ranks see; every one of them calls it. Linux only.
+    store: dist.Store,
+    key: str,
+    rank: int,
+    size: int,
+    length: int,
+    timeout: timedelta,
+    kinds: Sequence[int] = (mmap.MAP_SHARED,),
+) -> list[mmap.mmap]:
+    """`length` bytes of zeros that all ranks see, mapped in each of `kinds`; every one of them calls
+    it. Linux only.
 
     The pages come into being when they are touched, in memory and not in /dev/shm, whose limit does
     not matter. Raises UsageError on a rank that is not on rank 0's host after all.
@@ -35,15 +43,15 @@ def share(
         if host != this_host():
             raise UsageError("host-of-another-rank", rank=rank)
         with open(path, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), length)
+            maps = [mmap.mmap(file.fileno(), length, flags=kind) for kind in kinds]
         store.add(f"{key}/mapped", 1)
-        return memory
+        return maps
     handle = os.memfd_create("lockstep", os.MFD_CLOEXEC)
     try:
         os.ftruncate(handle, length)
-        memory = mmap.mmap(handle, length)
+        maps = [mmap.mmap(handle, length, flags=kind) for kind in kinds]
         store.set(f"{key}/path", f"{this_host()} /proc/{os.getpid()}/fd/{handle}")
         wait_for_count(store, f"{key}/mapped", size - 1, timeout)
     finally:
         os.close(handle)
-    return memory
+    return maps

@@ -278,7 +278,7 @@ class Wrapped(Averaged):
 class Stepped(Baseline):
     """A lockstep.Stepper, as `lockstep train` drives it."""
 
-    def __init__(self, setting: Setting, reduce: str, update: str) -> None:
+    def __init__(self, setting: Setting, reduce: str, update: str, weights: str = "auto") -> None:
         super().__init__(setting)
         task = setting.task
         self.stepper = Stepper(
@@ -291,6 +291,7 @@ class Stepped(Baseline):
             unused=task.unused,
             reduce=reduce,
             update=update,
+            weights=weights,
             world=setting.world,
         )
 
@@ -309,7 +310,8 @@ OURS: Mapping[str, Callable[[Setting], Baseline]] = {
     "wrapper:shared": partial(Wrapped, reduce="shared_memory"),
     "stepper:native": partial(Stepped, reduce="native", update="replicated"),
     "stepper:shared": partial(Stepped, reduce="shared_memory", update="replicated"),
-    "stepper:sharded": partial(Stepped, reduce="auto", update="sharded"),
+    "stepper:sharded": partial(Stepped, reduce="auto", update="sharded", weights="separate"),
+    "stepper:weights": partial(Stepped, reduce="auto", update="sharded", weights="shared"),
 }
 
 
@@ -342,7 +344,7 @@ def maker(name: str, others: Wrappers) -> Callable[[Setting], Baseline]:
 
 def why_not(name: str, workers: int, device: str) -> str | None:
     """Why this way cannot be measured here, in words; None where it can."""
-    if not name.endswith(":shared"):
+    if not name.endswith((":shared", ":weights")):
         return None
     if device == "cuda":
         return "ranks on GPUs do not share the host's memory"

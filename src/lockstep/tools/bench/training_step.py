@@ -39,7 +39,7 @@ from lockstep.training.opening import backend_of
 from lockstep.world.world import World, init
 
 BASELINES = ("local", "ddp:5", "ddp:25", "ddp:100")
-VARIANTS = (*BASELINES, "stepper:native", "stepper:shared", "stepper:sharded")
+VARIANTS = (*BASELINES, "stepper:native", "stepper:shared", "stepper:sharded", "stepper:weights")
 _WARM_UP = 3
 _STEPS_FOR_MEMORY = 5
 # a loss scaled by another factor is rounded to other 8 bits in every layer

@@ -1,0 +1,102 @@
+"""Tensors of which the ranks of a host have one copy, and each rank a view of its own.
+
+    shared      mapped MAP_SHARED: what is written here all ranks see
+    private     the same memory, mapped MAP_PRIVATE: shows what is shared, until this rank writes to
+                a page of it. Then the kernel gives it a copy of that page, which nobody else sees
+
+Which pages are copies says the kernel (/proc/self/pagemap), whoever wrote to them, and how.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+_PAGE = 4096
+_ENTRY = 8  # bytes of /proc/self/pagemap a page
+_FILE = 1  # of the three highest bits but one: the page belongs to a file, as shared memory does
+_KINDS = 61  # where they begin; the others say that it is in memory, or swapped out
+
+
+class OneCopy:
+    """`lay(octets)` gives the tensors in this memory; every one begins with a page."""
+
+    def __init__(
+        self, shared: mmap.mmap, private: mmap.mmap, lay: Callable[[Tensor], list[Tensor]]
+    ) -> None:
+        self._mapped = private
+        self._octets = torch.frombuffer(private, dtype=torch.uint8)
+        self._shared_octets = torch.frombuffer(shared, dtype=torch.uint8)
+        self.shared = lay(self._shared_octets)
+        self.private = lay(self._octets)
+
+    def differing(self) -> list[Tensor]:
+        """What this rank sees otherwise than what is shared: the numbers of such pages, then all
+        their bytes. While nobody writes to what is shared.
+        """
+        numbers, found = [torch.zeros(0, dtype=torch.int64)], [self._octets[:0]]
+        for pages in copied_pages(self._octets):
+            octets = slice(pages.start * _PAGE, pages.stop * _PAGE)
+            ours = self._octets[octets].view(-1, _PAGE)
+            other = (ours != self._shared_octets[octets].view(-1, _PAGE)).any(1)
+            numbers.append(other.nonzero().flatten() + pages.start)
+            found.append(ours[other].flatten())
+        return [torch.cat(numbers), torch.cat(found)]
+
+    def publish(self, mine: Sequence[range]) -> None:
+        """Let all see what this rank has written to these elements of each tensor; from now on it
+        sees what is shared. While nobody reads what is shared.
+        """
+        begin = self._octets.data_ptr()
+        slices = []
+        for tensor, part in zip(self.private, mine, strict=True):
+            start, width = tensor.data_ptr() - begin, tensor.element_size()
+            slices.append(range(start + part.start * width, start + part.stop * width))
+        for pages in copied_pages(self._octets):
+            first, stop = pages.start * _PAGE, pages.stop * _PAGE
+            for each in slices:
+                both = slice(max(first, each.start), min(stop, each.stop))
+                if both.start < both.stop:
+                    self._shared_octets[both].copy_(self._octets[both])
+            self._mapped.madvise(mmap.MADV_DONTNEED, first, stop - first)
+
+
+def copied_pages(octets: Tensor) -> Iterator[range]:
+    """Runs of pages of which this process has copies of its own. `octets`: all of a private
+    mapping.
+    """
+    # opened each time: a child process has another one
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        known = os.pread(
+            file.fileno(),
+            octets.numel() // _PAGE * _ENTRY,
+            octets.data_ptr() // _PAGE * _ENTRY,
+        )
+    kinds = (torch.frombuffer(bytearray(known), dtype=torch.int64) >> _KINDS) & 7
+    copies = ((kinds > 0) & (kinds & _FILE == 0)).nonzero().flatten()
+    if not len(copies):
+        return
+    apart = (copies.diff() > 1).nonzero().flatten() + 1
+    for run in copies.tensor_split(apart):
+        yield range(int(run[0]), int(run[-1]) + 1)
+
+
+def kernel_tells() -> bool:
+    """Whether this process can see which pages are copies; a container may hide it."""
+    handle = os.memfd_create("lockstep", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(handle, 3 * _PAGE)
+        memory = torch.frombuffer(
+            mmap.mmap(handle, 3 * _PAGE, flags=mmap.MAP_PRIVATE), dtype=torch.uint8
+        )
+        memory[0].item()
+        memory[_PAGE] = 1
+        return list(copied_pages(memory)) == [range(1, 2)]
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
