@@ -271,8 +271,8 @@ def train(
         typer.Option(
             metavar="NAME[,NAME]",
             help="Some of local, ddp:MB, wrapper:native, "
-            "wrapper:shared, stepper:native, stepper:shared, stepper:sharded; each holds a model"
-            " and an optimizer of its own. "
+            "wrapper:shared, stepper:native, stepper:shared, stepper:sharded, stepper:weights (sharded,"
+            " and one copy of the weights); each holds a model and an optimizer of its own. "
             "Default: all but the wrappers, ddp at 5, 25 and 100 MB.",
         ),
     ] = None,

@@ -88,7 +88,9 @@ class Stepper:
         <fields>
 
     With `update="sharded"` the weights are the same, bit for bit, and the optimizer's groups hold
-    pieces of parameters: use `optimizer_state_dict`. With `update="server"` ranks draw
+    pieces of parameters: use `optimizer_state_dict`. After a step a parameter's `.grad` is the sum
+    in this rank's slice of it; elsewhere it is this rank's own gradient, or the sum, as the
+    reduction has it. With `update="server"` ranks draw
     micro-batches and do not wait for each other. `exact=True` needs a Loader's windows: every sum
     follows one tree over the window's slots, and the process computes deterministically, on one
     intra-op thread, until the world closes (`world.compute_deterministically` says otherwise).

@@ -104,8 +104,8 @@ class Together:
     """What is shared is written while every rank is between `open` and the end of `gather`, and at
     no other time: nobody computes with it then.
 
-    The sums of gradients do not tell that a rank is past its backward: one that waits for another
-    collective in its backward, or before `Stepper.step`, completes them there.
+    That the sums of gradients are complete does not tell that every rank has come to its step: a
+    backend completes them by itself.
     """
 
     def __init__(self, layout: Layout, group: Group, slices: Slices) -> None:

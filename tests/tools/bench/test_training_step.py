@@ -24,7 +24,7 @@ from lockstep.tools.bench.training_step import BASELINES, StepComparison, StepRo
 from lockstep.world.world import World
 from tests.refused import refused
 
-OURS = ["wrapper:native", "wrapper:shared", "stepper:native", "stepper:shared", "stepper:sharded"]
+OURS = [name for name in baselines.OURS if name != "local"]
 EVERY = [name for name in (*BASELINES, *OURS) if baselines.why_not(name, 2, "cpu") is None]
 
 
