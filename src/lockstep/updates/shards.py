@@ -132,7 +132,9 @@ class Shards:
             )
             for span in plan.spans
         }
-        self._homes, self._seen, self._updated = [], [], []
+        self._homes: list[Tensor] = []
+        self._seen: list[Tensor] = []
+        self._updated: list[Tensor] = []
         for number, parameter in enumerate(parameters):
             span, flat, _ = spans[number]
             self._homes.append(view_of(flat, span, parameter))
