@@ -149,13 +149,13 @@ class OverwrittenCheck:
         self._digests = 0
         self._fastest = math.inf  # seconds of a digest: what one takes that is not interrupted
 
-    def tell(self, facts: FactsMessage, step: int, tensors: Sequence[Tensor]) -> None:
-        """Add a digest of `tensors`, as the step found them, to the facts of `step`, where it is
+    def tell(self, facts: FactsMessage, step: int, tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """Add a digest of `tensors()`, as the step found them, to the facts of `step`, where it is
         due.
         """
-        if tensors and step >= self._next:
-            begin = perf_counter()
-            found = digest(tensors) & _EXACT
+        begin = perf_counter()
+        if step >= self._next and (overwritten := tensors()):
+            found = digest(overwritten) & _EXACT
             self._fastest = min(self._fastest, perf_counter() - begin)
             self._digests += 1
             facts.add_digest(found, self._fastest)

@@ -405,7 +405,7 @@ class Stepper:
     def _send(self, facts: FactsMessage) -> None:
         if self._overwritten is not None and self.group.size > 1:
             self._overwritten.tell(
-                facts, self.steps, [*self.update.overwritten(), *self._buffers.starts]
+                facts, self.steps, lambda: [*self.update.overwritten(), *self._buffers.starts]
             )
         facts.send(stop=self._wants_stop(), newly_moving=self._buffers.newly_moving)
 
