@@ -28,9 +28,9 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 class ShardMemory(Protocol):
     """One flat tensor for each bucket of a layout."""
 
-    flats: Sequence[Tensor]
+    flats: list[Tensor]
     """In which the parameters lie, as this rank sees them."""
-    updated: Sequence[Tensor]
+    updated: list[Tensor]
     """The same, where this rank updates its slices."""
 
     def fill(self, wholes: Copies, mine: Copies) -> None:

@@ -107,24 +107,26 @@ class Shards:
         parameters: Sequence[nn.Parameter],
         layout: Layout,
         group: Group,
+        owners: int | None = None,
         *,
         together: bool = False,
     ) -> None:
         self.parameters, self._layout, self._group = parameters, layout, group
-        self.all_pieces = pieces_of(layout, group.size)
+        self.owners, self._together = owners or group.size, together
+        self.all_pieces = pieces_of(layout, self.owners)
         self.pieces = [piece for piece in self.all_pieces if piece.rank == group.rank]
-        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < group.size
-        self._memory = shard_memory(layout, group, self.of, together=together)
-        self._lay()
+        self.someone_has_none = len({piece.rank for piece in self.all_pieces}) < self.owners
+        self.views = [nn.Parameter(place) for place in self._lay()]
         self._mine: dict[int, list[nn.Parameter]] = {}
         for piece, view in zip(self.pieces, self.views, strict=True):
             self._mine.setdefault(id(parameters[piece.parameter]), []).append(view)
 
-    def _lay(self) -> None:
-        """Put the parameters into flat memory, and make this rank's pieces: each as this rank sees
-        it (`views`), and where it is updated.
-        """
-        memory, parameters = self._memory, self.parameters
+    def _lay(self) -> list[Tensor]:
+        """Put the parameters into flat memory. This rank's pieces, as it sees them."""
+        parameters = self.parameters
+        self._memory = memory = shard_memory(
+            self._layout, self._group, self.of, together=self._together
+        )
         spans = {
             span.parameter: (span, flat, updated)
             for plan, flat, updated in zip(
@@ -143,7 +145,6 @@ class Shards:
             where = slice(span.start + piece.start, span.start + piece.stop)
             self._seen.append(flat[where])
             self._updated.append(updated[where])
-        self.views = [nn.Parameter(place) for place in self._seen]
         values = [flat_like(each, home) for each, home in zip(parameters, self._homes, strict=True)]
         memory.fill(
             list(zip(map(flat_view, self._homes), values, strict=True)),
@@ -155,10 +156,13 @@ class Shards:
         for parameter, home in zip(parameters, self._homes, strict=True):
             parameter.data = home
         self._addresses = [each.data_ptr() for each in parameters]
+        return self._seen
 
     def of(self, rank: int) -> list[range]:
         """The elements of each bucket that are a rank's."""
-        return [slice_of(plan.numel, rank, self._group.size) for plan in self._layout.buckets]
+        if rank >= self.owners:
+            return [range(0) for _ in self._layout.buckets]
+        return [slice_of(plan.numel, rank, self.owners) for plan in self._layout.buckets]
 
     def mine_of(self, parameter: Tensor) -> list[nn.Parameter]:
         """This rank's pieces of a parameter."""

@@ -28,7 +28,7 @@ class Masters(Shards):
 
     def _lay(self) -> list[Tensor]:
         slices, buckets = self.of(self._group.rank), self._layout.buckets
-        self.flats = [
+        self.flats: Sequence[Tensor] = [
             torch.zeros(len(mine), dtype=plan.dtype)
             for mine, plan in zip(slices, buckets, strict=True)
         ]
