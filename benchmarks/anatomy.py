@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import lockstep
-from against_ddp import CASES, loss
+from cases import CASES, loss
 from lockstep.data.windows import Cut, Window
 from lockstep.runtime import status
 from lockstep.runtime.step_clock import StepClock

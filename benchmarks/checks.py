@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import lockstep
-from against_ddp import CASES, loss
+from cases import CASES, loss
 from lockstep.collectives.fingerprints import Uncompared
 from lockstep.launcher.stalls import Watcher
 from lockstep.runtime import status

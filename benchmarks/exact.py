@@ -3,7 +3,7 @@ micro-batches.
 
     python benchmarks/exact.py --workers 2 --models small-mlp,cnn4,transformer --micro-batches 1,4
 
-`--micro-batches` are those of a rank. The models are those of against_ddp.py. Exact steps run with
+`--micro-batches` are those of a rank. The models are those of cases.py. Exact steps run with
 torch's deterministic algorithms and the ordinary ones without, on one intra-op thread a rank both.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from against_ddp import CASES, loss
+from cases import CASES, loss
 from lockstep.runtime.determinism import Determinism
 from lockstep.tools.timing.in_turns import Way, take_turns
 

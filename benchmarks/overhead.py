@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from against_ddp import cnn, images, loss, optimizer
+from cases import cnn, images, loss, optimizer
 from lockstep.tasks import digits
 from lockstep.tools.bench.baselines import WINDOWS
 from lockstep.tools.bench.training_step import measure
