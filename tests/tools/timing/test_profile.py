@@ -125,13 +125,13 @@ def test_two_ranks_side_by_side() -> None:
 def test_the_message_that_is_timed_is_as_long_as_the_facts_of_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sizes, real = [], Group.all_reduce
+    sizes, real = [], Group.backend_all_reduce
 
     def heard(group: Group, tensor: Tensor, *more: Any) -> Work:
         sizes.append(tensor.numel())
         return real(group, tensor, *more)
 
-    monkeypatch.setattr(Group, "all_reduce", heard)
+    monkeypatch.setattr(Group, "backend_all_reduce", heard)
     profiler._message()
     assert sizes[:4] == [1, numbers(1)] * 2  # ranks meet, then the message
 
