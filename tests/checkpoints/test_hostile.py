@@ -169,6 +169,22 @@ def test_whatever_was_edited_is_refused_as_such(
     assert refused > 10
 
 
+@pytest.mark.parametrize("begin", [4, 12], ids=["overlap", "hole"])
+def test_tensors_that_share_bytes_or_leave_some_out_are_damage(saved: Path, begin: int) -> None:
+    places = {"a": [0, 8], "b": [begin, begin + 8]}
+    header = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": each} for name, each in places.items()
+    }
+    text = json.dumps(header).encode()
+    (saved / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(text)) + text + bytes(begin + 8)
+    )
+    seal_again(saved)
+    found = files.read(saved)
+    with refused("checkpoint-file-unreadable", DamagedCheckpoint, file="model.safetensors"):
+        read_all(found.model())
+
+
 @pytest.mark.parametrize("name", [STATE, MANIFEST])
 def test_json_that_is_nested_too_deep_is_damage(saved: Path, name: str) -> None:
     text = "[" * 100_000

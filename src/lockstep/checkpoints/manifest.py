@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from lockstep.checkpoints.folders import step_in
 from lockstep.errors import DamagedCheckpoint, LockstepError
 from lockstep.runtime.cores import cores
@@ -148,6 +150,7 @@ def believed(file: Path) -> Iterator[None]:
         raise
     except (
         OSError,
+        SafetensorError,
         RuntimeError,
         ValueError,
         TypeError,

@@ -14,7 +14,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import mmap
 import os
 import re
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, TensorSpec, safe_open
 from torch import Tensor
 
 from lockstep.checkpoints.manifest import believed
@@ -38,19 +38,6 @@ what only one rank has.
 _BLOCK = 4096  # bytes: what goes past the page cache are whole ones
 _SIZE, _ALIGNED = 8, 64  # bytes of the header's length, and what the data begins at a multiple of
 _NOTES, _SHAPES, _TIED, _COMPLEX = "__metadata__", "shapes", "tied", "complex"  # in the header
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, dtype)
-    for name, dtype in re.findall(
-        r"(\S+)=(\S+)",
-        "F64=float64 F32=float32 F16=float16 BF16=bfloat16 C64=complex64 BOOL=bool"
-        " I64=int64 I32=int32 I16=int16 I8=int8 U64=uint64 U32=uint32 U16=uint16 U8=uint8"
-        " F8_E4M3=float8_e4m3fn F8_E4M3FNUZ=float8_e4m3fnuz F8_E5M2=float8_e5m2"
-        " F8_E5M2FNUZ=float8_e5m2fnuz F8_E8M0=float8_e8m0fnu F4=float4_e2m1fn_x2",
-    )
-    if hasattr(torch, dtype)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_PACKED = "F4"  # two numbers in a byte
 # which the format lacks: written as pairs of real numbers
 _AS_REAL = (torch.complex128, torch.complex32)
 _INTERVAL = re.compile(r"(.*)\[(\d+):(\d+)\]", re.DOTALL)
@@ -184,7 +171,7 @@ def write(file: Path, octets: Tensor) -> str:
     Training goes on beside it: Python's lock is hardly needed, and the bytes do not pass through
     the page cache, which would take five times the processor's time.
     """
-    left = memoryview(octets.numpy())
+    left = octets.numpy().data
     digest = hashlib.sha256(left).hexdigest()
     with file.open("wb", buffering=0) as stream:
         left = left[_write_direct(stream, left[: len(left) // _BLOCK * _BLOCK]) :]
@@ -211,7 +198,11 @@ def _write_direct(stream: RawIOBase, blocks: memoryview) -> int:
 
 def storable(dtype: torch.dtype) -> bool:
     """Whether a tensor of this dtype can be written."""
-    return dtype in _AS_REAL or dtype in _NAMES
+    try:
+        _form(torch.empty(0, dtype=dtype))
+    except SafetensorError:
+        return False
+    return True
 
 
 def _form(tensor: Tensor) -> dict[str, Any]:
@@ -219,20 +210,17 @@ def _form(tensor: Tensor) -> dict[str, Any]:
     dtype, shape = tensor.dtype, list(tensor.shape)
     if dtype in _AS_REAL:
         dtype, shape = dtype.to_real(), [*shape, 2]
-    if _NAMES[dtype] == _PACKED:
-        shape[-1] *= 2
-    return {"dtype": _NAMES[dtype], "shape": shape}
+    name = str(dtype).removeprefix("torch.")
+    found = TensorSpec(dtype=name, shape=shape, data_ptr=0, data_len=tensor.nbytes)
+    return {"dtype": found.dtype, "shape": found.shape}
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where some of a tensor's elements lie in a file: bytes [begin, end)."""
+class _Part:
+    """Some of a tensor's elements, [start, stop), or all: mapped from a file."""
 
     file: Path
-    begin: int
-    end: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    data: Tensor
     start: int = 0
     stop: int = 0
 
@@ -243,24 +231,16 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     strides: tuple[int, ...] | None
-    """Of its elements as they lie in `places`; None: one after the other."""
+    """Of its elements as they lie in `parts`; None: one after the other."""
     dtype: torch.dtype
-    places: Sequence[_Place]
+    parts: Sequence[_Part]
 
     def read(self) -> Tensor:
         """In memory of its own: what becomes of the files is all the same then. Raises
         DamagedCheckpoint.
         """
-        octets = torch.empty(sum(each.end - each.begin for each in self.places), dtype=torch.uint8)
-        left = memoryview(octets.numpy())
-        for place in self.places:
-            with believed(place.file), place.file.open("rb") as stream:
-                stream.seek(place.begin)
-                read = stream.readinto(left[: place.end - place.begin])
-                left = left[read:]
-        with believed(self.places[0].file):
-            if left:
-                raise ValueError(f"it lacks {len(left)} bytes")
+        with believed(self.parts[0].file):
+            octets = torch.cat([part.data.flatten().view(torch.uint8) for part in self.parts])
             flat, strides = octets.view(self.dtype), self.strides
             whole = (
                 flat.view(self.shape) if strides is None else flat.as_strided(self.shape, strides)
@@ -279,64 +259,40 @@ def stored(files: Sequence[Path], *, every_name: bool = False) -> dict[str, Stor
     or under `every_name`. Raises DamagedCheckpoint where elements are missing.
     """
     shapes: dict[str, tuple[list[int], list[int]]] = {}
-    places: dict[str, list[_Place]] = {}
+    parts: dict[str, list[_Part]] = {}
     for file in files:
-        with believed(file):
-            notes, found = _contents(file)
+        with believed(file), safe_open(file, framework="pt") as found:
+            said = found.metadata() or {}
+            notes = {name: json.loads(said.get(name, "{}")) for name in (_SHAPES, _TIED, _COMPLEX)}
             shapes |= notes[_SHAPES]
-            for key in found.keys() - ({} if every_name else notes[_TIED]).keys():
+            for key in set(found.keys()) - ({} if every_name else notes[_TIED]).keys():
+                data = found.get_tensor(key)  # maps it, and reads nothing
+                part = _Part(file, torch.view_as_complex(data) if key in notes[_COMPLEX] else data)
                 match, name = _INTERVAL.fullmatch(key), key
                 if match and match[1] in shapes:
-                    name, found[key].start, found[key].stop = match[1], int(match[2]), int(match[3])
-                places.setdefault(name, []).append(found[key])
-    return {name: _whole(name, parts, shapes.get(name)) for name, parts in sorted(places.items())}
+                    name, part.start, part.stop = match[1], int(match[2]), int(match[3])
+                parts.setdefault(name, []).append(part)
+    return {name: _whole(name, each, shapes.get(name)) for name, each in sorted(parts.items())}
 
 
-def _contents(file: Path) -> tuple[dict[str, Any], dict[str, _Place]]:
-    """What a file's header notes, and what it says of each tensor."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_SIZE), "little")
-        start = _SIZE + length
-        room = file.stat().st_size - start
-        if room < 0:
-            raise ValueError("its header is longer than the file")
-        header = json.loads(stream.read(length))
-    said = header.pop(_NOTES, {})
-    notes = {name: json.loads(said.get(name, "{}")) for name in (_SHAPES, _TIED, _COMPLEX)}
-    found = {}
-    for key, each in header.items():
-        dtype, shape = _DTYPES[each["dtype"]], [int(size) for size in each["shape"]]
-        if each["dtype"] == _PACKED:
-            shape[-1] //= 2
-        if key in notes[_COMPLEX]:
-            dtype, shape = dtype.to_complex(), shape[:-1]
-        begin, end = map(int, each["data_offsets"])
-        length = dtype.itemsize * math.prod(shape)
-        if not 0 <= begin <= end <= room or end - begin != length or min(shape, default=0) < 0:
-            raise ValueError(f"{key} is no tensor of shape {shape} in bytes {begin} to {end}")
-        found[key] = _Place(file, start + begin, start + end, dtype, tuple(shape))
-    return notes, found
-
-
-def _whole(
-    name: str, parts: list[_Place], laid: tuple[list[int], list[int]] | None
-) -> StoredTensor:
+def _whole(name: str, parts: list[_Part], laid: tuple[list[int], list[int]] | None) -> StoredTensor:
+    first = parts[0].data
     if laid is None:
-        return StoredTensor(parts[0].shape, None, parts[0].dtype, parts[:1])
+        return StoredTensor(tuple(first.shape), None, first.dtype, parts[:1])
     with believed(parts[0].file):
         sizes, strides = map(tuple, laid)
         ordered, at = sorted(parts, key=lambda part: part.start), 0
-        for place in ordered:
-            if place.start != at or place.shape != (place.stop - at,):
+        for part in ordered:
+            if part.start != at or part.data.shape != (part.stop - at,):
                 break
-            at = place.stop
+            at = part.stop
         else:
             if at == torch.Size(sizes).numel():
-                return StoredTensor(sizes, strides, ordered[0].dtype, ordered)
+                return StoredTensor(sizes, strides, first.dtype, ordered)
         raise DamagedCheckpoint(
             "tensor-elements-missing",
-            checkpoint=place.file.parent.name,
-            file=place.file.name,
+            checkpoint=part.file.parent.name,
+            file=part.file.name,
             tensor=name,
             start=at,
             numel=torch.Size(sizes).numel(),
