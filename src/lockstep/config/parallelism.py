@@ -183,9 +183,7 @@ class Parallelism:
     )
     """Who applies the update: every rank, each rank its share, or an asynchronous server."""
     weights: Annotated[Weights, Knob("gradients")] = "auto"
-    """Memory of the weights with update sharded: one copy a host, or one a rank; auto takes one copy
-    where all ranks are on one CPU host.
-    """
+    """Weights with update sharded: one copy a host, or one a rank; auto: one copy on one CPU host."""
     staleness: Annotated[
         int | float | str | None, Knob("gradients", unit="STEPS|inf", default="4")
     ] = None
