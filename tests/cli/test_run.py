@@ -17,7 +17,7 @@ with lockstep.init() as world:
     lockstep.collectives.all_reduce(torch.ones(7, dtype=torch.float64), algorithm="ring")
     lockstep.collectives.broadcast(torch.ones(2, dtype=torch.int64), root=1, algorithm="shared_memory")
     world.barrier()
-    work = world.group.all_reduce(torch.ones(5))
+    work = world.group.backend_all_reduce(torch.ones(5))
     work._work.wait()
 """
 
