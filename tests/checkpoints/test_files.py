@@ -4,7 +4,12 @@ bit.
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +17,7 @@ import torch
 
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import measured
-from lockstep.checkpoints.pieces import write
+from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, write
 from lockstep.checkpoints.saver import Saver
 from lockstep.errors import DamagedCheckpoint, LockstepError
 from tests.checkpoints.model_alone import write_model
@@ -65,6 +70,69 @@ def test_a_disk_with_other_blocks_is_written_through_the_page_cache(
     digest = write(tmp_path / "x", octets)
     assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
     assert digest == measured(tmp_path / "x").sha256
+
+
+def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(stream: object, command: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+        return 0
+
+    monkeypatch.setattr("fcntl.fcntl", refusing)
+    octets = torch.arange(9000).to(torch.uint8)
+    write(tmp_path / "x", octets)
+    assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_a_forked_process_does_not_keep_a_snapshots_memory() -> None:
+    memory = image(TensorFile("x", [TensorPiece("x", torch.ones(3 * 2**20))]))
+    at = memory.data_ptr()
+    for each in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        begin, end = (int(text, 16) for text in (each.split(maxsplit=1) or ["0-0"])[0].split("-"))
+        if begin <= at < end:
+            break
+    assert "dc" in each.partition("VmFlags:")[2].split()  # not copied by a fork
+
+
+def test_a_wait_that_was_interrupted_leaves_the_save_under_way(tmp_path: Path) -> None:
+    """Its memory is not to be had for the next one yet."""
+    waiting, going_on = threading.Event(), threading.Event()
+
+    def done(folder: Path) -> None:
+        waiting.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        going_on.wait()
+
+    def wait() -> None:
+        waiting.set()
+        saver.wait()
+
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    saver = Saver(tmp_path, None)
+    try:
+        saver.save(1, {"x": torch.ones(2)}, [], {}, done)
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        assert saver.busy
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        going_on.set()
+        saver.wait()
+        saver.close()
+    assert not saver.busy
+
+
+def test_a_state_that_is_no_json_is_an_error_of_the_save(tmp_path: Path) -> None:
+    """Other ranks hear of it: they would wait."""
+    saver = Saver(tmp_path, None)
+    saver.save(1, {"x": torch.ones(2)}, [], {"extra": object()})
+    with refused("checkpoint-not-written", LockstepError):
+        saver.wait()
+    saver.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_read_stays_whatever_becomes_of_the_file(tmp_path: Path) -> None:

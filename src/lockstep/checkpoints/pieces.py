@@ -156,6 +156,8 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
     at = len(text)
     if memory is None or len(memory) != at + end:
         pages = mmap.mmap(-1, at + end, mmap.MAP_PRIVATE)  # the disk takes whole ones
+        if hasattr(mmap, "MADV_DONTFORK"):  # loader workers would keep what is replaced here
+            pages.madvise(mmap.MADV_DONTFORK)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
     memory[:at] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for _, tensor in ordered:
@@ -189,7 +191,7 @@ def _write_direct(stream: RawIOBase, blocks: memoryview) -> int:
         while written < len(blocks):
             written += stream.write(blocks[written:]) or 0
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         fcntl.fcntl(stream, fcntl.F_SETFL, flags)

@@ -96,14 +96,20 @@ class Saver:
         """Return when no save is under way: whether there was one. Raises LockstepError, on all
         ranks, where it failed.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
+        under_way = self._under_way
+        if under_way is None:
+            return False
+        try:
             self.seconds, self.complaint = under_way.result()
-        return under_way is not None
+        finally:  # after an interrupt it may go on, from memory that the next save is to have
+            if under_way.done():
+                self._under_way = None
+        return True
 
     def close(self) -> None:
         """End the thread, after what it is doing."""
         self._thread.close()
+        self._images = {}
 
     # -- on the thread ----------------------------------------------------------------------------
 
@@ -125,7 +131,7 @@ class Saver:
             try:
                 self._guard()
                 complaint = done(files.commit(folder, self._directory, step, everything, state))
-            except (OSError, LockstepError) as problem:
+            except Exception as problem:  # the others wait to hear of it
                 failed = {0: self._why(problem)}
         told = self._everybodys({"failed": failed, "complaint": complaint})[0]
         failed = {int(rank): text for rank, text in told["failed"].items()}
@@ -149,7 +155,7 @@ class Saver:
             folder.mkdir(parents=True, exist_ok=True)
             files.check_room(folder, total)
             return _write_aside(folder, images), ""
-        except (OSError, LockstepError) as error:
+        except Exception as error:  # as above
             return [], self._why(error)
 
     def _why(self, error: Exception) -> str:
@@ -158,7 +164,7 @@ class Saver:
             self._guard()
         except LockstepError as gone:
             return str(gone)
-        return str(error)
+        return str(error) or type(error).__name__
 
     def _everybodys(self, mine: Any) -> list[Any]:
         """What every rank has to say, as JSON."""
