@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from lockstep.runtime.host_generators import Numpy, Random, Torch
+from lockstep.runtime.host_generators import Numpy, Random, Torch, _place_in_torch
 from tests.data.datasets import draw_from
 from tests.data.test_keyed import _leave_states_alone, everything
 
@@ -44,3 +45,11 @@ def test_a_normal_number_in_store_is_put_back_and_no_other_is_left(kind: Any, st
             draw_from(draw)
         generator.put_back(look)
         assert everything() == before
+
+
+def test_torchs_generator_is_found_under_any_default_device() -> None:
+    find = _place_in_torch.__wrapped__  # what the process has found is left alone
+    with torch.device("cpu"):
+        expected = find()
+    with torch.device("meta"):
+        assert find() == expected

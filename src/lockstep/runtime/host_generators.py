@@ -180,9 +180,9 @@ def _place_in_torch() -> int | None:
     """Where a generator's state begins in torch's object: found, and tried, with one of known
     words.
     """
-    trial = torch.Generator()
+    trial = torch.Generator("cpu")
     trial.manual_seed(1)
-    torch.rand(3, generator=trial)
+    torch.rand(3, generator=trial, device="cpu")  # whatever the default device is
     words = trial.get_state().view(torch.int64)[3 : _WORDS - 20].to(torch.int32).numpy().tobytes()
     place: int = _torch_memory(trial, 0).raw.find(words) - _BEFORE
     if place < 0:
@@ -190,12 +190,12 @@ def _place_in_torch() -> int | None:
     memory = _torch_memory(trial, place)
     for _ in range(2):  # the second normal number leaves no trace in the words
         look, state = memory.raw, trial.get_state()
-        torch.randn(1, generator=trial)
+        torch.randn(1, generator=trial, device="cpu")
         drawn = memory.raw
         ctypes.memmove(memory, look, len(look))
         if drawn == look or not torch.equal(trial.get_state(), state):
             return None
-        torch.randn(1, generator=trial)
+        torch.randn(1, generator=trial, device="cpu")
     return place
 
 
