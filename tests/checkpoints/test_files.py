@@ -103,7 +103,7 @@ def test_a_wait_that_was_interrupted_leaves_the_save_under_way(tmp_path: Path) -
 
     def done(folder: Path) -> None:
         waiting.wait()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         going_on.wait()
 
     def wait() -> None:

@@ -99,6 +99,16 @@ def test_where_it_is_already_it_is_the_same_object(batch: Any) -> None:
     assert to_device(batch, CPU, non_blocking=True) is batch
 
 
+def test_a_batch_for_the_cpu_is_handed_on_only_if_all_of_it_is_there() -> None:
+    copies, here = WhenAsked(CPU, pinned=False), torch.ones(2)
+    there = torch.ones(2, device=META)
+    batch = [here, torch.zeros(1)]
+    assert copies.arrive(batch) is batch
+    for others in ([there], [here, there]):
+        with pytest.raises(NotImplementedError):  # what is on meta cannot be copied
+            copies.arrive(others)
+
+
 def test_what_is_no_tensor_is_kept() -> None:
     assert to_device((t(), "text", 3, None), META)[1:] == ("text", 3, None)
     assert to_device(defaultdict(list, x=t()), META).default_factory is list

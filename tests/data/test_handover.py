@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 import lockstep
 from lockstep.data.handover import SMALL, Sent, collated
@@ -81,6 +82,34 @@ def test_small_tensors_leave_no_file_behind() -> None:
     assert b"rebuild_storage" not in stream.getvalue()
 
 
+class Ones(Dataset[Tensor]):
+    def __init__(self, *, requires_grad: bool = False) -> None:
+        self.requires_grad = requires_grad
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(3, requires_grad=self.requires_grad)
+
+
+@pytest.mark.timeout(60)
+def test_what_needs_a_gradient_is_refused_where_the_batch_is_made() -> None:
+    """Not on its way, where nobody would hear of it."""
+    loader = lockstep.Loader(
+        Ones(requires_grad=True),
+        global_batch=2,
+        micro_batch=2,
+        num_workers=1,
+        device="cpu",
+        rank=0,
+        size=1,
+    )
+    with pytest.raises(RuntimeError, match="requires grad"):
+        [window for epoch in loader.epochs(1) for window in epoch]
+    loader.close()
+
+
 @pytest.mark.parametrize("width", [3, SMALL // 4])
 def test_batches_of_workers_have_the_bits_of_those_made_here(width: int) -> None:
     data = TensorDataset(torch.randn(8, width), torch.arange(8))
@@ -94,6 +123,21 @@ def test_batches_of_workers_have_the_bits_of_those_made_here(width: int) -> None
     for here, theirs in zip(*found, strict=True):
         assert all(map(torch.equal, here, theirs))
         assert theirs[0].is_shared() == (width > 3)
+
+
+def test_a_workers_batches_are_made_by_what_the_user_has_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def negated(batch: list[Tensor], **_: Any) -> Tensor:
+        return -torch.stack(batch)
+
+    monkeypatch.setitem(default_collate_fn_map, Tensor, negated)
+    loader = lockstep.Loader(
+        Ones(), global_batch=2, micro_batch=2, num_workers=1, device="cpu", rank=0, size=1
+    )
+    (batch, *_) = (batch for epoch in loader.epochs(1) for window in epoch for batch in window)
+    loader.close()
+    assert batch.tolist() == [[-1.0, -1.0, -1.0]] * 2
 
 
 def test_collated_is_torchs_in_this_process() -> None:

@@ -50,8 +50,10 @@ def _storage_of(octets: bytearray) -> torch.UntypedStorage:
 
 
 def collated(samples: list[Any]) -> Any:
-    """torch's default_collate, but that in a worker small tensors are made where they are."""
-    if get_worker_info() is None:
+    """torch's default_collate, but that in a worker small tensors are made where they are; with
+    what a user has registered for tensors there.
+    """
+    if get_worker_info() is None or default_collate_fn_map[Tensor] is not collate_tensor_fn:
         return default_collate(samples)
     return collate(samples, collate_fn_map={**default_collate_fn_map, Tensor: _stacked})
 
@@ -59,6 +61,8 @@ def collated(samples: list[Any]) -> Any:
 def _stacked(tensors: Sequence[Tensor], **options: Any) -> Tensor:
     first = tensors[0]
     plain = first.layout is torch.strided and not first.is_nested
+    # torch refuses to stack what needs a gradient, which could not be sent
+    plain = plain and not any(tensor.requires_grad for tensor in tensors)
     if plain and first.nbytes * len(tensors) <= SMALL:
         return torch.stack(tensors)  # type: ignore[arg-type]
     found: Tensor = collate_tensor_fn(tensors, **options)
