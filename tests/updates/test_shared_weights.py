@@ -4,6 +4,7 @@ between updates.
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
 from functools import cache
@@ -368,6 +369,21 @@ def elsewhere(world: lockstep.World) -> None:
 
 def test_where_it_cannot_be_it_is_refused_and_auto_does_without() -> None:
     run_ranks(elsewhere, 2)
+
+
+def saved(world: lockstep.World) -> None:
+    for weights in ("shared", "separate"):
+        model = Mixed()
+        lockstep.Stepper(model, adamw(model), update="sharded", weights=weights, world=world)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        for name, value in torch.load(file).items():
+            assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_weights_of_several_dtypes_can_be_saved() -> None:
+    run_ranks(saved, 2)
 
 
 def alone(world: lockstep.World) -> int:

@@ -347,11 +347,10 @@ def _whole_pages(size: int, dtype: torch.dtype) -> int:
 
 def _laid(octets: Tensor, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Tensors in this memory, one after the other, each from a new page on."""
-    rooms = octets[: sum(map(_whole_pages, sizes, dtypes))].split(
-        list(map(_whole_pages, sizes, dtypes))
-    )
-    return [
-        # a version counter each
-        room[: size * dtype.itemsize].view(dtype).data
-        for room, size, dtype in zip(rooms, sizes, dtypes, strict=True)
-    ]
+    whole, start, tensors = octets.untyped_storage(), octets.storage_offset(), []
+    for size, dtype in zip(sizes, dtypes, strict=True):
+        # a storage each: torch.save refuses one that is seen in several dtypes
+        room = whole[start : start + size * dtype.itemsize]
+        tensors.append(torch.empty(0, dtype=dtype).set_(room, 0, (size,), (1,)))
+        start += _whole_pages(size, dtype)
+    return tensors
