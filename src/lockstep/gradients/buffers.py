@@ -208,6 +208,7 @@ class MovingBuffers:
                 kind.shut(weight, slot)
                 torch._foreach_copy_(kind.flats, list(kind.starts))
                 continue
+            kind.add_up()  # in the order of the micro-batches
             pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
             for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
                 if not self._resized(number):
