@@ -214,3 +214,42 @@ def test_a_nan_in_a_small_gradient_is_traced(world: lockstep.World) -> None:
     with pytest.warns(LockstepWarning, match="skipped"):
         result = stepper.step()
     assert "'2.weight' on rank 0 (micro-batch 1 of its window)" in (result.reason or "")
+
+
+def test_a_gradient_that_a_hook_of_the_user_takes_away_is_named(world: lockstep.World) -> None:
+    """In the only micro-batch of a window: nothing lands after it."""
+    model = zoo.build("mlp")
+    stepper = learned(model)
+
+    def take_away(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    model[2].bias.register_post_accumulate_grad_hook(take_away)
+    with refused("gradient-cleared"):
+        for x, y in stepper.micro_batches(window(1)):
+            stepper.backward(zoo.loss_sum(model(x), y), weight=4)
+
+
+def test_a_gradient_set_by_hand_is_not_skipped(world: lockstep.World) -> None:
+    torch.manual_seed(0)
+    model = Branches()
+    stepper = learned(model, unused="skip")
+    model.used = {0, 2}
+    bias = model.layers[1].bias
+    before = bias.detach().clone()
+    walk(stepper, model)
+    bias.grad = torch.full_like(bias, 8.0)
+    stepper.step()
+    assert (before - bias).gt(0).all()
+
+
+def test_a_loss_that_is_changed_in_place_was_told_before(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = learned(model)
+    told = 0.0
+    for x, y in stepper.micro_batches(window()):
+        loss = zoo.loss_sum(model(x), y)
+        told += loss.item()
+        stepper.backward(loss, weight=4)
+        loss.detach().zero_()
+    assert stepper.step().loss == pytest.approx(told / 8)

@@ -160,6 +160,8 @@ class AutogradHooks:
         self._noted.clear()
         if self.on_landed is not None or not self.fold.all_in_place(noted):
             for number, parameter in noted.items():
+                if parameter.grad is None:  # cleared after it had landed, by another hook
+                    raise UsageError("gradient-cleared", parameter=self._names[number])
                 self._land(number, parameter)
             return
         for number in noted:

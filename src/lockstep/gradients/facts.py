@@ -62,7 +62,7 @@ class FactsMessage:
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group, self._device, self._slots = group, device, slots
-        self._noted: list[tuple[float | Tensor, Tensor, int]] = []
+        self._noted: list[tuple[float | Tensor, float | Tensor, int]] = []
         # a list where the host knows them: a tensor takes microseconds a number
         self._values: Any = [0.0] * numbers(group.size) + [ABSENT] * (2 * slots)
         if device.type != "cpu":
@@ -77,6 +77,8 @@ class FactsMessage:
     def add(self, weight: float | Tensor, loss: Tensor, slot: int = 0) -> None:
         """Count a micro-batch: its weight and its sum of losses."""
         assert not self.sent
+        if self._device.type == "cpu":  # read now: the user may go on to change the loss in place
+            weight, loss = float(weight), loss.item()
         self._noted.append((weight, loss, slot))
 
     def add_samples(self, count: int) -> None:
@@ -105,10 +107,7 @@ class FactsMessage:
         return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
 
     def _add_up(self) -> None:
-        on_host = self._device.type == "cpu"
-        for told_weight, told_loss, slot in self._noted:
-            weight = float(told_weight) if on_host else told_weight
-            loss = told_loss.item() if on_host else told_loss
+        for weight, loss, slot in self._noted:
             if self._slots:
                 first = numbers(self._group.size)
                 self._put(first + slot, weight)

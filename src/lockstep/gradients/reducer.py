@@ -289,7 +289,9 @@ class Reducer:
             for number in (span.parameter for span in bucket.spans):
                 if not hooks.closed[number]:
                     self.filled_here[number] = not hooks.here[number] and (
-                        hooks.guarded or self.parameters[number].grad is None
+                        self.parameters[number].grad is None
+                        # one that was set by hand is another tensor
+                        or (hooks.guarded and hooks.fold.all_in_place([number]))
                     )
                     hooks.fold.fill(number, hooks.scale)
             self._leave_next()
