@@ -78,8 +78,9 @@ class FactsMessage:
         """Count a micro-batch: its weight and its sum of losses."""
         assert not self.sent
         if self._device.type == "cpu":  # read now: the user may go on to change the loss in place
-            weight, loss = float(weight), loss.item()
-        self._noted.append((weight, loss, slot))
+            self._noted.append((float(weight), loss.item(), slot))
+        else:
+            self._noted.append((weight, loss, slot))
 
     def add_samples(self, count: int) -> None:
         self._values[self._mine("samples")] += count
