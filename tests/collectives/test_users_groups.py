@@ -59,7 +59,7 @@ def test_the_whole_group_and_its_parts_ask_the_backend_for_nothing(backend: str)
 
 def apart(world: lockstep.World) -> tuple[bool, float]:
     rank = opened(world)
-    module.this_host = lambda: f"host {rank}"  # type: ignore[assignment]
+    module.this_host = lambda: f"host {rank}"  # type: ignore[attr-defined]
     total = collectives.all_reduce(torch.tensor([1.0 + rank]))
     return resolve(None).memory is None, total.item()
 
@@ -99,6 +99,22 @@ def patient(world: lockstep.World) -> float:
 
 def test_they_wait_as_long_as_the_user_said() -> None:
     assert run_ranks(patient, 2) == [2.0, 0.0]
+
+
+def first_alone(world: lockstep.World) -> float:
+    """Rank 1 comes to the very first collective when rank 0 has given up; then both do it."""
+    store = world._store
+    rank = opened(world, timeout=timedelta(seconds=2))
+    if rank == 0:
+        with refused("collective-timeout", CollectiveTimeout, missing=[1]):
+            collectives.all_reduce(torch.zeros(1))
+        store.set("given up first", "")
+    store.wait(["given up first"], timedelta(minutes=5))
+    return collectives.all_reduce(torch.tensor([1.0 + rank])).item()
+
+
+def test_who_does_not_come_to_the_first_one_is_named_and_it_can_be_called_again() -> None:
+    assert run_ranks(first_alone, 2) == [3.0, 3.0]
 
 
 def one_after_the_other(world: lockstep.World) -> tuple[bool, float]:

@@ -35,6 +35,7 @@ from lockstep.collectives.fingerprints import (
     call_site,
     describe,
     listed,
+    timed_out,
 )
 from lockstep.collectives.reduce_op import REDUCE_OPS, Op, check_op, working_dtype
 from lockstep.collectives.shared_memory.operations import HostMemory, possible, share_memory
@@ -180,6 +181,7 @@ class Group:
         """Whether its members have seen if they share a host: a World does it, else the first
         collective.
         """
+        self._turn = 0  # of opening, among those of its process group; 0 before
         self.within: dist.ProcessGroup | None = None
         """torch's default process group, of which this group is a part and with which it ends;
         None where nobody looks.
@@ -225,7 +227,7 @@ class Group:
         its members see whether they share a host. Gives this group. Every member calls it.
         """
         if not self.opened:
-            self.opened, self.within = True, dist.group.WORLD
+            self.within = dist.group.WORLD
             # torch must not find its process group alive when the interpreter has ended
             atexit.register(self.forget)
             backend = dist.get_backend(self.process_group)
@@ -233,8 +235,10 @@ class Group:
             if self.size > 1 and (plain or backend in ("gloo", "lockstep")):
                 store = dist.distributed_c10d._get_process_group_store(self.process_group)
                 self.timeout = _timeout_of(self.process_group)
-                turn = store.add(f"lockstep/{self.rank}", 1)  # a World may have forgotten the last
-                self.share_host(dist.PrefixStore(f"lockstep/{turn}", store), self.timeout)
+                # a World may have forgotten the last; who timed out may come again
+                self._turn = self._turn or store.add(f"lockstep/{self.rank}", 1)
+                self.share_host(dist.PrefixStore(f"lockstep/{self._turn}", store), self.timeout)
+            self.opened = True
         return self
 
     def share_host(
@@ -255,13 +259,30 @@ class Group:
         here = f"{node} {this_host()}" if sys.platform == "linux" else ""
         store.set(f"host/{self.rank}", here)
         keys = [f"host/{rank}" for rank in range(self.size)]
-        store.wait(keys, timeout)
+        self._await(store, keys, timeout)
         if {store.get(key).decode() for key in keys} != {here} or not here:
             return
         (page,) = share(store, "page", self.rank, self.size, self.size * BLOCK, timeout)
         self.fingerprints = HostFingerprints(page, self.rank, self.ranks, places=places)
         if tensors and possible():
             self.memory = share_memory(store, "memory", self, timeout)
+
+    def _await(self, store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
+        """Return when every rank has written its key. Raises CollectiveTimeout."""
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        status.waits(True)
+        while not store.check(list(keys)):
+            if time.monotonic() > deadline:
+                missing = [
+                    rank
+                    for rank, key in zip(self.ranks, keys, strict=True)
+                    if not store.check([key])
+                ]
+                call = f"the first collective of a process group {call_site()}"
+                raise timed_out(self.number + 1, call, missing, timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        status.waits(False)
 
     def in_background(self, run: Callable[[], T]) -> Future[T]:
         """Do something on a thread of this group's own, after what was given to it before."""
