@@ -169,8 +169,12 @@ class World:
         """Return when all ranks are here. Raises BarrierTimeout on all ranks, naming the
         missing, when some are late.
         """
+        timeout = timeout or self.timeout
         self.group.say(f"barrier {call_site()}")
-        self._meet(timeout or self.timeout)
+        if self.group.memory is not None:
+            # a rank that waits for one of them before it comes here needs this one's share of it
+            self.group.memory.finish_all(timeout)
+        self._meet(timeout)
 
     def _meet(self, timeout: timedelta) -> None:
         self._meetings += 1

@@ -72,9 +72,9 @@ def by_slices(world: lockstep.World) -> None:
     ]:
         large = noise(world.rank, 2 * PIECE // dtype.itemsize + 77).mul(9).to(dtype)
         small = [part.clone() for part in large.split(AT_ONCE // 8)]
-        collectives.all_reduce(large, op, algorithm="shared_memory")  # type: ignore[call-overload]
+        collectives.all_reduce(large, op, algorithm="shared_memory")
         for part in small:
-            collectives.all_reduce(part, op, algorithm="shared_memory")  # type: ignore[call-overload]
+            collectives.all_reduce(part, op, algorithm="shared_memory")
         assert torch.equal(large, torch.cat(small)), (dtype, op)
     askew = noise(world.rank, 300_000).view(500, 600).t()
     summed = collectives.all_reduce(askew.clone(), algorithm="shared_memory")
@@ -170,6 +170,49 @@ def test_who_does_not_come_is_named() -> None:
     assert said.endswith("[collective-timeout]")
 
 
+def waited_for_again(world: lockstep.World) -> list[float]:
+    """Rank 1 has written its first pieces, and adds up its share only after rank 0 has given up."""
+    tensor = torch.full((2 * PIECE // 4 + 5,), 1.0 + world.rank)
+    handle = collectives.all_reduce(tensor, async_op=True)
+    if world.rank == 1:
+        world._store.wait(["given up"], timedelta(minutes=5))
+    else:
+        with refused("collective-timeout", CollectiveTimeout, missing=[1]) as caught:
+            handle.wait(timedelta(seconds=0.3))
+        assert caught.value.values["seconds"] == 0.3
+        world._store.set("given up", "")
+    handle.wait()
+    return tensor.unique().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_wait_has_a_timeout_of_its_own_and_can_be_repeated() -> None:
+    assert run_ranks(waited_for_again, 2) == [[3.0]] * 2
+
+
+def before_and_after(world: lockstep.World) -> float:
+    tensor = torch.ones(PIECE)
+    handle = collectives.all_reduce(tensor, async_op=True)
+    if world.rank == 0:
+        handle.wait()
+    world.barrier(timedelta(seconds=10))
+    handle.wait()
+    return tensor[-1].item()
+
+
+def test_a_barrier_keeps_nobody_up_who_waits_for_what_was_started_before_it() -> None:
+    assert run_ranks(before_and_after, 2) == [2.0] * 2
+
+
+def not_writable(world: lockstep.World) -> float:
+    with pytest.raises(RuntimeError, match="single memory location"):
+        collectives.all_reduce(torch.ones(1).expand(5))
+    return collectives.all_reduce(torch.ones(1)).item()
+
+
+def test_a_tensor_that_cannot_hold_the_sum_keeps_no_later_one_up() -> None:
+    assert run_ranks(not_writable, 2) == [2.0] * 2
+
+
 def test_elsewhere_it_is_refused() -> None:
     with (
         lockstep.init(backend="gloo"),
@@ -180,7 +223,7 @@ def test_elsewhere_it_is_refused() -> None:
 
 def without(world: lockstep.World) -> tuple[bool, list[float]]:
     world.close()
-    module.possible = lambda: False
+    module.possible = lambda: False  # type: ignore[attr-defined]
     with lockstep.init(backend="gloo") as plain:
         return plain.group.memory is None, collectives.all_reduce(torch.ones(2)).tolist()
 

@@ -53,6 +53,8 @@ class Exchange(ABC):
         self.number = 0  # among the group's collectives
         self.finished = False
         self._ahead = 0  # pieces written
+        self._taken = 0  # pieces; none is taken twice where a wait that timed out is repeated
+        self._error: RuntimeError | None = None  # of its own tensors: it keeps no other one up
 
     def give(self, piece: int) -> None:
         """Write this rank's piece to its slot."""
@@ -64,9 +66,11 @@ class Exchange(ABC):
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the result is there. Raises PeerFailed and CollectiveTimeout, naming who
-        did not come.
+        did not come within `timeout` (default: the group's); then it can be called again.
         """
-        self.slots.finish(self)
+        self.slots.finish(self, timeout)
+        if self._error is not None:
+            raise self._error
 
     def write_ahead(self) -> None:
         """Write what there is room for, without waiting: the others find it when they come. In
@@ -90,11 +94,12 @@ class Exchange(ABC):
         self.slots.written.post(self.slots.put)
 
     def complete(self) -> None:
-        """Do all of it, waiting for the others."""
-        for piece in range(self.pieces):
-            self._meet(piece)
-            self.take(piece)
-            self.slots.read.post(self.first + piece + 1)
+        """Do all of it that is not done, waiting for the others."""
+        while self._taken < self.pieces:
+            self._meet(self._taken)
+            self.take(self._taken)
+            self._taken += 1
+            self.slots.read.post(self.first + self._taken)
         self._end()
 
     def _meet(self, piece: int) -> None:
@@ -108,8 +113,11 @@ class Exchange(ABC):
             self.slots.compare(self.number)
 
     def _end(self) -> None:
-        for flat, tensor in self._results:
-            _copy_back(flat, tensor)
+        try:
+            for flat, tensor in self._results:
+                _copy_back(flat, tensor)
+        except RuntimeError as error:  # such as a tensor whose elements share memory
+            self._error = error
         self.finished = True
 
     def slot(self, rank: int, piece: int, like: Tensor, skip: int = 0) -> Tensor:
@@ -137,6 +145,7 @@ class AllReduceBySlices(AllReduce):
 
     def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:
         super().__init__(slots, first, tensor, op)
+        self._collected = 0  # pieces
         share = 64 * slots.size
         self._slices = [each.split(-(-len(each) // share) * 64) for each in self._mine]
 
@@ -156,12 +165,14 @@ class AllReduceBySlices(AllReduce):
         self.slots.reduced.post(self.first + piece + 1)
 
     def complete(self) -> None:
-        for piece in range(self.pieces):
-            self._meet(piece)
-            self.take(piece)
-            if piece:
-                self._collect(piece - 1)
-        self._collect(self.pieces - 1)
+        while self._collected < self.pieces:
+            if self._taken < min(self._collected + 2, self.pieces):
+                self._meet(self._taken)
+                self.take(self._taken)
+                self._taken += 1
+            else:
+                self._collect(self._collected)
+                self._collected += 1
         self._end()
 
     def _collect(self, piece: int) -> None:

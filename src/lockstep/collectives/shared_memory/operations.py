@@ -118,7 +118,7 @@ class HostMemory:
             crowded=crowded,
             look=group.look,
             late=self._late,
-            timeout=lambda: group.timeout.total_seconds(),
+            timeout=lambda: self._timeout().total_seconds(),
         )
         flags = [
             Flag(self._waits, [rank * _LINE + word for rank in range(group.size)], group.rank)
@@ -135,6 +135,7 @@ class HostMemory:
         self.put = 0  # pieces that this rank has written
         self._open: deque[Exchange | Sum] = deque()
         self._number = 0  # of the one that is being done
+        self._patience: timedelta | None = None  # of who waits for it; None: the group's
 
     def close(self) -> None:
         """Forget the memory; it goes with the last process that maps it."""
@@ -145,18 +146,20 @@ class HostMemory:
         ranks.
         """
         check_op(op, tensor)
-        self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
         how = AllReduce if tensor.nbytes <= AT_ONCE else AllReduceBySlices
-        return self._start(how(self, self._given, tensor, op))
+        work = how(self, self._given, tensor, op)  # may lack memory: so before it has a number
+        self._group.announce("all_reduce", tensor, op, place, tensor.nbytes)
+        return self._start(work)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, place: str | None = None, text: str | None = None
     ) -> Exchange:
         """Start to replace `tensor` on every rank by that of rank `root`."""
         check_root(root, self.size)
+        work = Broadcast(self, self._given, tensor, root)
         sends = tensor.nbytes if self.rank == root else 0
         self._group.announce("broadcast", tensor, f"from {root}", place, sends, text)
-        return self._start(Broadcast(self, self._given, tensor, root))
+        return self._start(work)
 
     def all_gather(
         self,
@@ -166,8 +169,9 @@ class HostMemory:
         text: str | None = None,
     ) -> Exchange:
         """Start to fill `everybodys[r]` with rank r's `tensor`, all of one shape and dtype."""
+        work = AllGather(self, self._given, everybodys, tensor)
         self._group.announce("all_gather", tensor, "", place, tensor.nbytes, text)
-        return self._start(AllGather(self, self._given, everybodys, tensor))
+        return self._start(work)
 
     def reduce_scatter(
         self, tensor: Tensor, parts: Sequence[Tensor], op: Op = "sum", place: str | None = None
@@ -176,8 +180,9 @@ class HostMemory:
         `parts[r]`, all of one shape and dtype.
         """
         check_op(op, tensor)
+        work = ReduceScatter(self, self._given, tensor, parts, op)
         self._group.announce("reduce_scatter", tensor, op, place, (self.size - 1) * tensor.nbytes)
-        return self._start(ReduceScatter(self, self._given, tensor, parts, op))
+        return self._start(work)
 
     def _start(self, work: Exchange) -> Exchange:
         work.number = self._group.number
@@ -294,10 +299,10 @@ class HostMemory:
         """
         self._waits.nap()
 
-    def finish_all(self) -> None:
-        """Do everything that was started."""
+    def finish_all(self, timeout: timedelta | None = None) -> None:
+        """Do everything that was started; `timeout` as of `finish`."""
         if self._open:
-            self.finish(self._open[-1])
+            self.finish(self._open[-1], timeout)
 
     def slot(self, rank: int, piece: int, numel: int, dtype: torch.dtype, skip: int = 0) -> Tensor:
         """Where rank `rank` writes, or wrote, a piece: `numel` elements, `skip` bytes behind the
@@ -320,12 +325,18 @@ class HostMemory:
         """See that all ranks, which have come to collective `number`, mean the same by it."""
         self._group.fingerprints.compare(number)
 
-    def finish(self, work: Exchange | Sum) -> None:
-        """Do everything that was started before this, and this."""
-        while self._open and not work.finished:
-            self._number = self._open[0].number
-            self._open[0].complete()
-            self._group.ended(self._open.popleft().number)
+    def finish(self, work: Exchange | Sum, timeout: timedelta | None = None) -> None:
+        """Do everything that was started before this, and this. Others have `timeout` to come to
+        each (default: the group's).
+        """
+        before, self._patience = self._patience, timeout
+        try:
+            while self._open and not work.finished:
+                self._number = self._open[0].number
+                self._open[0].complete()
+                self._group.ended(self._open.popleft().number)
+        finally:
+            self._patience = before
 
     @property
     def size(self) -> int:
@@ -338,7 +349,10 @@ class HostMemory:
     def _late(self, missing: Sequence[int]) -> Exception:
         ranks = [self._group.ranks[rank] for rank in missing]
         what = self._group.fingerprints.said(self._number)
-        return timed_out(self._number, what, ranks, self._group.timeout)
+        return timed_out(self._number, what, ranks, self._timeout())
+
+    def _timeout(self) -> timedelta:
+        return self._group.timeout if self._patience is None else self._patience
 
 
 def _whole_pages(size: int, dtype: torch.dtype) -> int:
