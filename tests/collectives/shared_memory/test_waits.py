@@ -75,6 +75,26 @@ def test_a_sleeper_in_another_process_is_woken() -> None:
         del word
 
 
+def test_who_naps_leaves_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields = []
+    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(1))
+    words = (ctypes.c_int64 * 1)()
+    wait = waits.Waits(
+        memoryview(words).cast("B").cast("q"),
+        ctypes.addressof(words),
+        crowded=False,
+        look=lambda missing: None,
+        late=lambda missing: AssertionError(missing),
+        timeout=lambda: _LONG,
+    )
+    wait.nap()
+    poster = threading.Timer(0.05, wait.post, (0, 1))
+    poster.start()
+    wait.until([0], 1)
+    poster.join()
+    assert yields == []
+
+
 def together(rank_that_leaves: int | None) -> tuple[float, list[float]]:
     """All on one core, where a sleeper that nobody wakes would sleep for ever."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

@@ -46,6 +46,7 @@ class Waits:
         self._crowded = crowded
         self._look = look
         self._late, self._timeout = late, timeout
+        self._yields = _YIELDS
 
     def close(self) -> None:
         """Forget the memory, and the group that it is of."""
@@ -54,9 +55,10 @@ class Waits:
 
     def nap(self) -> None:
         """From now on sleep until woken: for waits on a thread beside one that computes, which
-        looking again and again would keep from the interpreter. All ranks call it.
+        looking again and again would keep from the interpreter: giving the core away does not
+        give that away. All ranks call it.
         """
-        self._crowded = True
+        self._crowded, self._yields = True, 0.0
 
     def post(self, place: int, number: int) -> None:
         """Let the others see this number."""
@@ -85,7 +87,7 @@ class Waits:
             behind := next((place for place in places if view[place] < least), None)
         ) is not None:
             now = time.monotonic()
-            if now - begin < _YIELDS:
+            if now - begin < self._yields:
                 os.sched_yield()
                 continue
             if self._crowded:
