@@ -259,30 +259,32 @@ class Group:
         here = f"{node} {this_host()}" if sys.platform == "linux" else ""
         store.set(f"host/{self.rank}", here)
         keys = [f"host/{rank}" for rank in range(self.size)]
-        self._await(store, keys, timeout)
-        if {store.get(key).decode() for key in keys} != {here} or not here:
+        if {each.decode() for each in self._gathered(store, keys, timeout)} != {here} or not here:
             return
         (page,) = share(store, "page", self.rank, self.size, self.size * BLOCK, timeout)
         self.fingerprints = HostFingerprints(page, self.rank, self.ranks, places=places)
         if tensors and possible():
             self.memory = share_memory(store, "memory", self, timeout)
 
-    def _await(self, store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
-        """Return when every rank has written its key. Raises CollectiveTimeout."""
-        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+    def _gathered(
+        self, store: dist.Store, keys: Sequence[str], timeout: timedelta
+    ) -> Sequence[bytes]:
+        """What every rank has written under its key. Raises CollectiveTimeout."""
         status.waits(True)
-        while not store.check(list(keys)):
-            if time.monotonic() > deadline:
-                missing = [
-                    rank
-                    for rank, key in zip(self.ranks, keys, strict=True)
-                    if not store.check([key])
-                ]
-                call = f"the first collective of a process group {call_site()}"
-                raise timed_out(self.number + 1, call, missing, timeout)
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+        try:
+            store.wait(list(keys), timeout)
+        except RuntimeError as error:  # of a FileStore no DistError
+            keyed = zip(self.ranks, keys, strict=True)
+            missing = [rank for rank, key in keyed if not store.check([key])]
+            if not missing:
+                raise
+            call = f"the first collective of a process group {call_site()}"
+            raise timed_out(self.number + 1, call, missing, timeout) from error
         status.waits(False)
+        # torch's stubs lack it
+        if store.has_extended_api():  # type: ignore[attr-defined]
+            return list(map(bytes, store.multi_get(list(keys))))
+        return [store.get(key) for key in keys]
 
     def in_background(self, run: Callable[[], T]) -> Future[T]:
         """Do something on a thread of this group's own, after what was given to it before."""
