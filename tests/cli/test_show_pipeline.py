@@ -56,7 +56,10 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
             "3 micro-batches for 4 stages: 1f1b needs at least as many",
         ),
         (["--backward", "0"], "backward=0"),
-        (["--out", "chart.pdf"], "--out chart.pdf: give a name that ends in .png, .svg [wrong-ending]"),
+        (
+            ["--out", "chart.pdf"],
+            "--out chart.pdf: give a name that ends in .png, .svg [wrong-ending]",
+        ),
     ],
 )
 def test_what_cannot_be_shown(args: list[str], message: str) -> None:
