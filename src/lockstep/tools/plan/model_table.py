@@ -74,7 +74,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sizes:
+class TransformerSizes:
     """Of a decoder or an encoder; `length` in tokens."""
 
     blocks: int
@@ -98,7 +98,7 @@ class Sizes:
     """
 
 
-def transformer(sizes: Sizes) -> tuple[ModelLayer, ...]:
+def transformer(sizes: TransformerSizes) -> tuple[ModelLayer, ...]:
     """The embedding, the blocks, the output layer. Work: matrices, and attention over all pairs
     of tokens (nothing taken off for a causal mask).
     """
@@ -116,7 +116,7 @@ def transformer(sizes: Sizes) -> tuple[ModelLayer, ...]:
     return (embedding, *(_block(sizes),) * sizes.blocks, head)
 
 
-def _block(sizes: Sizes) -> ModelLayer:
+def _block(sizes: TransformerSizes) -> ModelLayer:
     inner = sizes.heads * (sizes.head or sizes.width // sizes.heads)
     shared = inner * (sizes.key_value_heads or sizes.heads) // sizes.heads
     matrices = (
@@ -133,7 +133,7 @@ def _block(sizes: Sizes) -> ModelLayer:
     )
 
 
-def _kept(sizes: Sizes, inner: int, shared: int) -> float:
+def _kept(sizes: TransformerSizes, inner: int, shared: int) -> float:
     """Elements that a block keeps with fused attention, which keeps no scores: the inputs of its
     matrices, norms and of the nonlinearity.
 
@@ -269,7 +269,7 @@ def _together(*layers: ModelLayer) -> ModelLayer:
 _TABLES = tomllib.loads(files("lockstep.tools.plan").joinpath("models.toml").read_text("utf-8"))
 
 
-def _transformer(name: str, sizes: Sizes, batch: int) -> Model:
+def _transformer(name: str, sizes: TransformerSizes, batch: int) -> Model:
     return Model(
         name=name,
         family="transformer",
@@ -291,7 +291,7 @@ MODELS = {
         Model(name="inception-v3", family="convolutional", layers=inception_v3(), batch=64),
         Model(name="vgg16", family="plain convolutional", layers=vgg16(), batch=64),
         *(
-            _transformer(name, Sizes(**each["sizes"]), each["batch"])
+            _transformer(name, TransformerSizes(**each["sizes"]), each["batch"])
             for name, each in _TABLES["transformers"].items()
         ),
     )
