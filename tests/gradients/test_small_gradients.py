@@ -96,6 +96,29 @@ def test_a_backward_of_the_users_own_is_seen(world: lockstep.World) -> None:
         stepper.step()
 
 
+def test_a_backward_of_the_users_own_is_seen_that_reaches_one_small_parameter(
+    world: lockstep.World,
+) -> None:
+    model = zoo.build("mlp")
+    stepper = learned(model)
+    for _ in stepper.micro_batches(window()):
+        model[-1].bias.sum().backward()
+    with refused("backward-not-by-stepper"):
+        stepper.step()
+
+
+def test_a_window_whose_backwards_reach_one_small_parameter(world: lockstep.World) -> None:
+    model = zoo.build("mlp")
+    stepper = learned(model, unused="skip")
+    before = [each.detach().clone() for each in model.parameters()]
+    for _ in stepper.micro_batches(window()):
+        stepper.backward(3 * model[-1].bias.sum(), weight=4)
+    stepper.step()
+    moved = [old - new for old, new in zip(before, model.parameters(), strict=True)]
+    assert not any(each.any() for each in moved[:-1])
+    torch.testing.assert_close(moved[-1], torch.full_like(moved[-1], 0.1 * 2 * 3 / 8))
+
+
 def test_what_a_stray_backward_leaves_between_windows_is_forgotten(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     stepper, expected = learned(model), one_step(model)
