@@ -223,7 +223,7 @@ class Joiner:
     def ready(self, now: float) -> list[str]:
         """The lines whose time has come, those before them, and what all ranks have said."""
         late = [
-            place for place, said in enumerate(self._waiting, 1) if now - said.since >= self._window
+            place for place, said in enumerate(self._waiting, 1) if said.since + self._window <= now
         ]
         count = late[-1] if late else 0
         while count < len(self._waiting) and len(self._waiting[count].ranks) == self._count:
