@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -52,29 +53,20 @@ class Transformer(nn.Module):
         return logits
 
 
+def perceptron(*widths: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for inside, outside in pairwise(widths):
+        layers += [nn.Linear(inside, outside), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
 def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(1024, 3072),
-        nn.ReLU(),
-        nn.Linear(3072, 3072),
-        nn.ReLU(),
-        nn.Linear(3072, 3072),
-        nn.ReLU(),
-        nn.Linear(3072, 1024),
-    )
+    return perceptron(1024, 3072, 3072, 3072, 1024)
 
 
 def small_mlp() -> nn.Module:
     """24 MiB of gradients."""
-    return nn.Sequential(
-        nn.Linear(1024, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 16),
-        nn.ReLU(),
-        nn.Linear(16, 1024),
-    )
+    return perceptron(1024, 2048, 2048, 16, 1024)
 
 
 def convolutions(*widths: int) -> list[nn.Module]:

@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from cases import small_mlp
 from lockstep.collectives.work import Work
 from lockstep.gradients.reductions import Hierarchical
 from lockstep.tools.timing.in_turns import Way, take_turns
@@ -107,15 +107,7 @@ def _wait(start: Callable[..., Work], *arguments: object) -> None:
 
 def training(world: lockstep.World, reduce: str) -> Way:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(1024, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 2048),
-        nn.ReLU(),
-        nn.Linear(2048, 16),
-        nn.ReLU(),
-        nn.Linear(16, 1024),
-    )
+    model = small_mlp()
     stepper = lockstep.Stepper(
         model, torch.optim.AdamW(model.parameters(), fused=True), reduce=reduce, world=world
     )

@@ -29,7 +29,7 @@ from lockstep.runtime.process_lifetime import die_with_maker, die_with_parent, h
 IDLE = -1
 Made = TypeVar("Made")
 Enter = Callable[[int], None]
-Looks = list[tuple[Generator, Any]]
+Looks = dict[Generator, Any]
 Note = Callable[[int], None]
 Keys = tuple[int, list[int]]  # an epoch, and the indices of a micro-batch's samples
 
@@ -224,8 +224,8 @@ class Streams:
         It is called again, from the same states, where it drew from a generator that nothing had
         drawn from until then.
         """
-        looks = [(each, each.look()) for each in self._generators]
-        seeded = [each for each, look in looks if each in self._drawn or each.hidden(look)]
+        looks = {each: each.look() for each in self._generators}
+        seeded = [each for each, look in looks.items() if each in self._drawn or each.hidden(look)]
         while True:
             try:
                 made = make(_seeding(seeded))
@@ -239,13 +239,13 @@ class Streams:
                     return made
             finally:
                 for generator in seeded:
-                    generator.put_back(dict(looks)[generator])
+                    generator.put_back(looks[generator])
             seeded = seeded + surprised
 
     def _surprised(self, looks: Looks, seeded: list[Generator]) -> list[Generator]:
         """Those that were drawn from without a seed: put back, and seeded from now on."""
         found = []
-        for generator, look in looks:
+        for generator, look in looks.items():
             if generator.drawn(look) and generator not in seeded:
                 generator.put_back(look)
                 found.append(generator)

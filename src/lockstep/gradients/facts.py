@@ -62,7 +62,6 @@ class FactsMessage:
 
     def __init__(self, group: Group, device: torch.device, slots: int = 0) -> None:
         self._group, self._device, self._slots = group, device, slots
-        self._noted: list[tuple[float | Tensor, float | Tensor, int]] = []
         # a list where the host knows them: a tensor takes microseconds a number
         self._values: Any = [0.0] * numbers(group.size) + [ABSENT] * (2 * slots)
         if device.type != "cpu":
@@ -74,13 +73,19 @@ class FactsMessage:
     def sent(self) -> bool:
         return self._sum is not None
 
-    def add(self, weight: float | Tensor, loss: Tensor, slot: int = 0) -> None:
-        """Count a micro-batch: its weight and its sum of losses."""
+    def add(self, weight: float | Tensor, loss: Tensor | float, slot: int = 0) -> None:
+        """Count a micro-batch: its weight and its sum of losses. Now: the user may go on to change
+        the loss in place.
+        """
         assert not self.sent
-        if self._device.type == "cpu":  # read now: the user may go on to change the loss in place
-            self._noted.append((float(weight), loss.item(), slot))
-        else:
-            self._noted.append((weight, loss, slot))
+        if self._device.type == "cpu":
+            weight, loss = float(weight), float(loss)
+        if self._slots:
+            first = numbers(self._group.size)
+            self._put(first + slot, weight)
+            self._put(first + self._slots + slot, loss)
+        self._values[_WEIGHT] += weight
+        self._values[self._mine("losses")] += loss
 
     def add_samples(self, count: int) -> None:
         self._values[self._mine("samples")] += count
@@ -107,17 +112,7 @@ class FactsMessage:
     def _mine(self, row: str) -> int:
         return _BY_RANK + _ROWS.index(row) * self._group.size + self._group.rank
 
-    def _add_up(self) -> None:
-        for weight, loss, slot in self._noted:
-            if self._slots:
-                first = numbers(self._group.size)
-                self._put(first + slot, weight)
-                self._values[first + self._slots + slot] = loss
-            self._values[_WEIGHT] += weight
-            self._values[self._mine("losses")] += loss
-
     def send(self, *, stop: bool, newly_moving: bool) -> None:
-        self._add_up()
         if stop:
             self._put(_STOP, 1)
         if newly_moving:

@@ -190,10 +190,11 @@ class Shards:
 
     def _take_back(self) -> None:
         """Into our memory what somebody has given another (`parameter.data = ...`)."""
-        if [each.data_ptr() for each in self.parameters] != self._addresses:
-            for parameter, home in zip(self.parameters, self._homes, strict=True):
-                if parameter.data_ptr() != home.data_ptr():
-                    parameter.data = home.copy_(parameter.data)
+        for parameter, home, address in zip(
+            self.parameters, self._homes, self._addresses, strict=True
+        ):
+            if parameter.data_ptr() != address:
+                parameter.data = home.copy_(parameter.data)
 
     def differing(self) -> Sequence[Tensor]:
         """What must be equal on all ranks, because the next update overwrites it."""

@@ -143,10 +143,9 @@ class WorldGroups:
         where all ranks are on one host. There its `tensors`, if on the CPU, share memory too.
         """
         group.waits = tensors
-        if group.opened or group.size == 1 or self._tags == "off":
-            group.opened = True
+        before, group.opened = group.opened, True
+        if before or group.size == 1 or self._tags == "off":
             return
-        group.opened = True
         name = group.process_group.group_name
         store = dist.PrefixStore(f"host/{name}", self._store)
         group.share_host(store, self._timeout, node=self._node, tensors=tensors)

@@ -139,8 +139,8 @@ class AllReduce(Exchange):
 
 class AllReduceBySlices(AllReduce):
     """Of a large tensor: a rank adds up its slice of each piece, and gives the sum to the others in
-    its slot, where its own part of that slice would lie. A second synchronisation a piece, which
-    is waited for a piece later.
+    its slot, where its own part of that slice would lie. So each piece has a second
+    synchronisation. A rank waits for it after it has added up the next piece.
     """
 
     def __init__(self, slots: HostMemory, first: int, tensor: Tensor, op: Op) -> None:

@@ -224,10 +224,13 @@ class HostMemory:
         self.finish_all()
         self._group.say(f"synchronize {place}")
         self._number = self._group.number
+        self._await_updated()
+        self._group.ended(self._number)
+
+    def _await_updated(self) -> None:
         self._gathers += 1
         self._updated.post(self._gathers)
         self._updated.until(self._gathers)
-        self._group.ended(self._number)
 
     def sum_in_place(
         self,
@@ -279,9 +282,7 @@ class HostMemory:
         self._number = self._group.announce(
             "all_gather", tensors[0][rank], "slices in place", place, sends
         )
-        self._gathers += 1
-        self._updated.post(self._gathers)
-        self._updated.until(self._gathers)
+        self._await_updated()
         for everybodys in tensors:
             for other, theirs in enumerate(everybodys):
                 if other != rank:

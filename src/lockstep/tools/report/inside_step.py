@@ -178,8 +178,8 @@ def times(judged: Judged | None) -> Section:
 
 
 def _drawn(judged: Judged) -> dict[int, str]:
-    """The places that are shown, in order, with their names: all, or those that were waited for
-    most.
+    """The places that are shown, in order, with their names: all of them, or those for which the
+    others waited longest.
     """
     numbers = list(judged.places)
     if len(numbers) > _MOST:
