@@ -1,14 +1,16 @@
 """Does a training that is killed again and again end with the weights of one that never was?
 
     python benchmarks/chaos.py --seed 0 --faults 200
-    python benchmarks/chaos.py --seed 0 --faults 10
+    python benchmarks/chaos.py --seed 0 --faults 2000 --warm
 
-One exact training of this file's task. A SIGKILL from outside hits a rank, the launcher, or a
-rank's loader worker, while it starts, takes steps, saves a checkpoint or evaluates; then the same
-command is given again with another number of workers, 1 to 4, all drawn from the seed. When the
-faults are used up the training is left to end. It must have the SHA-256 of a run without faults,
-every restart must go on from a checkpoint, and 5 s after a fault no process of the run may live.
-Ends with 1 where any of it does not hold.
+One exact training of this file's task. A SIGKILL from outside hits a rank, two ranks, the launcher,
+the fork server or a rank's loader worker, while it starts, takes steps, saves a checkpoint or
+evaluates; then the same command is given again with another number of workers, 1 to 4, all drawn
+from the seed. With --warm the launcher restarts the ranks by itself (--max-restarts) and is hit more
+rarely; a start-up is then a restart, and a rank may be stopped (SIGSTOP) in place of killed
+(--on-stall restart). When the faults are used up the training is left to end. It must have the
+SHA-256 of a run without faults, every restart must go on from a checkpoint, and 5 s after a fault no
+process that it ended may live. Ends with 1 where any of it does not hold.
 
 goodput   the undisturbed run's seconds as a share of this one's; "ideal" is what it would be if a
           fault cost a start-up and nothing else
@@ -43,9 +45,12 @@ from torch.utils.data import Dataset
 import lockstep
 
 VICTIMS = ("rank", "launcher", "fork server", "loader worker")
+WARM_VICTIMS = {"rank": 8, "two ranks": 6, "loader worker": 4, "stopped rank": 1, "launcher": 1}
+STALL_SECONDS = 2.0
 PHASES = ("start-up", "step", "save", "evaluation")
 MOST_STEPS = 9  # that are taken after a start, before a step is hit
 STEPS_PER_FAULT = 12  # of the whole training: it must not be over before the faults are
+WARM_STEPS_PER_FAULT = 25  # it goes on by itself
 EVALUATING = "LOCKSTEP_CHAOS_EVALUATING"
 START, STEP = b'"event": "start"', b'"kind": "step"'  # in metrics.jsonl
 PATIENCE = 120.0  # seconds for a phase to be reached
@@ -131,10 +136,20 @@ class Fault:
     """In [0, 1): which of several."""
 
 
-def faults(count: int, seed: int) -> Iterator[Fault]:
+def faults(count: int, seed: int, *, warm: bool) -> Iterator[Fault]:
     draw = random.Random(seed)
     for _ in range(count):
         phase = draw.choice(PHASES)
+        if warm:
+            yield Fault(
+                victim=draw.choices([*WARM_VICTIMS], [*WARM_VICTIMS.values()])[0],
+                phase=phase,
+                workers=draw.randint(2, 3),
+                steps=draw.randint(1, MOST_STEPS),
+                delay=draw.uniform(0, 0.2 if phase == "start-up" else 0.01),
+                which=draw.random(),
+            )
+            continue
         yield Fault(
             # loader workers come with the first step
             victim=draw.choice(VICTIMS[:3] if phase == "start-up" else VICTIMS),
@@ -152,9 +167,22 @@ class Run:
 
     directory: Path
     steps: int
+    warm: bool = False
     started: float = 0.0
-    process: subprocess.Popen[str] | None = None
-    generations_before: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    ended_ranks: set[int] = field(default_factory=set)
+    """Pids of generations before."""
+    ending: list[psutil.Process] = field(default_factory=list)
+    """What the last fault ended."""
+    hit: str = ""
+    """What that was."""
+    # what of metrics.jsonl was read, and what this generation has written
+    _file: int = 0
+    _read: int = 0
+    _starts: int = 0
+    _starts_before: int = 0
+    _taken: int = 0
+    _last_step: int = 0
 
     @property
     def metrics(self) -> Path:
@@ -164,65 +192,90 @@ class Run:
     def marker(self) -> Path:
         return self.directory.with_name("evaluating")
 
+    @property
+    def output(self) -> Path:
+        return self.directory.with_name("output")
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def begin(self) -> None:
+        """What is written from now on is of another generation."""
+        self.marker.unlink(missing_ok=True)
+        self._look()
+        self._starts_before = self._starts
+        self.started = time.monotonic()
+
     def start(self, workers: int) -> None:
         """Give the command, as a person would."""
-        self.marker.unlink(missing_ok=True)
-        self.generations_before = self._written().count(START)
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "train",
-            __file__,
-            "--exact",
-            "--run",
-            str(self.directory),
-        ]
-        command += [
-            "--workers",
-            str(workers),
-            "--steps",
-            str(self.steps),
-            "--checkpoint-every",
-            "5",
-            "--loader-workers",
-            "1",
-        ]
-        self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # without a test suite's warm server: the ranks are to be found among the launcher's
-            # children
-            env={
-                **{
-                    name: value
-                    for name, value in os.environ.items()
-                    if not name.startswith("LOCKSTEP_WARM_SERVER")
+        self.begin()
+        options = {
+            "run": self.directory,
+            "workers": workers,
+            "steps": self.steps,
+            "checkpoint-every": 5,
+            "loader-workers": 1,
+        }
+        if self.warm:
+            options |= {
+                "max-restarts": 10**6,
+                "on-stall": "restart",
+                "stall-after": STALL_SECONDS,
+            }
+        command = [sys.executable, "-m", "lockstep", "train", __file__, "--exact"]
+        command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # without a test suite's warm server: the ranks are to be found among the launcher's
+                # children
+                env={
+                    **{
+                        name: value
+                        for name, value in os.environ.items()
+                        if not name.startswith("LOCKSTEP_WARM_SERVER")
+                    },
+                    EVALUATING: str(self.marker),
                 },
-                EVALUATING: str(self.marker),
-            },
-        )
+            )
 
     def ended(self) -> str:
         """Its end is waited for: what it said."""
         assert self.process is not None
-        said, _ = self.process.communicate()
-        return said
+        self.process.wait()
+        return self.output.read_text(errors="replace")
 
-    def _written(self) -> bytes:
-        return self.metrics.read_bytes() if self.metrics.exists() else b""
+    def _look(self) -> None:
+        """Read what was written since the last look; all, where a restart has taken records
+        back.
+        """
+        if not self.metrics.exists():
+            return
+        with self.metrics.open("rb") as file:
+            known = os.fstat(file.fileno())
+            if known.st_ino != self._file or known.st_size < self._read:
+                self._file, self._read, self._starts, self._taken = known.st_ino, 0, 0, 0
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]
+        self._read += len(whole) + bool(whole)
+        *before, latest = whole.split(START)
+        self._starts += len(before)
+        self._taken = latest.count(STEP) + (0 if before else self._taken)
+        if steps := re.findall(rb'"kind": "step", "step": (\d+)', whole):
+            self._last_step = int(steps[-1])
 
     def last_step(self) -> int:
-        steps = re.findall(rb'"kind": "step", "step": (\d+)', self._written())
-        return int(steps[-1]) if steps else 0
+        self._look()
+        return self._last_step
 
     def taken(self) -> int:
         """Steps that this generation has taken."""
-        _, *generations = self._written().split(START)
-        return generations[-1].count(STEP) if len(generations) > self.generations_before else 0
+        self._look()
+        # else a rank that is ending has written them
+        return self._taken if self._starts > self._starts_before else 0
 
     def computing(self) -> bool:
         return self.taken() > 0
@@ -234,6 +287,8 @@ class Run:
         """That are alive, by what they are."""
         assert self.process is not None
         found: dict[str, list[psutil.Process]] = {victim: [] for victim in VICTIMS}
+        if self.process.poll() is not None:
+            return found
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
             found["launcher"] = [launcher]
@@ -243,7 +298,7 @@ class Run:
                 with suppress(psutil.NoSuchProcess):
                     if _is_rank(process.parent()):
                         found["loader worker"].append(process)
-                    elif _is_rank(process):
+                    elif _is_rank(process) and process.pid not in self.ended_ranks:
                         found["rank"].append(process)
         return found
 
@@ -285,9 +340,12 @@ def wait_for(what: Callable[[], bool], run: Run, pause: float = 0.001) -> bool:
 
 
 def strike(fault: Fault, run: Run, report: Report) -> None:
-    """Start a generation, and kill what the fault says when it says it."""
-    run.start(fault.workers)
-    report.workers[fault.workers] += 1
+    """In a generation, which is started where none runs, kill what the fault says when it says
+    it.
+    """
+    if not run.running:
+        run.start(fault.workers)
+        report.workers[fault.workers] += 1
     if fault.phase != "start-up":
         if not wait_for(run.computing, run, STARTING):
             return report.unrecoverable(fault, run)
@@ -299,36 +357,51 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
         }
         if not wait_for(reached[fault.phase], run):
             return report.unrecoverable(fault, run)
-    elif fault.victim == "rank" and not wait_for(
-        lambda: bool(run.processes()["rank"]), run, STARTING
+    elif (
+        fault.victim != "launcher"
+        and (run.warm or fault.victim == "rank")
+        and not wait_for(lambda: bool(run.processes()["rank"]), run, STARTING)
     ):
         return report.unrecoverable(fault, run)
     time.sleep(fault.delay)
     alive = run.processes()
+    of = "rank" if fault.victim in ("two ranks", "stopped rank") else fault.victim
     # a loader worker lives for an epoch
-    victim = fault.victim if alive[fault.victim] else "launcher"
-    if not alive[victim]:
+    victim = fault.victim if alive[of] else "rank" if run.warm and alive["rank"] else "launcher"
+    candidates = alive[of] or alive[victim]
+    if not candidates:
         return report.unrecoverable(fault, run)
-    chosen = alive[victim][int(fault.which * len(alive[victim]))]
-    everyone = [process for group in alive.values() for process in group]
+    first = int(fault.which * len(candidates))
     phase = fault.phase if fault.phase != "start-up" or not run.computing() else "step"
-    with suppress(psutil.NoSuchProcess):
-        chosen.send_signal(signal.SIGKILL)
-        report.hits[victim, phase] += 1
+    stays = run.warm and victim != "launcher"
+    ending = [
+        process
+        for group in (("rank", "loader worker") if stays else alive)
+        for process in alive[group]
+    ]
+    run.ended_ranks |= {process.pid for process in alive["rank"]}
+    run.begin()
+    for process in {
+        candidates[first],
+        candidates[first - 1] if victim == "two ranks" else candidates[first],
+    }:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP if victim == "stopped rank" else signal.SIGKILL)
+    report.hits[victim, phase] += 1
     if (
         victim == "fork server" and phase == "start-up" and wait_for(run.computing, run)
     ):  # it had forked no rank: another has taken its place
-        everyone += [process for group in run.processes().values() for process in group]
+        ending += [process for group in run.processes().values() for process in group]
         run.processes()["launcher"][0].kill()
-    said = run.ended()
-    _, left = psutil.wait_procs(everyone, timeout=5)
-    if left:
-        report.problems.append(
-            f"5 s after {victim} was killed ({phase}) there still lived"
-            f" {[process.pid for process in left]}"
-        )
+    said = "" if stays else run.ended()
+    # a restart that is under way can be hit: until then nobody waits for the old ranks
+    check_ended(run, report, 5)
+    run.ending, run.hit = ending, f"{victim} was hit ({phase})"
+    if not stays:
+        check_ended(run, report, 5)
     if (
-        run.process is not None
+        not run.running
+        and run.process is not None
         and run.process.returncode == 0
         and victim != "launcher"
         and not (run.directory / "result.json").exists()
@@ -337,6 +410,16 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
             f"{victim} was killed ({phase}) and the command ended with 0:\n{said}"
         )
     return None
+
+
+def check_ended(run: Run, report: Report, seconds: float) -> None:
+    """What the last fault ended must have ended by now, or within so many seconds."""
+    _, left = psutil.wait_procs(run.ending, timeout=seconds)
+    if left:
+        report.problems.append(
+            f"long after {run.hit} there still lived {[process.pid for process in left]}"
+        )
+    run.ending = []
 
 
 def resumed_at(said: str) -> int | None:
@@ -359,8 +442,8 @@ def disturbed(run: Run, count: int, seed: int) -> Report:
     """Until all faults have struck, and then to the end."""
     report = Report()
     began = time.monotonic()
-    before = 0
-    for number, fault in enumerate(faults(count, seed), 1):
+    before = counted = 0
+    for number, fault in enumerate(faults(count, seed, warm=run.warm), 1):
         strike(fault, run, report)
         if (run.directory / "result.json").exists():
             raise SystemExit(
@@ -382,17 +465,20 @@ def disturbed(run: Run, count: int, seed: int) -> Report:
             )
         before = newest
         # else it was counted before
-        report.lost.append(max(0, reached - newest) if run.computing() else 0)
+        report.lost.append(max(0, reached - newest) if reached > counted else 0)
+        counted = reached
         print(
             f"{number}/{count}: {fault.victim}, {fault.phase}, {fault.workers} workers: at step"
             f" {reached}, back to {newest}",
             file=sys.stderr,
         )
-    run.start(4)
+    if not run.running:
+        run.start(4)
     said = run.ended()
+    check_ended(run, report, 5)
     if run.process is None or run.process.returncode:
         report.problems.append(f"the last start did not come to its end:\n{said}")
-    elif before and resumed_at(said) != before:
+    elif before and not run.warm and resumed_at(said) != before:
         report.problems.append(f"the last start did not go on from step {before}:\n{said}")
     report.seconds = time.monotonic() - began
     return report
@@ -400,7 +486,7 @@ def disturbed(run: Run, count: int, seed: int) -> Report:
 
 def show(report: Report, plain: float) -> None:
     print(f"{'':<14}{''.join(f'{phase:>12}' for phase in PHASES)}")
-    for victim in VICTIMS:
+    for victim in sorted({victim for victim, _ in report.hits}):
         print(f"{victim:<14}{''.join(f'{report.hits[victim, phase]:>12}' for phase in PHASES)}")
     start = median(report.starts) if report.starts else 0.0
     struck = sum(report.hits.values())
@@ -425,11 +511,12 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--warm", action="store_true")
     options = parser.parse_args()
-    steps = STEPS_PER_FAULT * (options.faults + 6)
+    steps = (WARM_STEPS_PER_FAULT if options.warm else STEPS_PER_FAULT) * (options.faults + 6)
     with tempfile.TemporaryDirectory() as scratch:
         expected, plain = undisturbed(Path(scratch, "undisturbed"), steps, workers=2)
-        run = Run(Path(scratch, "disturbed", "run"), steps)
+        run = Run(Path(scratch, "disturbed", "run"), steps, warm=options.warm)
         run.directory.parent.mkdir()
         report = disturbed(run, options.faults, options.seed)
         show(report, plain)

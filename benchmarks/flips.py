@@ -3,11 +3,18 @@
     python benchmarks/flips.py --workers 2 --flips 50 --steps 208
     python benchmarks/flips.py --workers 2 --flips 50 --steps 208 --update sharded \\
         --where weights,buffers
+    python benchmarks/flips.py --workers 3 --flips 25 --steps 6 --witness 1
 
-Each case flips one bit of one element on rank 1 after a random step, by writing to its memory.
-`found`: all ranks ended with ReplicaDivergence, whose message names the rank and the tensor. `no
-effect`: the training ended with the weights of the undisturbed one. `missed`: it ended well with
-other weights.
+Each case flips one bit of one element on rank 1 by writing to its memory: of what rests between
+two steps, or, with a witness, while a step is computed:
+
+    landing     a gradient, before it is added to those of this rank's other micro-batches
+    landed      their sum, while further ones come
+    leaving     that sum in shared memory, after it has left for the sum over all ranks
+    received    the sum over all ranks, as this rank has received it
+
+`found`: all ranks ended with an error that names rank, step and tensor. `no effect`: the training
+ended with the weights of the undisturbed one. `missed`: it ended well with other weights.
 """
 
 from __future__ import annotations
@@ -19,25 +26,45 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lockstep
-from lockstep.errors import ReplicaDivergence
+from lockstep.collectives.work import Handle, Work
+from lockstep.errors import CorruptResult, ReplicaDivergence
+from lockstep.gradients.bucket import Bucket
+from lockstep.step.stepper import Stepper
 from lockstep.tasks import digits
+from lockstep.training import assembled
 
 WHERE = ("weights", "buffers", "exp_avg", "exp_avg_sq")
+IN_STEP = ("landing", "landed", "leaving", "received")
+
+
+class Caught(Stepper):
+    """The Stepper of the training that runs."""
+
+    latest: Caught
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        Caught.latest = self
 
 
 class Flip:
-    """One training in which rank 1 has a bit flipped after a step."""
+    """One training in which rank 1 has a bit flipped, after a step or in the next one."""
 
     def __init__(self, where: str, chance: random.Random, steps: int, rank: int) -> None:
         self.where, self._chance, self._rank = where, chance, rank
-        self.after = chance.randrange(1, steps + 1)
+        self.after = chance.randrange(1, steps)
         self.name = ""
+        self._steps = 0
+        # a witnessed step is walked twice; nothing has landed before the first micro-batch of a pass
+        self._at = chance.randrange(2), 1 if where == "landed" else chance.randrange(2)
+        self._now = -1, 0
 
     def task(self) -> lockstep.Task:
         task = digits.task()
@@ -50,19 +77,82 @@ class Flip:
             self._optimizer = task.optimizer(of)
             return self._optimizer
 
+        def loss(output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
+            found = task.loss(output, batch)
+            if torch.is_grad_enabled():
+                self._walk()
+            return found
+
         return replace(
-            task, model=model, optimizer=optimizer, on_step=self._strike, callbacks_on="all"
+            task,
+            model=model,
+            optimizer=optimizer,
+            loss=loss,
+            on_step=self._strike,
+            callbacks_on="all",
         )
 
     def _strike(self, record: Mapping[str, Any]) -> None:
-        if record["step"] != self.after:
+        self._steps, self._now = record["step"], (-1, 0)
+        if self._steps == self.after and self.where in WHERE:
+            self._flip(self._drawn(self._tensors()))
+
+    def _walk(self) -> None:
+        """A micro-batch had its forward."""
+        walked, place = self._now
+        begins = not any(Caught.latest.reducer.hooks.here)
+        self._now = (walked + 1, 0) if begins else (walked, place + 1)
+        if self._steps != self.after or self._now != self._at or self.where in WHERE:
             return
-        named = sorted(self._tensors().items())
-        self.name, tensor = self._chance.choices(named, [each.numel() for _, each in named])[0]
-        element, bit = (
-            self._chance.randrange(tensor.numel()),
-            self._chance.randrange(8 * tensor.element_size()),
-        )
+        if self.where == "landing":
+            parameter = self._drawn(dict(self._model.named_parameters()))
+
+            def hurt(gradient: Tensor) -> Tensor:
+                hook.remove()
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+                self._flip(gradient)
+                return gradient
+
+            hook = parameter.register_hook(hurt)
+            return
+        buckets = Caught.latest.reducer.buckets
+        places = {
+            span.name: (bucket.index, view)
+            for bucket in buckets
+            for span, view in zip(bucket.spans, bucket.views, strict=True)
+        }
+        self._drawn({name: view for name, (_, view) in places.items()})
+        index, view = places[self.name]
+        if self.where == "landed":
+            self._flip(view)
+        else:
+            self._intercept(index, view)
+
+    def _intercept(self, index: int, view: Tensor) -> None:
+        """Change the bucket's block as it leaves, or the sum as it arrives, once."""
+        reduction = Caught.latest.reducer.reduction
+        start = reduction.start
+
+        def once(bucket: Bucket) -> Work:
+            if bucket.index != index:
+                return start(bucket)
+            del reduction.start
+            if self.where == "leaving":
+                self._flip(view)
+            work = start(bucket)
+            return Handle([work], lambda: self._flip(view)) if self.where == "received" else work
+
+        reduction.start = once  # type: ignore[method-assign]
+
+    def _drawn(self, named: Mapping[str, Tensor]) -> Tensor:
+        """One of them, by their sizes."""
+        members = sorted(named.items())
+        self.name, tensor = self._chance.choices(members, [each.numel() for _, each in members])[0]
+        return tensor
+
+    def _flip(self, tensor: Tensor) -> None:
+        element = self._chance.randrange(tensor.numel())
+        bit = self._chance.randrange(8 * tensor.element_size())
         if self._rank == 1:
             octets = tensor.data.view(-1).view(torch.uint8)
             octets[element * tensor.element_size() + bit // 8] ^= 1 << bit % 8
@@ -80,11 +170,11 @@ class Flip:
 
 
 def rank_main(
-    where: list[str], flips: int, steps: int, update: str, seed: int
+    where: list[str], flips: int, steps: int, seed: int, **options: Any
 ) -> dict[str, list[tuple[str, str]]]:
     """By kind, how each case ended and what was said."""
     with lockstep.init() as world:
-        options: dict[str, Any] = {"steps": steps, "update": update, "world": world}
+        options |= {"steps": steps, "world": world}
         undisturbed = lockstep.train(digits.task(), **options).sha256
         ended: dict[str, list[tuple[str, str]]] = {}
         for kind in where:
@@ -92,10 +182,14 @@ def rank_main(
             for number in range(flips):
                 flip = Flip(kind, random.Random(f"{seed} {kind} {number}"), steps, world.rank)
                 try:
-                    result = lockstep.train(flip.task(), **options)
-                except ReplicaDivergence as error:
+                    with patch.object(assembled, "Stepper", Caught):
+                        result = lockstep.train(flip.task(), **options)
+                except (ReplicaDivergence, CorruptResult) as error:
                     # the parameter, or its state
                     named = 1 in error.ranks and flip.name.rpartition("/")[2] in str(error)
+                    if isinstance(error, CorruptResult):
+                        named = named and error.ranks == (1,)
+                        named = named and error.values["step"] == flip.after + 1
                     ended[kind].append(
                         (
                             "found" if named else "found, not named",
@@ -117,20 +211,29 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--flips", type=int, default=50, help="of each kind")
     parser.add_argument("--steps", type=int, default=208)
-    parser.add_argument("--where", default=",".join(WHERE))
+    parser.add_argument("--where", default="", help=f"of {', '.join((*WHERE, *IN_STEP))}")
+    parser.add_argument("--witness", type=float, help="share of steps; these are then exact")
     parser.add_argument("--update", choices=("replicated", "sharded"), default="replicated")
+    parser.add_argument("--weights", choices=("auto", "shared", "separate"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    where = options.where.split(",")
-    arguments = (where, options.flips, options.steps, options.update, options.seed)
-    ended, *others = lockstep.launch(rank_main, options.workers, arguments)
+    method = {"update": options.update}
+    if options.update == "sharded":
+        method["weights"] = options.weights
+    if options.witness is not None:
+        method |= {"exact": True, "witness": options.witness}
+    where = WHERE if options.witness is None else (*WHERE, *IN_STEP)
+    if options.where:
+        where = options.where.split(",")
+    arguments = (where, options.flips, options.steps, options.seed)
+    ended, *others = lockstep.launch(rank_main, options.workers, arguments, method)
     assert all(
         {kind: [how for how, _ in cases] for kind, cases in each.items()}
         == {k: [h for h, _ in c] for k, c in ended.items()}
         for each in others
     )
     print(
-        f"{options.update}, {options.workers} workers, {options.steps} steps, one flipped bit on"
+        f"{', '.join(f'{name}={value}' for name, value in method.items())}, {options.workers} workers, {options.steps} steps, one flipped bit on"
         f" rank 1 in each of {options.flips} runs"
     )
     print(f"{'':<12}{'found':>8}{'no effect':>12}{'missed':>8}{'not named':>11}")

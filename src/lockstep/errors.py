@@ -7,6 +7,8 @@
     ├── CollectiveMismatch        ranks called different collectives; `number` says at which
     ├── CollectiveTimeout         some ranks did not come to a collective in time; `missing` says
                                   which
+    ├── CorruptResult             a rank has computed, added up or received something wrong;
+                                  `parameter` and `ranks` say what and who
     ├── DamagedCheckpoint         a checkpoint is not as it was written; `file` says which of its
                                   files
     ├── LoaderWorkerKilled        a process that loads data for this rank was killed; `signal` says
@@ -189,6 +191,17 @@ class CollectiveTimeout(LockstepError):
     def __init__(self, code: str, *, missing: Sequence[int], **values: Any) -> None:
         super().__init__(code, missing=missing, **values)
         self.missing = tuple(missing)
+
+
+class CorruptResult(LockstepError):
+    """What `ranks` computed of `parameter` in a step is not what others computed of the same
+    (`witness`). Raised on every rank, before the step's update.
+    """
+
+    def __init__(self, code: str, *, parameter: str, ranks: Sequence[int], **values: Any) -> None:
+        super().__init__(code, parameter=parameter, ranks=ranks, **values)
+        self.parameter = parameter
+        self.ranks = tuple(ranks)
 
 
 class DamagedCheckpoint(LockstepError):

@@ -174,3 +174,32 @@ def test_what_cannot_be_saved_is_refused_before_training(
             lockstep.Checkpoints(
                 tmp_path / "own", lockstep.Stepper(model, toy.sgd(model), world=world)
             )
+
+
+class Packed(torch.optim.SGD):
+    """With state of a dtype that no file has, for one parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        bias = self.param_groups[0]["params"][-1]
+        self.state[bias]["packed"] = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
+
+
+def saved_packed(world: lockstep.World, folder: str) -> int:
+    model = toy.Net()
+    stepper = lockstep.Stepper(model, Packed(model.parameters(), lr=0.1), world=world)
+    checkpoints = lockstep.Checkpoints(folder, stepper)
+    for _ in range(2):
+        for x in stepper.micro_batches([torch.randn(4, 6)]):
+            stepper.backward(model(x).sum(), weight=4)
+        stepper.step()
+        with refused("tensor-not-storable", what="of dtype torch.bits8") as caught:
+            checkpoints.save()
+        assert caught.value.values["tensor"].startswith("optimizer state packed/")
+    return stepper.steps
+
+
+def test_optimizer_state_that_cannot_be_saved_is_named_on_all_ranks(tmp_path: Path) -> None:
+    """Also where one rank alone would write it; and all go on together."""
+    assert run_ranks(saved_packed, 2, args=(str(tmp_path),)) == [2, 2]
+    assert not list(tmp_path.glob("step-*"))

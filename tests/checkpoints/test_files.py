@@ -195,6 +195,41 @@ def test_writing_again_replaces(tmp_path: Path) -> None:
     assert files.read(write_model(tmp_path, 3, {"y": torch.ones(1)}, {})).tensors.keys() == {"y"}
 
 
+def test_killed_between_the_old_one_and_the_new_one_of_a_step(tmp_path: Path) -> None:
+    """The simulation found it: the old one had lost its name, and resume removed it."""
+    old = write_model(tmp_path, 3, {"x": torch.ones(2)}, {})
+    old.rename(tmp_path / ".step-0000003.77.replaced.unfinished")
+    (tmp_path / ".step-0000003.77.unfinished").mkdir()
+    folders.sweep(tmp_path)
+    assert files.read(old).tensors.keys() == {"x"}
+    assert list(tmp_path.iterdir()) == [old]
+
+
+def test_a_sweep_forces_names_before_it_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation found it: the rename that was not forced was undone by a loss of power, and
+    what had that name before was gone.
+    """
+    (left := tmp_path / ".step-0000003.77.replaced.unfinished").mkdir()
+    write_model(tmp_path, 3, {"y": torch.ones(1)}, {})
+    there = []
+    monkeypatch.setattr(folders, "force", lambda folder: there.append((folder, left.exists())))
+    folders.sweep(tmp_path)
+    assert there == [(tmp_path, True)]
+    assert not left.exists()
+
+
+def test_a_sweep_leaves_what_stands_and_what_is_not_ours(tmp_path: Path) -> None:
+    new = write_model(tmp_path, 3, {"y": torch.ones(1)}, {})
+    (tmp_path / ".step-0000003.77.replaced.unfinished").mkdir()
+    (tmp_path / "best.json.77.unfinished").touch()  # the simulation found that it stayed
+    (tmp_path / "thesis.unfinished").touch()
+    folders.sweep(tmp_path)
+    assert files.read(new).tensors.keys() == {"y"}
+    assert sorted(tmp_path.iterdir()) == [new, tmp_path / "thesis.unfinished"]
+
+
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert files.best(tmp_path) is None
     made = [write_model(tmp_path, step, {"x": torch.ones(1)}, {}) for step in (1, 2, 3)]

@@ -350,7 +350,7 @@ def test_train_tells_what_failed_on_a_rank(tmp_path: Path) -> None:
         (
             ["text", "--workers", "9"],
             (
-                "workers=9: a step of task text (global_batch=16, micro_batch=2) has no micro-batch"
+                "9 workers: a step of task text (global_batch=16, micro_batch=2) has no micro-batch"
                 " for some"
             ),
         ),

@@ -35,6 +35,13 @@ def refused(
         (["train"], "TASK is missing", ["lockstep train -h"]),
         (["train", "digits", "--epochs", "two"], "--epochs two: ", ["a whole number"]),
         (["train", "digits", "--timeout=soon"], "--timeout soon: ", ["a number"]),
+        (["train", "digits", "--witness", "1%"], "--witness 1%", ["--exact"]),
+        (["train", "digits", "--exact", "--witness", "2"], "--witness 2", ["at most 1"]),
+        (
+            ["train", "digits", "--on-corruption", "exclude"],
+            "--on-corruption exclude",
+            ["--ray", "[nothing-to-exclude]"],
+        ),
         (["train", "digits", "--max-restarts", "-1"], "--max-restarts -1: ", ["at least 0"]),
         (["train", "digits", "--precision", "bf8"], "--precision bf8 ", ["fp32, bf16"]),
         (["train", "digits", "-n", "0"], "--workers 0: ", []),

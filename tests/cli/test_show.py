@@ -205,7 +205,7 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
         ),
         (
             ["broadcast", "--root", "3"],
-            "root=3 is not a rank of this group: its 3 ranks are 0 to 2",
+            "root 3 is not a rank of this group: its 3 ranks are 0 to 2",
         ),
         (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a name that ends in .png, .svg"),
     ],

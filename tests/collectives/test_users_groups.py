@@ -8,6 +8,7 @@ import gc
 import re
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lockstep import collectives
 from lockstep.collectives import group as module
 from lockstep.collectives.api import resolve
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout
+from lockstep.runtime import status
 from lockstep.testing import run_ranks
 from tests.refused import refused
 
@@ -101,23 +103,32 @@ def test_they_wait_as_long_as_the_user_said() -> None:
     assert run_ranks(patient, 2) == [2.0, 0.0]
 
 
-def first_alone(world: lockstep.World) -> float:
-    """Rank 1 comes to the very first collective when rank 0 has given up; then both do it."""
+def first_alone(world: lockstep.World, folder: Path) -> tuple[float, bool]:
+    """Rank 1 comes to the very first collective when rank 0 has given up; then both do it. Whether
+    rank 0 still seems to wait in between.
+    """
     store = world._store
     rank = opened(world, timeout=timedelta(seconds=2))
+    status.open_page(folder, rank)
     if rank == 0:
         with refused("collective-timeout", CollectiveTimeout, missing=[1]):
             collectives.all_reduce(torch.zeros(1))
         store.set("given up first", "")
     store.wait(["given up first"], timedelta(minutes=5))
-    return collectives.all_reduce(torch.tensor([1.0 + rank])).item()
+    page = status.read(status.file_of(folder, rank))
+    assert page is not None
+    return collectives.all_reduce(torch.tensor([1.0 + rank])).item(), page.waits
 
 
-def test_who_does_not_come_to_the_first_one_is_named_and_it_can_be_called_again() -> None:
-    assert run_ranks(first_alone, 2) == [3.0, 3.0]
+def test_who_does_not_come_to_the_first_one_is_named_and_it_can_be_called_again(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(first_alone, 2, args=(tmp_path,)) == [(3.0, False)] * 2
 
 
 def one_after_the_other(world: lockstep.World) -> tuple[bool, float]:
+    # a store of its own: in the launcher's, gloo may find the addresses of the first group
+    second = dist.PrefixStore("second", world._store)
     rank = opened(world)
     collectives.all_reduce(torch.zeros(1))
     memory = resolve(None).memory
@@ -125,7 +136,7 @@ def one_after_the_other(world: lockstep.World) -> tuple[bool, float]:
     first = weakref.ref(memory)
     del memory
     dist.destroy_process_group()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=second, rank=rank, world_size=2)
     total = collectives.all_reduce(torch.tensor([1.0 + rank]))
     gc.collect()
     return first() is None, total.item()

@@ -5,9 +5,11 @@ this one, under other names.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.errors import WorkerFailed
+from lockstep.gradients.layout import ALIGNMENT, FIRST_BUCKET, aligned
 from lockstep.gradients.reductions import Hierarchical, reduction
+from lockstep.launcher.logs import COLLECTIVES
 from lockstep.testing import run_ranks
 from tests.refused import refused
 
@@ -177,6 +181,30 @@ def test_auto_takes_what_all_agree_to_be_quicker() -> None:
     assert {name for name, _ in run_ranks(trained, 3, args=(ONE_EACH, "auto", "replicated"))} == {
         "native"
     }
+
+
+def tried(world: lockstep.World, folder: Path) -> list[str]:
+    """The collectives of the first choice, then of a second."""
+    file = folder / f"{world.rank}"
+    os.environ[COLLECTIVES] = str(file)
+    with on_hosts(world, (2,)) as apart:
+        begun = apart.group.number
+        chosen = reduction("auto", apart.group)
+        between = apart.group.number
+        assert reduction("auto", apart.group).name == chosen.name
+        assert apart.group.number == between, "tried once"
+    lines = re.findall(r"collective #(\d+) (.*?), \d+ elements", file.read_text())
+    return [said for number, said in lines if begun < int(number) <= between]
+
+
+def test_auto_tries_what_training_would_do_with_a_bucket(tmp_path: Path) -> None:
+    """Beside the backend's sum of the same bucket, in turns; not how long it takes."""
+    bucket = f"f32[{aligned(FIRST_BUCKET // 4) + ALIGNMENT}] for gradient bucket 0 (a trial)"
+    runs = [f"all_reduce sum {bucket}", f"all_reduce sum in place {bucket}"]
+    for said in run_ranks(tried, 2, args=(tmp_path,)):
+        trial = [*runs * 5, "all_reduce max f64[2] for a trial"]
+        assert said == trial * (len(said) // len(trial))
+        assert said
 
 
 def impossible(world: lockstep.World, counts: tuple[int, ...], tags: str) -> None:

@@ -119,6 +119,38 @@ def test_a_window_whose_backwards_reach_one_small_parameter(world: lockstep.Worl
     torch.testing.assert_close(moved[-1], torch.full_like(moved[-1], 0.1 * 2 * 3 / 8))
 
 
+@pytest.mark.parametrize("unused", ["error", "skip", "zeros"])
+def test_the_last_backward_of_a_window_may_end_with_one_small_parameter(
+    world: lockstep.World, unused: str
+) -> None:
+    """Which no other backward reaches."""
+    model = zoo.build("mlp")
+    stepper = learned(model, unused=unused)
+    before = model[2].bias.detach().clone()
+    for place, (x, y) in enumerate(stepper.micro_batches(window())):
+        if place == 0:
+            out = nn.functional.linear(model[:2](x), model[2].weight, model[2].bias.detach())
+            stepper.backward(zoo.loss_sum(model[3:](out), y), weight=4)
+        else:
+            stepper.backward(5 * model[2].bias.sum(), weight=4)
+    stepper.step()
+    torch.testing.assert_close(before - model[2].bias, torch.full_like(before, 0.1 * 5 / 8))
+
+
+def test_gradients_of_the_first_micro_batch_alone_count(world: lockstep.World) -> None:
+    """Also that of a bucket's last parameter, whose hook waits for the last micro-batch."""
+    model = zoo.build("mlp")
+    stepper, expected = learned(model), copy.deepcopy(model)
+    x, y = window()[0]
+    ((zoo.loss_sum(expected(x), y) + expected[-1].bias.sum()) / 8).backward()
+    for place, (x, y) in enumerate(stepper.micro_batches(window())):
+        loss = model[-1].bias.sum() if place else zoo.loss_sum(model(x), y)
+        stepper.backward(loss, weight=4)
+    stepper.step()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    check_equal(model, expected)
+
+
 def test_what_a_stray_backward_leaves_between_windows_is_forgotten(world: lockstep.World) -> None:
     model = zoo.build("mlp")
     stepper, expected = learned(model), one_step(model)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from lockstep.launcher import engine
 from lockstep.launcher.engine import LocalRanks, Ranks
 from lockstep.launcher.failures import of_exit
 from lockstep.launcher.seat import Seat
@@ -17,8 +16,8 @@ class Stub:
     tenth of a second.
     """
 
-    def __init__(self, codes: list[int | None]) -> None:
-        self.codes, self.seconds = codes, 0.0
+    def __init__(self, codes: list[int | None], states: Mapping[int, str]) -> None:
+        self.codes, self.states, self.seconds = codes, states, 0.0
 
     def fork(self, seat: Seat, *rest: object, **options: object) -> int:
         return 10 + int(seat.environment["RANK"])
@@ -32,6 +31,9 @@ class Stub:
     def release(self, pid: int) -> None:
         pass
 
+    def state(self, pid: int) -> str:
+        return self.states[pid]
+
 
 def settling(
     monkeypatch: pytest.MonkeyPatch,
@@ -40,14 +42,11 @@ def settling(
     codes: list[int | None],
 ) -> float:
     """Seconds until it has settled, where rank 0 has failed."""
-    server = Stub(codes)
+    server = Stub(codes, states)
     ended: list[float] = []
-    monkeypatch.setattr(engine.time, "monotonic", lambda: 100 + server.seconds)
-    monkeypatch.setattr(engine.processes, "state", lambda pid: states[pid])
     monkeypatch.setattr(Ranks, "end", lambda self, grace: ended.append(server.seconds))
-    ranks = Ranks(
-        server, LocalRanks(count=len(codes), size=len(codes), address="127.0.0.1", port=1)
-    )  # type: ignore[arg-type]
+    place = LocalRanks(count=len(codes), size=len(codes), address="127.0.0.1", port=1)
+    ranks = Ranks(server, place, lambda: 100 + server.seconds)  # type: ignore[arg-type]
     ranks.start(lambda rank, variables: Seat(work=print, environment=variables))
     known = [of_exit(1, 0, 10)] if explained else []
     found = ranks.run(failures=lambda now: known, stopping=lambda living: not living)

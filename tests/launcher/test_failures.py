@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import BarrierTimeout, LockstepError, PeerFailed, ReplicaDivergence, UsageError
+from lockstep.errors import (
+    BarrierTimeout,
+    CorruptResult,
+    LockstepError,
+    PeerFailed,
+    ReplicaDivergence,
+    UsageError,
+)
 from lockstep.launcher import failures
 from lockstep.launcher.failures import Failure
 
@@ -119,6 +126,17 @@ def test_kinds_and_codes(error: BaseException, kind: str, code: int, message: st
         2,
         os.getpid(),
     )
+
+
+def test_what_computes_wrong_is_one_rank_although_all_say_so() -> None:
+    error = CorruptResult("corrupt-sum", parameter="w", ranks=[1])
+    records = [failures.of_exception(_caught(error), rank) for rank in range(3)]
+    assert [each.kind for each in records] == ["corrupt"] * 3
+    cause = failures.first(records)
+    assert cause is not None
+    assert cause.rank == 1
+    both = CorruptResult("ranks-compute-differently", parameter="w", ranks=[0, 1])
+    assert failures.of_exception(_caught(both), 0).kind == "exception"
 
 
 class Silent(Exception):

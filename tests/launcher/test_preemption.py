@@ -21,11 +21,9 @@ from tests.ending import end
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def told() -> list[tuple[int, int]]:
     """The signals that are sent, in place of sending them."""
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    return sent
+    return []
 
 
 PIDS = {0: 100, 1: 101}
@@ -39,7 +37,7 @@ def heeding(directory: Path, *ranks: int) -> None:
 def test_ranks_that_heed_are_told_once_and_let_go_on(
     tmp_path: Path, told: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stop = Stop()
+    stop = Stop(kill=lambda *sent: told.append(sent))
     heeding(tmp_path, 0, 1)
     assert not stop.now(tmp_path, PIDS)
     assert told == []
@@ -57,7 +55,7 @@ def test_ranks_that_heed_are_told_once_and_let_go_on(
 
 
 def test_ranks_that_do_not_heed_are_ended(tmp_path: Path, told: list[tuple[int, int]]) -> None:
-    stop = Stop()
+    stop = Stop(kill=lambda *sent: told.append(sent))
     stop.note(signal.SIGINT, None)
     heeding(tmp_path, 0)
     assert stop.now(tmp_path, PIDS)
@@ -67,7 +65,7 @@ def test_ranks_that_do_not_heed_are_ended(tmp_path: Path, told: list[tuple[int, 
 
 
 def test_quit_is_now(tmp_path: Path, told: list[tuple[int, int]]) -> None:
-    stop = Stop()
+    stop = Stop(kill=lambda *sent: told.append(sent))
     heeding(tmp_path, 0, 1)
     stop.note(signal.SIGQUIT, None)
     assert stop.now(tmp_path, PIDS)
@@ -76,7 +74,7 @@ def test_quit_is_now(tmp_path: Path, told: list[tuple[int, int]]) -> None:
 
 def test_one_rank_that_is_asked_is_enough(tmp_path: Path, told: list[tuple[int, int]]) -> None:
     """Also while the others are not listening yet: they are waited for."""
-    stop = Stop()
+    stop = Stop(kill=lambda *sent: told.append(sent))
     heeding(tmp_path, 1)
     preemption.mark(tmp_path, 1, preemption.ASKED).touch()
     assert not stop.now(tmp_path, PIDS)

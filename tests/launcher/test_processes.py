@@ -1,10 +1,11 @@
-"""Was it memory? What a control group counts, and what is said of a rank that was killed
-meanwhile.
-"""
+"""Processes from outside: what they do, and whether one was killed for memory."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,37 @@ def test_a_kill_is_said_to_be_for_memory_only_where_it_was(
     text = failures.render(found)
     assert (f"cgroup oom_kill +{more}: the host's memory ran out" in text) is said
     assert signal.Signals(number).name in text
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[str]]:
+    """A process that sleeps, which the system says of it by now, and that handles no signal."""
+    code = "import time; print(flush=True); time.sleep(1000)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        while "sleep" not in processes.activity(process.pid):
+            pass
+        yield process
+        process.kill()
+
+
+def test_who_does_not_answer_is_not_asked_for_a_stack(
+    sleeper: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """The signal would end it."""
+    (tmp_path / "stack").touch()
+    assert processes.ask_for_stack(sleeper.pid, tmp_path / "stack") == ""
+    sleeper.terminate()
+    assert sleeper.wait() == -signal.SIGTERM
+
+
+def test_a_process_that_sleeps_is_in_a_system_call_and_uses_no_processor(
+    sleeper: subprocess.Popen[str],
+) -> None:
+    assert processes.activity(sleeper.pid) == "in a system call (sleep)"
+    assert processes.cpu_seconds(sleeper.pid) < 10
+    sleeper.kill()
+    sleeper.wait()
+    assert processes.cpu_seconds(sleeper.pid) == 0

@@ -12,15 +12,22 @@ import pytest
 
 
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    ("seed", "count", "options"),
+    [
+        # of this seed are six pairs of a victim and a phase, with each of both
+        (912, 6, ()),
+        (0, 4, ("--warm",)),
+    ],
+    ids=["by hand", "restarted"],
+)
 def test_a_training_that_is_killed_again_and_again_ends_with_the_same_weights(
-    tmp_path: Path,
+    tmp_path: Path, seed: int, count: int, options: tuple[str, ...]
 ) -> None:
-    """Takes half a minute or more: eight commands, one after the other. Of this seed are six
-    pairs of a victim and a phase, with each of both.
-    """
+    """Takes half a minute or more each."""
     script = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
-    command = [sys.executable, str(script), "--seed", "912", "--faults", "6"]
+    command = [sys.executable, str(script), "--seed", str(seed), "--faults", str(count), *options]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "faults 6, restarts 6" in done.stdout
+    assert f"faults {count}, restarts {count}" in done.stdout
     assert "with them: the same" in done.stdout

@@ -7,13 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
 from lockstep.config.settings import Settings
 from lockstep.errors import LockstepError
-from lockstep.training import run_directory
+from lockstep.runtime import disk
 from lockstep.training.run_directory import RunDirectory, take_over
 from tests.refused import refused
 
@@ -117,10 +119,67 @@ def test_where_it_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             RunDirectory.claim(path, "x")
         assert caught.value.values["reason"].endswith("is a file")
     monkeypatch.setattr(
-        "os.open", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+        "pathlib.Path.open",
+        lambda *_, **__: (_ for _ in ()).throw(PermissionError(13, "Permission denied")),
     )
     with refused("run-directory-not-writable", reason="Permission denied"):
         RunDirectory.claim(tmp_path / "run", "x")
+
+
+def test_a_folder_goes_lock_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in between, its owner leaves what can be claimed again. The simulation found it."""
+    run = RunDirectory.claim(tmp_path / "run", "x")
+    for name in ("settings.json", "rank-0.log"):
+        (run.path / name).touch()
+    gone, unlink = [], Path.unlink
+
+    def noted(path: Path, missing_ok: bool = False) -> None:
+        gone.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", noted)
+    run.release()
+    assert sorted(gone[:-1]) == ["rank-0.log", "settings.json"]
+    assert gone[-1] == "lock"
+    assert not run.path.exists()
+
+
+def test_a_folder_that_its_owner_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation found it: the claim was refused, as if a file had that name."""
+    first, opened = RunDirectory.claim(tmp_path / "run", "x"), Path.open
+
+    def late(path: Path, *how: Any, **more: Any) -> Any:
+        first.release()
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", late)
+    with RunDirectory.claim(tmp_path / "run", "x") as second:
+        second.check()
+
+
+def test_a_folder_that_is_moved_as_it_is_claimed_or_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The simulation found it: both raised FileNotFoundError."""
+    listed = Path.iterdir
+
+    def moved(path: Path) -> Iterator[Path]:
+        if path.exists():
+            path.rename(tmp_path / "elsewhere")
+        return listed(path)
+
+    run = RunDirectory.claim(tmp_path / "run", "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", moved)
+        run.release()
+    (tmp_path / "elsewhere" / "lock").unlink()
+    (tmp_path / "elsewhere").rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", moved)
+        with refused("run-directory-not-writable", reason="No such file or directory"):
+            RunDirectory.claim(tmp_path / "run", "x", fresh=True)
 
 
 def test_a_folder_in_which_nothing_happened_goes_again(tmp_path: Path) -> None:
@@ -194,13 +253,13 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = RunDirectory.claim(tmp_path / "run", "x")
-    flock = run_directory.fcntl.flock
+    take = disk.lock
 
-    def released_meanwhile(lock: int, how: int) -> None:
+    def released_meanwhile(lock: IO[bytes]) -> None:
         first.release()
-        flock(lock, how)
+        take(lock)
 
-    monkeypatch.setattr("lockstep.training.run_directory.fcntl.flock", released_meanwhile)
+    monkeypatch.setattr(disk, "lock", released_meanwhile)
     with RunDirectory.claim(tmp_path / "run", "x") as second:
         second.check()
         assert (tmp_path / "run" / "lock").exists()
@@ -238,7 +297,8 @@ def test_a_run_that_failed_before_its_first_step_leaves_nothing(
 
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "os.pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        "lockstep.training.run_directory._sign",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
     with refused("run-directory-not-writable", reason="No space left on device"):
         RunDirectory.claim(tmp_path / "run", "x")

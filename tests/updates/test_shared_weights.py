@@ -7,6 +7,8 @@ from __future__ import annotations
 import io
 import itertools
 import re
+from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.errors import ReplicaDivergence
 from lockstep.testing import run_ranks
 from tests.refused import refused
 from tests.updates.test_sharded import Net, adamw, batch, bits, same
@@ -342,6 +345,121 @@ def looked_at_late(world: lockstep.World) -> bool:
 
 def test_weights_change_in_no_ranks_hands() -> None:
     assert run_ranks(looked_at_late, 2) == [True, True]
+
+
+class Watched:
+    """A group's memory. What is given is called when one copy was allocated, and when this rank is
+    about to wait for all others.
+    """
+
+    def __init__(self, world: lockstep.World) -> None:
+        self._memory = world.group.memory
+        world.group.memory = self  # type: ignore[assignment]
+        self.allocated: Callable[[], object] = lambda: None
+        self.waits: Callable[[], object] = lambda: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
+
+    def allocate_once(self, *arguments: Any) -> Any:
+        found = self._memory.allocate_once(*arguments)  # type: ignore[union-attr]
+        self.allocated()
+        return found
+
+    def synchronize(self, place: str) -> None:
+        self.waits()
+        self._memory.synchronize(place)  # type: ignore[union-attr]
+
+
+class Late:
+    """Rank 0, at a place to which rank 1 has come before it, and from which rank 1 has gone on as
+    far as it can: until it waits.
+    """
+
+    def __init__(self, world: lockstep.World) -> None:
+        self._world, self._memory = world, Watched(world)
+
+    def beginning(self) -> None:
+        self._memory.allocated = self.here
+
+    def here(self, *_: object) -> None:
+        if self._world.rank == 0:
+            self._world._store.wait(["gone on"], timedelta(minutes=1))
+        else:
+            self._memory.waits = self.gone_on
+
+    def gone_on(self) -> None:
+        self._world._store.set("gone on", "")
+
+
+def shares_late(world: lockstep.World) -> tuple[object, object]:
+    """Its slice of the weights is not there when rank 1 looks whether its replica is the same."""
+    late = Late(world)
+    late.beginning()
+    stepper = stepper_of(world, weights="shared")
+    late.gone_on()
+    return anonymous(stepper.model.first.weight), 0
+
+
+def comes_late(world: lockstep.World) -> tuple[object, object]:
+    """It computes with the weights before its step."""
+    late = Late(world)
+    stepper = stepper_of(world, reduce="native", weights="shared")
+    steps(stepper, world, 2)
+    for x, y in stepper.micro_batches([batch(world.rank, 2)]):
+        loss = nn.functional.cross_entropy(stepper.model(x), y, reduction="sum")
+        stepper.backward(loss, weight=len(y))
+    before = bits(stepper.model)
+    late.here()
+    seen = bits(stepper.model)
+    stepper.step()
+    late.gone_on()
+    return seen, before
+
+
+def updates_late(world: lockstep.World) -> tuple[object, object]:
+    late = Late(world)
+    stepper = stepper_of(world, weights="shared")
+    stepper.optimizer.register_step_pre_hook(late.here)
+    steps(stepper, world, 1)
+    seen = bits(stepper.model)
+    late.gone_on()
+    world.barrier()
+    return seen, bits(stepper.model)
+
+
+@pytest.mark.parametrize("late", [shares_late, comes_late, updates_late])
+def test_all_wait_for_a_rank_that_is_late(late: Callable[..., tuple[object, object]]) -> None:
+    for seen, right in run_ranks(late, 2):
+        assert same(seen, right)
+
+
+def rewritten(world: lockstep.World, kind: str) -> tuple[int, ...]:
+    """All weights are written, as they are; and one number of them changed."""
+    stepper = stepper_of(world, weights="shared", checks="full")
+    model = stepper.model
+    steps(stepper, world, 3)  # by now buckets lie in the order of gradients
+    with torch.no_grad():
+        for parameter in (model.first.weight, model.head.weight):
+            parameter.copy_(parameter.clone())
+        if kind == "elsewhere":
+            weight = model.first.weight
+            page = -weight.data_ptr() % 4096 // 4 + 1024 * world.rank
+            weight.view(-1)[page : page + 1024] = 0
+        elif world.rank == 1:
+            changed = model.first if kind == "last page" else model.head
+            changed.weight.view(-1)[-1] += 1.0
+    try:
+        steps(stepper, world, 1)
+    except ReplicaDivergence as error:
+        return error.ranks
+    return ()
+
+
+@pytest.mark.parametrize("kind", ["last page", "other pages", "elsewhere"])
+def test_one_number_among_many_copied_pages_is_found(kind: str) -> None:
+    """Also the same bytes in different pages."""
+    assert run_ranks(rewritten, 2, args=(kind,)) == [(1,), (1,)]
 
 
 def through_an_old_graph(world: lockstep.World) -> str:

@@ -19,8 +19,8 @@ checkpoints too.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from lockstep.checkpoints.manifest import (
     seal,
 )
 from lockstep.errors import DamagedCheckpoint
-from lockstep.runtime.whole_file import force, write_whole
+from lockstep.runtime.disk import force, free, remove_tree, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 # in the state: after which step all replicas were equal last; None: not compared
 COMPARED = "compared"
+# how many steps had been taken when ranks last computed alike what others did
+WITNESSED = "witnessed"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free
 
@@ -67,7 +69,15 @@ class Checkpoint:
     @property
     def compared(self) -> int | None:
         """The step after which all replicas were compared, and equal, last."""
-        found = self.state.get(COMPARED)
+        return self._step(COMPARED)
+
+    @property
+    def witnessed(self) -> int | None:
+        """The step after which other ranks last computed the same as each rank; None: no witness."""
+        return self._step(WITNESSED)
+
+    def _step(self, name: str) -> int | None:
+        found = self.state.get(name)
         return None if found is None else int(found)
 
     @property
@@ -158,7 +168,9 @@ def put_in_place(folder: Path, place: Path) -> Path:
         place.rename(replaced)
     folder.rename(place)
     force(place.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(PermissionError):  # somebody else's, and was there before
+        force(place.parent.parent)  # the first checkpoint's directory is new itself
+    remove_tree(replaced, ignore_errors=True)
     return place
 
 
@@ -166,10 +178,10 @@ def check_room(folder: Path, needed: int) -> None:
     """Raise OSError where the disk of `folder` has not room for `needed` bytes and some to
     spare.
     """
-    free = shutil.disk_usage(folder).free
-    if free < _SPARE * needed:
+    room = free(folder)
+    if room < _SPARE * needed:
         raise OSError(
-            f"it needs {_shown(_SPARE * needed)}, and {_shown(free)} are free on the disk of"
+            f"it needs {_shown(_SPARE * needed)}, and {_shown(room)} are free on the disk of"
             f" {folder.parent}: make room, or keep fewer checkpoints"
         )
 

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.runtime.disk import force, remove_tree
+
 BEST = "best.json"  # which of them has the best metric
 _ASIDE = "set-aside-"
 _NAME = re.compile(r"step-(\d{7,})")
-_UNFINISHED = re.compile(r"\.step-\d{7,}\..*\.unfinished")
+_UNFINISHED = re.compile(
+    r"\.(?P<step>step-\d{7,})\..*?(?P<replaced>\.replaced)?\.unfinished|best\.json\..*\.unfinished"
+)
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -73,7 +76,18 @@ def keep_only(directory: Path, kept: Collection[Path]) -> None:
     """Remove all checkpoints in `directory` but `kept`."""
     for folder in written(directory):
         if folder not in kept:
-            shutil.rmtree(folder)
+            remove_tree(folder)
+
+
+def tidy(newest: Path, keep: int, compared: int | None, best: Path | None) -> set[Path]:
+    """Remove what need not stay beside the `newest`: the last `keep`, the `best`, and the last
+    of which it is known (`compared`) that replicas were equal. What stays.
+    """
+    found = written(newest.parent)
+    good = [each for each in found if compared is not None and step_of(each) <= compared]
+    kept = {newest, *found[-keep:], *good[-1:], *([] if best is None else [best])}
+    keep_only(newest.parent, kept)
+    return kept
 
 
 def set_aside(directory: Path, after: int) -> None:
@@ -83,16 +97,31 @@ def set_aside(directory: Path, after: int) -> None:
     for folder in written(directory):
         if step_of(folder) > after:
             aside = directory / f"{_ASIDE}{folder.name}"
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside, ignore_errors=True)
             with suppress(FileNotFoundError):
                 # of a model that is divided, replicas of several parts may differ at once
                 folder.rename(aside)
             if best_name(directory) == folder.name:
                 (directory / BEST).unlink(missing_ok=True)
+    if directory.exists():
+        force(directory)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes that are gone have left unfinished. Only while nobody writes."""
-    for path in directory.glob(".step-*.unfinished") if directory.exists() else ():
-        if _UNFINISHED.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove what processes that are gone have left unfinished, and give back its name to what
+    was about to be replaced. Only while nobody writes.
+    """
+    left = {
+        path: match
+        for path in (directory.glob("*.unfinished") if directory.exists() else ())
+        if (match := _UNFINISHED.fullmatch(path.name))
+    }
+    if left:
+        force(directory)  # else the old names come back if the power fails, for empty folders
+    for path, match in left.items():
+        if match["replaced"] and not (place := directory / match["step"]).exists():
+            path.rename(place)
+        elif match["step"]:
+            remove_tree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

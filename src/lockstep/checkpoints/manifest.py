@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,13 +22,14 @@ from safetensors import SafetensorError
 from lockstep.checkpoints.folders import step_in
 from lockstep.errors import DamagedCheckpoint, LockstepError
 from lockstep.runtime.cores import cores
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
 """What a checkpoint holds at least: its state, and the model in one file or in parts."""
 FORMAT = 1
 LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
+_WORTH_THREADS = 2**22  # bytes
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -62,8 +62,6 @@ def check(folder: Path) -> list[SealedFile]:
     """The entries of a checkpoint whose files are all there and unchanged. Raises
     DamagedCheckpoint, naming the file, for any other.
     """
-    from concurrent.futures import ThreadPoolExecutor  # which imports much
-
     entries = listed(folder)
     for entry in entries:
         file = folder / entry.name
@@ -81,14 +79,26 @@ def check(folder: Path) -> list[SealedFile]:
                 listed=entry.bytes,
             )
     largest_first = sorted(entries, key=lambda entry: -entry.bytes)
-    with ThreadPoolExecutor(min(4, cores())) as pool:  # more did not help
-        found = pool.map(lambda entry: measured(folder / entry.name), largest_first)
+    with _several(sum(entry.bytes for entry in entries)) as each:
+        found = each(lambda entry: measured(folder / entry.name), largest_first)
         changed = [old.name for old, new in zip(largest_first, found, strict=True) if old != new]
     if changed:
         raise DamagedCheckpoint(
             "checkpoint-file-changed", checkpoint=folder.name, file=changed[0], against=MANIFEST
         )
     return entries
+
+
+@contextmanager
+def _several(size: int) -> Iterator[Callable[..., Iterator[SealedFile]]]:
+    """`map`, by several threads where there are so many bytes that it is worth it."""
+    if size < _WORTH_THREADS:
+        yield map
+        return
+    from concurrent.futures import ThreadPoolExecutor  # which imports much
+
+    with ThreadPoolExecutor(min(4, cores())) as pool:  # more did not help
+        yield pool.map
 
 
 def listed(folder: Path) -> list[SealedFile]:
@@ -171,26 +181,23 @@ def believed(file: Path) -> Iterator[None]:
 
 def _read(file: Path) -> bytes:
     try:
-        # a pipe would be waited for, and for ever
-        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with open(handle, "rb") as stream:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise DamagedCheckpoint(
-                    "checkpoint-file-unreadable",
-                    checkpoint=file.parent.name,
-                    file=file.name,
-                    reason="it is not a regular file",
-                )
-            if found.st_size > LARGEST:
-                raise DamagedCheckpoint(
-                    "checkpoint-file-too-large",
-                    checkpoint=file.parent.name,
-                    file=file.name,
-                    size=found.st_size,
-                    most=LARGEST,
-                )
-            return stream.read()
+        found = file.lstat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and for ever
+            raise DamagedCheckpoint(
+                "checkpoint-file-unreadable",
+                checkpoint=file.parent.name,
+                file=file.name,
+                reason="it is not a regular file",
+            )
+        if found.st_size > LARGEST:
+            raise DamagedCheckpoint(
+                "checkpoint-file-too-large",
+                checkpoint=file.parent.name,
+                file=file.name,
+                size=found.st_size,
+                most=LARGEST,
+            )
+        return file.read_bytes()
     except FileNotFoundError:
         raise DamagedCheckpoint(
             "checkpoint-file-missing", checkpoint=file.parent.name, file=file.name

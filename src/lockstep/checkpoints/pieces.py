@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.manifest import believed
 from lockstep.errors import DamagedCheckpoint
+from lockstep.runtime.disk import force
 
 METHOD = "method/"
 """Before the names of what a way to train keeps beside the optimizer's state; then `rank-N/` for
@@ -176,10 +177,11 @@ def write(file: Path, octets: Tensor) -> str:
     left = octets.numpy().data
     digest = hashlib.sha256(left).hexdigest()
     with file.open("wb", buffering=0) as stream:
-        left = left[_write_direct(stream, left[: len(left) // _BLOCK * _BLOCK]) :]
+        if blocks := left[: len(left) // _BLOCK * _BLOCK]:
+            left = left[_write_direct(stream, blocks) :]
         while left:
             left = left[stream.write(left) :]
-        os.fsync(stream.fileno())
+    force(file)
     return digest
 
 

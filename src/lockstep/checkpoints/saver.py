@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,6 +31,7 @@ from lockstep.collectives.background import Background
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.collectives.group import Group
 from lockstep.errors import LockstepError
+from lockstep.runtime.disk import remove_tree
 
 FIRST = 20  # the step after which the first is written, and the cost of one is known
 _SHARE = 0.02  # of the time may go into saving, where nobody has said how often
@@ -49,10 +49,16 @@ class Saver:
     def __init__(
         self, directory: Path, group: Group | None, guard: Callable[[], None] = lambda: None
     ) -> None:
-        self._directory = directory
-        self._guard = guard
-        self._group = group
         self._rank = 0 if group is None else group.rank
+        self._commit = Commit(
+            directory=directory,
+            rank=self._rank,
+            guard=guard,
+            everybodys=lambda mine: (
+                [mine] if group is None else everybodys(mine, group, "for a checkpoint")
+            ),
+            aside=_aside,
+        )
         if group is not None and group.memory is not None:
             group.memory.nap()
         self._thread = Background("lockstep checkpoints")
@@ -87,6 +93,17 @@ class Saver:
         }
         self._under_way = self._thread.submit(lambda: self._write(step, images, dict(state), done))
 
+    def _write(
+        self,
+        step: int,
+        images: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        done: Callable[[Path], str | None],
+    ) -> tuple[float, str | None]:
+        begin = perf_counter()
+        complaint = self._commit(step, images, state, done)
+        return perf_counter() - begin, complaint
+
     @property
     def busy(self) -> bool:
         """Whether a save is under way."""
@@ -111,74 +128,81 @@ class Saver:
         self._thread.close()
         self._images = {}
 
-    # -- on the thread ----------------------------------------------------------------------------
 
-    def _write(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commit:
+    """How the ranks write one checkpoint: all of them call it alike, each on a thread of its own."""
+
+    directory: Path
+    rank: int
+    guard: Callable[[], None]
+    everybodys: Callable[[Any], list[Any]]
+    """What every rank has to say, as JSON."""
+    aside: Callable[[Callable[[], list[SealedFile]]], list[SealedFile]]
+    """Does what takes long."""
+
+    def __call__(
         self,
         step: int,
         images: Mapping[str, Tensor],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None],
-    ) -> tuple[float, str | None]:
-        begin = perf_counter()
-        folder = folders.unfinished(self._directory, step, self._everybodys(str(os.getpid()))[0])
+    ) -> str | None:
+        """The complaint of `done`. Raises LockstepError, on all ranks, where it is not written."""
+        folder = folders.unfinished(self.directory, step, self.everybodys(str(os.getpid()))[0])
         entries, error = self._part(folder, images)
-        said = self._everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
+        said = self.everybodys({"error": error, "files": [asdict(entry) for entry in entries]})
         failed = {rank: each["error"] for rank, each in enumerate(said) if each["error"]}
         complaint = None
-        if not failed and self._rank == 0:
+        if not failed and self.rank == 0:
             everything = [SealedFile(**each) for part in said for each in part["files"]]
             try:
-                self._guard()
-                complaint = done(files.commit(folder, self._directory, step, everything, state))
+                self.guard()
+                complaint = done(files.commit(folder, self.directory, step, everything, state))
             except Exception as problem:  # the others wait to hear of it
                 failed = {0: self._why(problem)}
-        told = self._everybodys({"failed": failed, "complaint": complaint})[0]
+        told = self.everybodys({"failed": failed, "complaint": complaint})[0]
         failed = {int(rank): text for rank, text in told["failed"].items()}
         if failed:
-            if self._rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+            if self.rank == 0:
+                remove_tree(folder, ignore_errors=True)
             rank, text = min(failed.items())
-            on = "" if self._group is None else f" on rank {rank}"
             raise LockstepError(
                 "checkpoint-not-written",
-                checkpoint=str(folders.folder_of(self._directory, step)),
-                where=on,
+                checkpoint=str(folders.folder_of(self.directory, step)),
+                where="" if len(said) == 1 else f" on rank {rank}",
                 reason=text,
             )
-        return perf_counter() - begin, told["complaint"]
+        complained: str | None = told["complaint"]
+        return complained
 
     def _part(self, folder: Path, images: Mapping[str, Tensor]) -> tuple[list[SealedFile], str]:
-        total = sum(self._everybodys(sum(map(len, images.values()))))
+        total = sum(self.everybodys(sum(map(len, images.values()))))
         try:
-            self._guard()
+            self.guard()
             folder.mkdir(parents=True, exist_ok=True)
             files.check_room(folder, total)
-            return _write_aside(folder, images), ""
+            return self.aside(lambda: files.write_parts(folder, images)), ""
         except Exception as error:  # as above
             return [], self._why(error)
 
     def _why(self, error: Exception) -> str:
         """What the guard says now, or else the error: the directory may have gone meanwhile."""
         try:
-            self._guard()
+            self.guard()
         except LockstepError as gone:
             return str(gone)
         return str(error) or type(error).__name__
 
-    def _everybodys(self, mine: Any) -> list[Any]:
-        """What every rank has to say, as JSON."""
-        return [mine] if self._group is None else everybodys(mine, self._group, "for a checkpoint")
 
-
-def _write_aside(folder: Path, images: Mapping[str, Tensor]) -> list[SealedFile]:
-    """Write files, which has time: on a thread that on Linux is nicer than its process. It hardly
-    needs Python's lock; one that did would hold up training, which waits for it.
+def _aside(write: Callable[[], list[SealedFile]]) -> list[SealedFile]:
+    """On a thread that on Linux is nicer than its process: writing has time. It hardly needs
+    Python's lock; one that did would hold up training, which waits for it.
     """
     thread = Background("lockstep checkpoint files")
     if sys.platform == "linux":
         thread.submit(lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19))
-    found = thread.submit(lambda: files.write_parts(folder, images))
+    found = thread.submit(write)
     thread.close()
     return found.result()
 

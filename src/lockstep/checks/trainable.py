@@ -73,7 +73,7 @@ def summed(loss: Tensor, weight: float | Tensor, reduction: str) -> Tensor:
         raise UsageError(
             "unknown-choice", name="reduction", value=reduction, choices=("sum", "mean")
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.ndim else loss
 
 
 def check_trained(module: nn.Module, device: torch.device, ignored: Collection[str] = ()) -> None:

@@ -127,7 +127,9 @@ def existing_run(run: Path) -> Path:
     """The run directory that is meant. Raises UsageError where there is none."""
     found = run_of(run)
     if not found.is_dir():
-        reason = f"there is no such directory in {Path.cwd()}"
+        reason = "there is no such directory"
+        if not found.is_absolute():
+            reason += f" in {Path.cwd()}"
         raise UsageError(
             "not-a-run-directory", directory=str(found), file="settings.json", reason=reason
         )

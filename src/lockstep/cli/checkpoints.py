@@ -83,6 +83,8 @@ def verify(run: Run) -> None:
             compared = (
                 "not compared" if found.compared is None else f"compared at step {found.compared}"
             )
+            if found.witnessed is not None:
+                compared += f", witnessed at step {found.witnessed}"
             print(f"whole: {folder.name} ({size}), replicas {compared}")
     raise typer.Exit(ExitCode.FAILED if damaged else ExitCode.OK)
 

@@ -101,6 +101,8 @@ def _check(launch: Launch, log: Path | None, *, on_ray: bool) -> None:
         )
     if launch.on_stall == "restart":
         raise UsageError("restart-needs-checkpoints")
+    if launch.on_corruption == "exclude":
+        raise UsageError("nothing-to-exclude", where="a script")
     if launch.max_restarts is not None and not on_ray:
         raise UsageError(
             "no-restarts-here",

@@ -55,6 +55,8 @@ def train(
     from lockstep.launcher.rank import rank_here
 
     here, fixed = None, None
+    if launch.on_corruption == "exclude" and cluster.ray is None:
+        raise UsageError("nothing-to-exclude", where="this host or a fixed set of nodes")
     if cluster.ray is not None:
         many.refuse_beside_ray(cluster)
         workers = many.ranks_on_ray(workers)
@@ -295,11 +297,15 @@ class _Run:
         """All that it has to say is printed: a run that never trained needs no directory for
         that.
         """
+        try:
+            trained = directory.trained
+        except OSError:  # somebody has removed it, or moved it away
+            return True
         return (
             directory.made_here
             and not self.launch.debug
             and failure.kind in ("exception", "usage")
-            and not directory.trained
+            and not trained
         )
 
 

@@ -100,13 +100,12 @@ Term = int | tuple["Term", "Term"]
 
 @lru_cache(maxsize=256)
 def tree(every: tuple[Block, ...]) -> Term:
-    """How the blocks of all ranks add up. They tile slots 0 .. n - 1, in order."""
+    """How the blocks of all ranks add up. They tile slots 0 .. n - 1."""
     assert every, "a step has at least one micro-batch"
-    end = every[-1].first + every[-1].size
-    assert [block.first for block in every] == [
-        0,
-        *(block.first + block.size for block in every[:-1]),
-    ]
+    in_order = sorted(every)
+    ends = [block.first + block.size for block in in_order]
+    end = ends[-1]
+    assert [block.first for block in in_order] == [0, *ends[:-1]]
     places = {block: number for number, block in enumerate(every)}
     size = 1
     while size < end:

@@ -33,6 +33,7 @@ from torch import Tensor
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, PeerFailed
 from lockstep.launcher.processes import DEAD, state
 from lockstep.runtime import status
+from lockstep.runtime.status import short_dtype
 
 _HEADER = struct.Struct("=QQQ")  # latest number, number of a mismatch that was found here, pid
 _WORD = 8  # bytes
@@ -266,21 +267,6 @@ def _described(
 ) -> str:
     sizes = ",".join(map(str, shape))
     return f"{kind}{f' {detail}' if detail else ''} {short_dtype(dtype)}[{sizes}] {place}"
-
-
-def short_dtype(dtype: torch.dtype) -> str:
-    """`f32`, `bf16`, `i64`."""
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (
-        ("bfloat", "bf"),
-        ("float", "f"),
-        ("uint", "u"),
-        ("int", "i"),
-        ("complex", "c"),
-    ):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
 
 
 def call_site() -> str:

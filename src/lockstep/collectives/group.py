@@ -280,7 +280,8 @@ class Group:
                 raise
             call = f"the first collective of a process group {call_site()}"
             raise timed_out(self.number + 1, call, missing, timeout) from error
-        status.waits(False)
+        finally:
+            status.waits(False)
         # torch's stubs lack it
         if store.has_extended_api():  # type: ignore[attr-defined]
             return list(map(bytes, store.multi_get(list(keys))))

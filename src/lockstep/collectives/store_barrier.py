@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -20,6 +21,13 @@ from lockstep.errors import BarrierTimeout, LockstepError, PeerFailed
 
 _ALL_HERE = "all"
 _HEARTBEAT = timedelta(seconds=1)
+
+
+class Clock(Protocol):
+    """As the module `time`."""
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 def meet(
@@ -30,6 +38,7 @@ def meet(
     timeout: timedelta,
     look: Callable[[], None] = lambda: None,
     what: str = "reach the barrier",
+    clock: Clock = time,
 ) -> None:
     """Return when all `size` ranks have called this with the same `name`; a name is used once.
 
@@ -40,7 +49,7 @@ def meet(
     """
     if size == 1:
         return
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = clock.monotonic() + timeout.total_seconds()
     outcome = f"{name}/outcome"
     try:
         store.set(f"{name}/here/{rank}", "1")
@@ -48,13 +57,13 @@ def meet(
             store.compare_set(outcome, "", _ALL_HERE)
         pause = 0.0005
         while not store.check([outcome]):
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 missing = [
                     other for other in range(size) if not store.check([f"{name}/here/{other}"])
                 ]
                 store.compare_set(outcome, "", ",".join(map(str, missing)) or _ALL_HERE)
                 break
-            time.sleep(pause)
+            clock.sleep(pause)
             pause = min(2 * pause, 0.02)
             if pause == 0.02:
                 look()

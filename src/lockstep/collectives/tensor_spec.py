@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.collectives.fingerprints import short_dtype
 from lockstep.collectives.group import Group
 from lockstep.errors import CollectiveMismatch, UsageError
+from lockstep.runtime.status import short_dtype
 
 _MOST_DIMS = 8
 _ALIGNMENT = 16  # bytes, so that any dtype can be seen in a buffer of bytes

@@ -14,6 +14,7 @@ from lockstep.config.knob import Knob
 from lockstep.errors import UsageError
 
 OnStall = Literal["wait", "abort", "restart"]
+OnCorruption = Literal["abort", "exclude"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,8 @@ class Launch:
     """On a stall: warn, abort, or restart."""
     stall_after: Annotated[float, Knob("faults", unit="SECONDS", above=0)] = 30
     """Seconds without progress before a stall is declared; more where the run needs it."""
+    on_corruption: Annotated[OnCorruption, Knob("faults")] = "abort"
+    """When --witness finds a wrong result: end, or resume without that node (--ray)."""
     debug: Annotated[bool, Knob("debug")] = False
     """Write what NCCL and torch do, and a line for every collective, to the ranks' logs."""
     cold: Annotated[bool, Knob("debug")] = False

@@ -173,6 +173,10 @@ class Parallelism:
     """Give the same bits at any number of workers: one order of addition, deterministic
     algorithms.
     """
+    witness: Annotated[int | float | str | None, Knob("faults", unit="SHARE", default="none")] = (
+        None
+    )
+    """Share of steps that other ranks compute again and compare, such as 1% (--exact only)."""
     compress: Annotated[
         str | None,
         Knob("gradients", unit="bf16|fp16|int8|powersgd:RANK|topk:SHARE", default="no compression"),
@@ -235,6 +239,19 @@ class Parallelism:
     def server(self) -> ServerOptions | None:
         return ServerOptions.read(self.update) if self.update.startswith("server") else None
 
+    @property
+    def witnessed(self) -> float:
+        """The share of steps that are computed twice; 0 for none. Raises UsageError."""
+        if self.witness is None:
+            return 0.0
+        text = str(self.witness)
+        value = _number(text.removesuffix("%"))
+        if isinstance(value, str):
+            expected = "a share of the steps, as 0.01 or 1%"
+            raise UsageError("wrong-type", name="witness", value=text, expected=expected)
+        share = value / 100 if text.endswith("%") else value
+        return float(knob.number("witness", share, above=0, most=1))
+
     def _check_sync_every(self) -> None:
         every, local = self.sync_every, self.local
         if every is None or local is None:
@@ -271,6 +288,7 @@ class Parallelism:
             "exact-with-compress": self.exact and compressed,
             "exact-with-sync-every": self.exact and local,
             "exact-with-server": self.exact and server,
+            "witness-without-exact": self.witnessed > 0 and not self.exact,
             "compress-with-reduce": compressed and self.reduce not in ("auto", "native"),
             "weights-with-update": self.weights == "shared" and not sharded,
             "sync-every-with-update": local and self.update != "replicated",

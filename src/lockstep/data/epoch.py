@@ -124,4 +124,6 @@ class Epoch:
     def _window(self, cut: Cut, take: Callable[[], Any], drawn: range | None = None) -> Window:
         loader = self._loader
         counts = partial(loader.batch_plan.counts, cut)
-        return Window(cut, loader.rank, loader.size, take, counts, loader.recipe, drawn)
+        window = Window(cut, loader.rank, loader.size, take, counts, loader.recipe, drawn)
+        window.read = loader._read
+        return window

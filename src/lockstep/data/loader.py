@@ -28,6 +28,7 @@ from lockstep.data.walk import Walk
 from lockstep.data.window_loader import Position, WindowLoader, read_state
 from lockstep.data.windows import BY_RANKS, Cut, Plan
 from lockstep.errors import UsageError
+from lockstep.runtime import status
 
 
 class Loader(WindowLoader[Epoch]):
@@ -137,6 +138,7 @@ class Loader(WindowLoader[Epoch]):
         self._digested: tuple[int, dict[str, str]] = -1, {}  # the epoch last asked for
         workers, ahead = self._workers(whole("num_workers", num_workers, 0))
         source = KeyedDataset(dataset, self._seed, collate_fn, self.rank, shared_progress(workers))
+        self._source = source
         self._open(source, workers, ahead)
         self.draws: Draws | None = None
         """Where the slots of a step are no fixed share of each rank: who deals them out
@@ -271,6 +273,13 @@ class Loader(WindowLoader[Epoch]):
     def _hand_out(self, epoch: int, place: int, steps: int) -> None:
         self._position = Position(epoch, place + 1) if place + 1 < steps else Position(epoch + 1, 0)
         self._loaded = False
+
+    def _read(self, cut: Cut, slots: range) -> Iterator[Any]:
+        """The micro-batches of these slots of a step, whoever's they are, made in this process."""
+        place, copies = cut.step - self.batch_plan.first(cut.epoch), self._to_device()
+        for indices in self.batch_plan.indices(cut.epoch, range(place, place + 1), slots):
+            with status.inside("data"):
+                yield copies.arrive(copies.start(self._source.__getitems__((cut.epoch, indices))))
 
     def _walk_of(self, epoch: int, steps: range, slots: range) -> Walk:
         """The micro-batches of these slots in these steps of an epoch."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from lockstep.config.knob import whole
@@ -47,6 +47,10 @@ class Cut(NamedTuple):
     """Micro-batches of a full step, also where this step is short."""
     by_rank: tuple[int, ...] = ()
     """How many of a full step's slots each rank has, in the order of ranks; empty: evenly."""
+    turned: int = 0
+    """Each rank has the share of the one that is so many further on: a witness computes again
+    what others do (checks/witness.py).
+    """
 
     def positions(self, slot: int) -> range:
         """The positions of one micro-batch; empty for the slots that a short step leaves."""
@@ -58,7 +62,8 @@ class Cut(NamedTuple):
         """The slots of one rank. Evenly: the first `slots % size` ranks have one more; with more
         ranks than slots the last have none.
         """
-        return _share(self.slots, self.slots, rank, size, self.by_rank)
+        assert 0 <= rank < size
+        return _share(self.slots, self.slots, (rank + self.turned) % size, size, self.by_rank)
 
     def first(self, size: int) -> int:
         """The rank that has slot 0."""
@@ -66,15 +71,14 @@ class Cut(NamedTuple):
 
     def filled(self, rank: int, size: int) -> range:
         """The slots of one rank that hold samples: all of its share, but in a short step."""
-        return _share(
-            self.slots, -(-(self.stop - self.start) // self.micro_batch), rank, size, self.by_rank
-        )
+        full = -(-(self.stop - self.start) // self.micro_batch)
+        assert 0 <= rank < size
+        return _share(self.slots, full, (rank + self.turned) % size, size, self.by_rank)
 
 
 @lru_cache(maxsize=1024)  # asked for in every step, and nearly always alike
 def _share(slots: int, full: int, rank: int, size: int, by_rank: tuple[int, ...]) -> range:
     """One rank's slots among `slots`, less those from number `full` on."""
-    assert 0 <= rank < size
     if by_rank:
         assert len(by_rank) == size
         assert sum(by_rank) == slots
@@ -229,6 +233,8 @@ class Window(Sequence[Any]):
     """
     moved: NewShares | None = None
     """What is new from this window on, where shares have moved."""
+    read: Callable[[Cut, range], Iterator[Any]] | None = None
+    """Fetches the micro-batches of any slots of a step in this process; None: its Loader cannot."""
 
     def __init__(
         self,
@@ -283,6 +289,16 @@ class Window(Sequence[Any]):
         """Samples in the micro-batches of these slots of the step, this rank's or not."""
         found = None if self._counts_of is None else self._counts_of(slots)
         return [len(self.cut.positions(slot)) for slot in slots] if found is None else found
+
+    def turned(self, by: int, rank: int, size: int) -> Window:
+        """The share of this step that belongs to the rank `by` further on. Raises UsageError where
+        only its own rank can read it.
+        """
+        if self.read is None:
+            raise UsageError("witness-cannot-read", kind=type(self).__name__)
+        cut = self.cut._replace(turned=by)
+        batches = self.read(cut, cut.filled(rank, size))
+        return Window(cut, rank, size, partial(next, batches), self._counts_of, self.recipe)
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -75,6 +75,7 @@ class AutogradHooks:
         self.here: list[bool] = []
         """Of each parameter, whether a gradient has landed in this window."""
         self._names: Sequence[str] = ()
+        self._small: Collection[int] = ()  # gradients that have their places before they land
         # small ones that have landed since somebody looked, by number
         self._noted: dict[int, Tensor] = {}
         self._home: list[Bucket] = []
@@ -93,11 +94,12 @@ class AutogradHooks:
         # in the first window each is looked at: whether it is sparse, when it arrives
         if self.adds_in_place and self.fold.adds_in_place and self.arrivals is None:
             small = {number for number, each in enumerate(parameters) if each.nbytes <= _SMALL}
-            small -= {bucket.spans[-1].parameter for bucket in buckets}
+        self._small = small
         self.fold.keep(small)
         self.arm(buckets)
+        noted = small - {bucket.spans[-1].parameter for bucket in buckets}
         return [
-            partial(self._noted.__setitem__ if number in small else self.landed, number)
+            partial(self._noted.__setitem__ if number in noted else self.landed, number)
             for number in range(len(names))
         ]
 
@@ -148,6 +150,9 @@ class AutogradHooks:
         """A parameter's hook, called by autograd."""
         if not self.expecting:
             self.strayed = True
+            return
+        if not self.closing and number in self._small:
+            self._noted[number] = parameter  # no bucket waits for it
             return
         self._look_through()
         self._land(number, parameter)

@@ -16,6 +16,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any
 
@@ -44,10 +45,12 @@ class _Kind:
         self.flats = [_flat(tensor) for tensor in found]
         """Their elements: of contiguous ones views, which can be written to."""
         self.start = torch.cat(self.flats)
-        self.starts = self.start.split([flat.numel() for flat in self.flats])
+        self.starts = list(self.start.split([flat.numel() for flat in self.flats]))
         self.moved = self.start
-        # that are not in `moved` yet: elements after a micro-batch, its weight and slot
-        self._ended: list[tuple[Tensor, float | Tensor, int]] = []
+        # that are not in `moved` yet: elements after each micro-batch, its weight and slot; rows
+        # stay for the next step
+        self._rows: list[Tensor] = []
+        self._ended: list[tuple[float | Tensor, int]] = []
 
         self._seen = [
             (where, name, tensor, tensor.shape, flat.data_ptr())
@@ -67,19 +70,23 @@ class _Kind:
         self._ended.clear()
 
     def shut(self, weight: float | Tensor, slot: int) -> None:
-        """A micro-batch of that weight is over."""
-        self._ended.append((torch.cat(self.flats), weight, slot))
+        """A micro-batch of that weight is over; the next one finds what this one found."""
+        if len(self._rows) == len(self._ended):
+            self._rows.append(torch.empty_like(self.start))
+        torch.cat(self.flats, out=self._rows[len(self._ended)])
+        torch._foreach_copy_(self.flats, self.starts)
+        self._ended.append((weight, slot))
         if len(self._ended) == _ROWS:
             self.add_up()
 
     def add_up(self) -> None:
         """Bring `moved` up to date."""
         if self._ended:
-            rows, weights, slots = zip(*self._ended, strict=True)
-            far = movement(torch.stack(rows), self.start).to(self.moved)
+            weights, slots = zip(*self._ended, strict=True)
+            far = movement(torch.stack(self._rows[: len(slots)]), self.start).to(self.moved)
             if far.is_cpu:
-                factors = torch.tensor([[float(each)] for each in weights], dtype=far.dtype)
-                self.moved.index_add_(0, torch.tensor(slots), far * factors)
+                factors = _column(tuple(map(float, weights)), far.dtype)
+                self.moved.index_add_(0, _column(slots)[:, 0], far * factors)
             else:  # numbers of the host go there without a wait
                 for row, weight, slot in zip(far, weights, slots, strict=True):
                     self.moved[slot].add_(row * weight)
@@ -197,7 +204,6 @@ class MovingBuffers:
                 buffer = real(self._buffer(number))
                 buffer.copy_(value.view(buffer.shape))
 
-    @torch.no_grad()
     def shut(self, weight: float | Tensor, slot: int = 0) -> None:
         """A micro-batch of that weight is over; `slot` is its row. The next one finds what this
         one found.
@@ -206,17 +212,21 @@ class MovingBuffers:
         for kind in self._kinds:
             if self._agreed and kind.same():
                 kind.shut(weight, slot)
-                torch._foreach_copy_(kind.flats, list(kind.starts))
-                continue
-            kind.add_up()  # in the order of the micro-batches
-            pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
-            for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
-                if not self._resized(number):
-                    far = movement(_flat(self._buffer(number)), start).to(piece)
-                    piece.add_(far * weight)
-                    if not self._agreed and far.any():
-                        self._touched.add(number)
-            self._write(kind, kind.starts)
+            else:
+                self._shut_one_by_one(kind, weight, slot)
+
+    @torch.no_grad()
+    def _shut_one_by_one(self, kind: _Kind, weight: float | Tensor, slot: int) -> None:
+        """Buffers that are not known yet to move, or are other tensors now."""
+        kind.add_up()  # in the order of the micro-batches
+        pieces = kind.moved[slot].split([start.numel() for start in kind.starts])
+        for number, start, piece in zip(kind.numbers, kind.starts, pieces, strict=True):
+            if not self._resized(number):
+                far = movement(_flat(self._buffer(number)), start).to(piece)
+                piece.add_(far * weight)
+                if not self._agreed and far.any():
+                    self._touched.add(number)
+        self._write(kind, kind.starts)
 
     def _look(self) -> None:
         """Note which buffers this micro-batch has written to so far."""
@@ -244,6 +254,12 @@ class MovingBuffers:
             kind.add_up()
         if self._moving:
             self._sum = self._group.all_reduce(self._moved, place="for buffers")
+
+    def moved(self) -> Tensor:
+        """After `send`: the movements of all ranks' micro-batches, a row for each."""
+        if self._moving:
+            self._sum.wait()
+        return self._moved
 
     @torch.no_grad()
     def finish(self, weight: float, newly_moving: bool) -> None:
@@ -286,6 +302,12 @@ def real(tensor: Tensor) -> Tensor:
 def _flat(buffer: Tensor) -> Tensor:
     """All elements, one after the other."""
     return real(buffer).detach().reshape(-1)
+
+
+@lru_cache(maxsize=32)
+def _column(values: tuple[float, ...], dtype: torch.dtype | None = None) -> Tensor:
+    """These, one below the other: most steps have the weights and slots of the step before."""
+    return torch.tensor(values, dtype=dtype)[:, None]
 
 
 def movement(now: Tensor, before: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ ExactOverNetwork    the blocks of all ranks, added by halving, or sent to the ow
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -64,6 +64,8 @@ class ExactReduction(Reduction):
         """The blocks that each rank brings in this step."""
         self.term: Term = 0
         """How they add up."""
+        self.on_read: Callable[[Bucket, Sequence[Tensor]], None] | None = None
+        """Shown this rank's slice of all blocks, in the order of `brought`, before it adds them."""
 
     def begin(self, cut: Cut) -> bool:
         """A step begins. True where `memory` must be asked for again: its stacks are higher than
@@ -114,10 +116,19 @@ class ExactInMemory(ExactReduction):
             for rank, each in enumerate(self.brought)
             for level in range(len(each))
         ]
+
+        def divisor() -> (
+            float
+        ):  # asked for when all are ready, before this rank's slice is added up
+            if self.on_read is not None:
+                mine = slice_of(bucket.sum.numel(), self.rank, self.size)
+                self.on_read(bucket, [term.data[mine.start : mine.stop] for term in terms])
+            return self.divisor or 1.0
+
         return self._memory.sum_in_place(
             self._parts[0][bucket.index],
             bucket.place,
-            divisor=lambda: self.divisor or 1.0,
+            divisor=divisor,
             scattered=self.scattered,
             along=Along(self.term, terms),
         )
@@ -186,7 +197,10 @@ class ExactOverNetwork(ExactReduction):
         term = self.term
 
         def finish() -> None:
-            add_up(term, [piece for each in brought for piece in each], own)
+            pieces = [piece for each in brought for piece in each]
+            if self.on_read is not None:
+                self.on_read(bucket, pieces)
+            add_up(term, pieces, own)
             if hand_out is not None:
                 hand_out()
 
@@ -239,7 +253,7 @@ class TreeFold(Fold):
     """
 
     def __init__(self, reduction: ExactReduction) -> None:
-        self._reduction = reduction
+        self.reduction = reduction
         self._turns: Sequence[Turn] = ()
         self._place = -1  # of the micro-batch that is open, among this rank's
         self._landed: set[int] = set()  # in it
@@ -252,14 +266,14 @@ class TreeFold(Fold):
                 for bucket in buckets
                 for span in bucket.spans
             }
-            for flats in self._reduction.levels
+            for flats in self.reduction.levels
         ]
         self._folded = [0] * len(buckets)
 
     def begin(self, cut: Cut | None) -> bool:
         assert cut is not None, "exact mode has windows only"
-        more = self._reduction.begin(cut)
-        self._turns = turns(self._reduction.mine)
+        more = self.reduction.begin(cut)
+        self._turns = turns(self.reduction.mine)
         self._place, self._landed = -1, set()
         self._folded = [0] * len(self._buckets)
         return more
@@ -296,6 +310,15 @@ class TreeFold(Fold):
         for bucket in self._buckets:
             self._fold(bucket, self._place + 1)
 
+    def blocks(self, bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
+        """What this rank brings to the sum of a bucket that is complete: of each block the first
+        slot, and of each parameter its number and its part.
+        """
+        brought = self.reduction.brought[self.reduction.rank]
+        for block, views in zip(brought, self._views, strict=False):
+            for span in bucket.spans:
+                yield block.first, span.parameter, views[span.parameter]
+
     def fill(self, number: int, scale: float) -> None:
         """What never came is absent, which `complete` sees to."""
 
@@ -319,7 +342,7 @@ class TreeFold(Fold):
 
     def _flat(self, level: int, bucket: Bucket) -> Tensor:
         # not seen by the version counters that a Reducer looks at
-        return self._reduction.levels[level][bucket.index].data
+        return self.reduction.levels[level][bucket.index].data
 
     def deliver(self) -> None:
         for number, parameter in enumerate(self._parameters):

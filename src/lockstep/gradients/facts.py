@@ -79,7 +79,10 @@ class FactsMessage:
         """
         assert not self.sent
         if self._device.type == "cpu":
-            weight, loss = float(weight), float(loss)
+            weight = float(weight)
+            loss = loss.item() if isinstance(loss, Tensor) else loss
+        elif isinstance(loss, Tensor):
+            loss = loss.detach()
         if self._slots:
             first = numbers(self._group.size)
             self._put(first + slot, weight)

@@ -11,7 +11,8 @@ What leaves during a backward (autograd_hooks.py) is only an optimisation of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -70,6 +71,8 @@ class Reducer:
         """Of each parameter whether its `.grad` was None on this rank when the window was
         finished, or only had its place, and became zeros.
         """
+        self.on_leave: Callable[[Bucket], None] | None = None
+        """Shown each bucket of this rank's gradients before they are summed."""
         self._first = 0  # the rank that has slot 0 of the window
         self._trained = TrainedParameters(module, ignored)
         self.hooks = AutogradHooks(fold or InPlace(), self._leave_next, self._works, self.timeline)
@@ -192,6 +195,16 @@ class Reducer:
         self._arm()
         self.hooks.strayed = False
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """The windows of this block do not decide how buckets are laid."""
+        before = self.hooks.arrivals, self.has_finished
+        self.hooks.arrivals = None
+        try:
+            yield
+        finally:
+            self.hooks.arrivals, self.has_finished = before
+
     def renew(self) -> None:
         """Before a forward: follow the model where its parameters have changed, else, once, the
         order in which gradients arrive.
@@ -258,6 +271,8 @@ class Reducer:
         """Send the next bucket, in the order of their numbers."""
         bucket = self.buckets[len(self._works)]
         self.hooks.fold.complete(bucket)
+        if self.on_leave is not None:
+            self.on_leave(bucket)
         if bucket.flag is not None:
             bucket.flag.fill_(self._missing())
         if bucket.index == 0:

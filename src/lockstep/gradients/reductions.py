@@ -13,7 +13,7 @@ from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.collectives import by_schedule
 from lockstep.collectives.group import Group
@@ -23,7 +23,7 @@ from lockstep.collectives.work import Done, Handle, Later, Work
 from lockstep.config.knob import chosen
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import Bucket
-from lockstep.gradients.layout import Layout
+from lockstep.gradients.layout import FIRST_BUCKET, Entry, Layout, plan
 
 
 class Reduction(ABC):
@@ -265,51 +265,54 @@ def reduction(name: str, group: Group) -> Reduction:
     return REDUCTIONS[name](group)
 
 
-_TRIALS = 5
-_TRIAL_BYTES = 2**18
-_TRIAL = "for a trial"
+_TRIALS, _RUNS = 3, 5
 _tried: WeakKeyDictionary[Group, str] = WeakKeyDictionary()
 
 
 def quickest_of(group: Group) -> Reduction:
-    """Shared memory on one host, hierarchical on several, unless it takes longer than the
+    """Shared memory on one host, hierarchical on several, unless a bucket takes longer than by the
     backend's own all-reduce, which is tried once a group.
     """
     name = _tried.get(group)
     if name is None:
-        candidate: Callable[[], object]
         if group.memory is not None:
-            name, candidate = "shared_memory", partial(_sum, group.memory.all_reduce)
+            name = "shared_memory"
         elif group.size > 1 and group.find_hosts() is not None:
-            name, candidate = "hierarchical", _trial_of(Hierarchical(group))
+            name = "hierarchical"
         else:
             return Native(group)
-        _tried[group] = name = name if _is_quicker(group, candidate) else "native"
+        if not _is_quicker(REDUCTIONS[name](group), Native(group), group):
+            name = "native"
+        _tried[group] = name
     return REDUCTIONS[name](group)
 
 
-def _trial_of(hierarchical: Hierarchical) -> Callable[[], object]:
-    hierarchical.allocate([_TRIAL_BYTES // 4], [torch.float32])
-    return lambda: hierarchical.start_sum(0, _TRIAL).wait()
+def _trial_of(reduction: Reduction) -> Callable[[], object]:
+    """What training does with a first bucket: summed where this reduction has it lie."""
+    gradient = Entry("a trial", FIRST_BUCKET // 4, torch.float32, torch.device("cpu"))
+    layout = plan([gradient], [0])
+    (memory,) = reduction.memory(layout)
+    bucket = Bucket(layout.buckets[0], [nn.Parameter(torch.empty(gradient.numel))], memory)
+    return lambda: reduction.start(bucket).wait()
 
 
-def _sum(all_reduce: Callable[..., Work]) -> None:
-    all_reduce(torch.zeros(_TRIAL_BYTES // 4), place=_TRIAL).wait()
-
-
-def _is_quicker(group: Group, candidate: Callable[[], object]) -> bool:
-    """Whether it takes no longer than the backend's all-reduce: both tried a few times, in turns,
-    and the result agreed.
+def _is_quicker(candidate: Reduction, native: Native, group: Group) -> bool:
+    """Whether it takes no longer in one of a few trials: both a few times, in turns, and the
+    result agreed.
 
     By the quickest run of each: what a busy machine adds to the others says nothing about the two.
+    It may add to all runs of a trial: so native has to win every one.
     """
-    seconds: tuple[list[float], list[float]] = ([], [])
-    ways: tuple[Callable[[], object], ...] = (partial(_sum, group.backend_all_reduce), candidate)
+    ways = (_trial_of(native), _trial_of(candidate))
     for _ in range(_TRIALS):
-        for found, run in zip(seconds, ways, strict=True):
-            begin = perf_counter()
-            run()
-            found.append(perf_counter() - begin)
-    quickest = torch.tensor([min(found) for found in seconds], dtype=torch.float64)
-    group.all_reduce(quickest, "max", place=_TRIAL).wait()
-    return bool(quickest[1] <= quickest[0])
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(_RUNS):
+            for found, run in zip(seconds, ways, strict=True):
+                begin = perf_counter()
+                run()
+                found.append(perf_counter() - begin)
+        quickest = torch.tensor([min(found) for found in seconds], dtype=torch.float64)
+        group.all_reduce(quickest, "max", place="for a trial").wait()
+        if quickest[1] <= quickest[0]:
+            return True
+    return False

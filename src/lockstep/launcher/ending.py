@@ -30,7 +30,7 @@ from lockstep.launcher.failures import named
 from lockstep.launcher.processes import shown
 from lockstep.launcher.stalls import stack_of
 from lockstep.runtime import status
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 
 PATIENCE = 5.0
 """Seconds for which a program's end is nobody's affair."""

@@ -94,8 +94,10 @@ class Ranks:
     they have started in their process groups.
     """
 
-    def __init__(self, server: Server, place: LocalRanks) -> None:
-        self._server, self._place = server, place
+    def __init__(
+        self, server: Server, place: LocalRanks, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._server, self._place, self._clock = server, place, clock
         self._pids: dict[int, int] = {}
         self._over = False
 
@@ -171,11 +173,11 @@ class Ranks:
             if called_off():
                 break
             if failed:
-                settled_at = settled_at or time.monotonic()
+                settled_at = settled_at or self._clock()
                 if (
                     explained(failures(now), now)
                     or not living
-                    or time.monotonic() - settled_at > self._patience(now)
+                    or self._clock() - settled_at > self._patience(now)
                 ):
                     break
             elif not living:
@@ -189,7 +191,7 @@ class Ranks:
         # One that was killed is gone for its peers as soon as its first thread is, and for the
         # system when its last, perhaps a nice one, is.
         dying = any(
-            code is None and processes.state(now.pids[rank]) == processes.DEAD
+            code is None and self._server.state(now.pids[rank]) == processes.DEAD
             for rank, code in now.codes.items()
         )
         # after a save, the others a moment later
@@ -204,9 +206,9 @@ class Ranks:
         self._server.resume()
         if grace:
             self._signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace
+        deadline = self._clock() + grace
         with suppress(LockstepError):  # the server has gone, and they with it
-            while time.monotonic() < deadline and None in self.look().codes.values():
+            while self._clock() < deadline and None in self.look().codes.values():
                 self._server.wait(0.01)
         # once they are dead nobody can list them
         members = {pid for found in self._groups().values() for pid in found}
@@ -214,8 +216,8 @@ class Ranks:
         with suppress(LockstepError):
             while None in self.look().codes.values():
                 self._server.wait(_LOOK_SECONDS)
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while members and self._groups() and time.monotonic() < deadline:
+        deadline = self._clock() + _SETTLE_SECONDS
+        while members and self._groups() and self._clock() < deadline:
             # killed, and about to end
             time.sleep(0.01)
         private.remove_torch_names(members)
@@ -225,9 +227,9 @@ class Ranks:
         them; not what has a session of its own.
         """
         self._over = True
-        deadline = time.monotonic() + _SETTLE_SECONDS
+        deadline = self._clock() + _SETTLE_SECONDS
         while left := self._groups():
-            if time.monotonic() > deadline:  # helpers of multiprocessing go by themselves
+            if self._clock() > deadline:  # helpers of multiprocessing go by themselves
                 for rank, found in left.items():
                     _say_left(rank, found)
                 self.end(0.5)
@@ -236,16 +238,12 @@ class Ranks:
 
     def _groups(self) -> dict[int, dict[int, str]]:
         """The living processes of every rank's process group: their names by pid."""
-        found = processes.groups(self._pids.values())
+        found = self._server.groups(self._pids.values())
         return {rank: found[pid] for rank, pid in self._pids.items() if pid in found}
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids.values():
-            with suppress(ProcessLookupError, PermissionError):
-                try:
-                    os.killpg(pid, number)
-                except ProcessLookupError:  # it has no group of its own yet
-                    os.kill(pid, number)
+            self._server.send_signal(pid, number)
 
 
 def _say_left(rank: int, found: Mapping[int, str]) -> None:
@@ -271,8 +269,7 @@ def store(server: Server, address: str | None = None, port: int = 0) -> Iterator
             raise LockstepError("store-not-started")
         yield address or _LOOPBACK, int(said)
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        server.send_signal(pid, signal.SIGKILL)
         server.release(pid)
 
 

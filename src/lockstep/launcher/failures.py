@@ -23,6 +23,7 @@ from traceback import TracebackException, extract_tb
 from typing import Literal
 
 from lockstep.errors import (
+    CorruptResult,
     ExitCode,
     LoaderWorkerKilled,
     LockstepError,
@@ -31,20 +32,22 @@ from lockstep.errors import (
     WorkerFailed,
     entry_of,
 )
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 
 DIRECTORY = "LOCKSTEP_FAILURES"
 """Environment variable: where a rank leaves its record."""
 
-Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit", "node"]
+Kind = Literal["exception", "usage", "signal", "loader", "stall", "exit", "node", "corrupt"]
 """loader: a signal too, but it hit a process that loads data for the rank. stall: it was waited
-for, and ended by the launcher. host: not the rank but its whole host has gone.
+for, and ended by the launcher. node: not the rank but its whole host has gone. corrupt: others have
+found that it computes wrong.
 """
 Standing = Literal["cause", "timeout", "consequence"]
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _IN_A_LOADER = re.compile(r"Caught (\w+) in DataLoader worker process (\d+)\.")
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH_CALLS = os.path.join(_PACKAGE, "launcher", "torch_calls.py")
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|peer closed|socket closed|failed to"
     r" recv|recvValue failed",
@@ -140,13 +143,17 @@ def of_exception(error: BaseException, rank: int, *, may_exit: bool = True) -> F
             where=_user_line(error) if isinstance(error, SystemExit) else "",
         )
     kind: Kind = "loader" if isinstance(error, LoaderWorkerKilled) else "exception"
+    standing = _standing(error)
+    if isinstance(error, CorruptResult) and len(error.ranks) == 1:
+        # raised on all ranks, and of one
+        kind, standing = "corrupt", "cause" if rank in error.ranks else "consequence"
     code = 128 + error.signal if isinstance(error, LoaderWorkerKilled) else ExitCode.FAILED
     return record(
         kind=kind,
         message=_message(error),
         code=code,
         traceback=readable_traceback(error),
-        standing=_standing(error),
+        standing=standing,
     )
 
 
@@ -312,6 +319,7 @@ def _strip(shown: TracebackException, error: BaseException, seen: set[int]) -> N
     if id(shown) in seen:
         return
     seen.add(id(shown))
+    shown.stack[:] = [frame for frame in shown.stack if frame.filename != _TORCH_CALLS]
     files = [frame.filename for frame in shown.stack]
     theirs = next((number for number, file in enumerate(files) if is_users(file)), None)
     if theirs is None and hasattr(shown, "offset"):  # a SyntaxError, or one of its kinds

@@ -230,7 +230,7 @@ def _execute(pickled: bytes, server: int, descriptors: list[int]) -> None:
         "--fresh",
         *numbers,
     ]
-    os.execve(sys.executable, command, dict(seat.environment))
+    os.execve(sys.executable, command, seats.with_huge_pages(seat.environment))
 
 
 def _let_the_launcher(number: int, frame: object) -> None:

@@ -98,9 +98,9 @@ class Stop:
     notes: whoever waits asks `now`.
     """
 
-    def __init__(self, *, speaks: bool = True) -> None:
+    def __init__(self, *, speaks: bool = True, kill: Callable[[int, int], None] = os.kill) -> None:
         self.number: int | None = None
-        self._speaks = speaks
+        self._speaks, self._kill = speaks, kill
         self._again = False
         self._told = False
 
@@ -129,7 +129,7 @@ class Stop:
                 say(f"{self.name}: stopping after this step; once more to stop now")
             for pid in pids.values():
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGUSR1)
+                    self._kill(pid, signal.SIGUSR1)
         return False
 
     @property

@@ -23,6 +23,22 @@ STOPPED: str = psutil.STATUS_STOPPED
 DISK: str = psutil.STATUS_DISK_SLEEP
 DEAD: str = psutil.STATUS_ZOMBIE
 _PATIENCE = 1.0  # seconds for a stack to be written
+_ASLEEP_IN = {
+    "nanosleep": "sleep",
+    "futex": "wait for another thread",
+    "pipe": "read from a pipe",
+    "wait4": "wait for a process",
+    "do_wait": "wait for a process",
+    "ep_poll": "wait for input",
+    "poll": "wait for input",
+    "select": "wait for input",
+    "sk_": "read from a socket",
+    "recv": "read from a socket",
+    "wait_woken": "read from a socket",
+    "accept": "accept a connection",
+    "flock": "wait for a lock on a file",
+}
+"""What the names of the kernel's functions mean; the first that is part of one counts."""
 _FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -61,7 +77,7 @@ def ask_for_stack(pid: int, file: Path) -> str:
     """What `stacks_into(file)` of process `pid` writes now; "" where it does not, as one that is
     stopped or waits for a disk.
     """
-    if not file.exists():
+    if not file.exists() or not _answers(pid):
         return ""
     before = size = file.stat().st_size
     with suppress(ProcessLookupError):
@@ -74,6 +90,16 @@ def ask_for_stack(pid: int, file: Path) -> str:
             break
         size = now
     return file.read_bytes()[before:].decode(errors="replace")
+
+
+def _answers(pid: int) -> bool:
+    """Whether it handles STACK_SIGNAL. It would end one that does not."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return not Path("/proc/self/status").exists()  # another system
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt")), "0")
+    return bool(int(caught, 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def main_thread(dump: str) -> list[FrameSummary]:
@@ -119,6 +145,30 @@ def state(pid: int) -> str:
         return DEAD
     except psutil.AccessDenied:
         return ""  # it is there, and another user's
+
+
+def activity(pid: int) -> str:
+    """What its main thread does, as far as the system says it: "in a system call (sleep)", or
+    "running".
+    """
+    if state(pid) != psutil.STATUS_SLEEPING:
+        return "running"
+    place = ""
+    with suppress(OSError):
+        place = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8")
+    what = next((words for part, words in _ASLEEP_IN.items() if part in place), place)
+    return f"in a system call ({what})" if what not in ("", "0") else "in a system call"
+
+
+def cpu_seconds(pid: int) -> float:
+    """That it and the processes which it has started have used."""
+    used = 0.0
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for each in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.Error):
+                used += sum(each.cpu_times()[:4])
+    return used
 
 
 def groups(leaders: Collection[int]) -> dict[int, dict[int, str]]:

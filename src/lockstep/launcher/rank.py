@@ -31,7 +31,7 @@ from typing import NoReturn, Protocol
 
 from lockstep.config.launching import Launch
 from lockstep.errors import ExitCode, UsageError
-from lockstep.launcher import ending, failures, logs, preemption, processes, stalls
+from lockstep.launcher import ending, failures, logs, preemption, processes, stalls, torch_calls
 from lockstep.launcher import seat as seats
 from lockstep.launcher.logs import Console
 from lockstep.runtime import status
@@ -197,6 +197,8 @@ class Rank:
         status.open_page(records, self.rank)
         processes.stacks_into(stalls.stack_of(records, self.rank))
         faulthandler.enable(processes.written_to(records / f"rank-{self.rank}.stack"))
+        if not self.work.ours:
+            torch_calls.install()
         try:
             self.work.run()
         except BaseException as error:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -197,6 +197,22 @@ class Server:
                 self._receive()
         return self._codes.get(pid)
 
+    def state(self, pid: int) -> str:
+        """As `processes.state`."""
+        return processes.state(pid)
+
+    def groups(self, pids: Collection[int]) -> dict[int, dict[int, str]]:
+        """As `processes.groups`."""
+        return processes.groups(pids)
+
+    def send_signal(self, pid: int, number: signal.Signals) -> None:
+        """To the process group of one that was forked here."""
+        with suppress(ProcessLookupError, PermissionError):
+            try:
+                os.killpg(pid, number)
+            except ProcessLookupError:  # it has no group of its own yet
+                os.kill(pid, number)
+
     def wait(self, seconds: float) -> None:
         """Until something is heard of a process, and no longer than that."""
         with self._lock:
@@ -349,7 +365,7 @@ def _started(
     ]
     return psutil.Popen(
         [*command, *options],
-        env=dict(environment),
+        env=seats.with_huge_pages(environment),
         stdin=subprocess.DEVNULL,
         pass_fds=[control.fileno()],
         start_new_session=True,

@@ -9,6 +9,9 @@ quiet          no page has changed. How long that may last is learnt: five times
 who            a rank that waits for others is not to blame. The rest are, above all those that have
                issued the fewest collectives:
                the first that is missing is the one after their last
+plain scripts  those of torch.distributed alone have no steps: a rank that waits for another one
+               is enough. One that uses the processor may yet come: it is named, and nothing is
+               ended. Where all wait, they wait in different collectives: the first that differs
 several nodes  each node tells what it sees of its own ranks; once all have told, the driver explains
                them together, by the same rules. Ranks that progress are slow, and not waited for
 slow           pages do change, but the others spend their time waiting for one rank: that is said,
@@ -18,6 +21,7 @@ slow           pages do change, but the others spend their time waiting for one 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -50,6 +54,10 @@ _SILENT = {
     processes.DISK: "waiting for a disk or a network file system",
     processes.DEAD: "dead",
 }
+_ENDED = "its process has ended, with exit code 0"
+_ABSENT = (processes.STOPPED, processes.DEAD, _ENDED)
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_WORKS = 0.02  # of a processor, and seconds beside
 _LINES = 12  # of a stack
 _SLOW, _QUICK = 0.3, 0.1  # shares of the time that the others wait, and the slow one
 
@@ -65,6 +73,10 @@ class Sight:
     where: str = ""
     """The innermost line of its own code."""
     stack: str = ""
+    activity: str = ""
+    """What it does there, in a script whose phases are not known."""
+    works: bool = False
+    """It is in such a script, and uses the processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,8 @@ class Stall:
     message: str
     stack: str
     """Where that rank is, outermost first; "" where it cannot be seen."""
+    works: bool = False
+    """It may yet come: nothing is to be ended."""
 
 
 class Watcher:
@@ -95,11 +109,14 @@ class Watcher:
         self._floor = floor
         self._clock = clock
         self._elsewhere = elsewhere
+        self._pids: dict[int, int] = {}  # also of ranks that have ended
+        self._used: tuple[float, dict[int, float]] | None = None  # when, and processor time
         self._ticks: dict[int, int] = {}
         self._changed = clock()
         self._longest = 0.0  # quiet time that was none
         self._quiet = 0.0  # that is going on, and can be learnt from
         self._told = False
+        self._worked = False  # whoever was told to be waited for
         self._slow = Slowness(floor)
 
     def look(self, pids: Mapping[int, int]) -> Stall | None:
@@ -110,16 +127,22 @@ class Watcher:
             if (found := status.read_ticks(status.file_of(self._directory, rank))) is not None
         }
         now = self._clock()
+        self._pids.update(pids)
         if ticks != self._ticks or not ticks:
             if not self._told:
                 self._longest = max(self._longest, self._quiet)
+            elif self._worked:
+                self._longest = max(self._longest, now - self._changed)
             elif self._elsewhere is not None:
                 self._elsewhere.moving()
             self._ticks, self._changed, self._told, self._quiet = ticks, now, False, 0.0
+            self._used = None
             return None
         quiet = now - self._changed
         if self._told or quiet <= self._longest:
             return None
+        if self._used is None and quiet > self._floor / 2:
+            self._used = now, {rank: processes.cpu_seconds(pid) for rank, pid in pids.items()}
         asked = self._elsewhere is not None and self._elsewhere.asked()
         # a rank that another node waits for is not left alone
         times = 1 if asked else self._lenience(pids)
@@ -130,7 +153,9 @@ class Watcher:
         self._told = True
         sights = self._sights(pids)
         if self._elsewhere is None:
-            return explain(sights, quiet)
+            stall = explain(sights, quiet)
+            self._worked = stall is not None and stall.works
+            return stall
         self._elsewhere.tell(sights, quiet)
         return None
 
@@ -157,6 +182,9 @@ class Watcher:
                 return math.inf
             if all(view.phase in (*_USERS, "checkpoint") for view in views):
                 return _LENIENT
+        elif any(view.plain for view in views) and not any(view.step for view in views):
+            starts = any(view.call.startswith("init_process_group") for view in views)
+            return _LENIENT if starts and len(pids) == len(self._pids) else 1
         return _LENIENT if min((view.step for view in views), default=0) < 2 else 1
 
     def _sights(self, pids: Mapping[int, int]) -> dict[int, Sight]:
@@ -164,19 +192,38 @@ class Watcher:
             rank: Sight(pids[rank], view, processes.state(pids[rank]))
             for rank, view in self._views(pids).items()
         }
+        plain = any(sight.view.plain for sight in found.values())
+        if plain:
+            gone = self._views({rank: 0 for rank in self._pids if rank not in pids})
+            found.update(
+                (rank, Sight(self._pids[rank], view, _ENDED))
+                for rank, view in gone.items()
+                if view.phase == "end"
+            )
         for rank in suspects(found):
-            found[rank] = self._with_stack(rank, found[rank])
+            found[rank] = self._seen(rank, found[rank], plain)
         return found
 
-    def _with_stack(self, rank: int, sight: Sight) -> Sight:
-        if sight.state in _SILENT:
+    def _seen(self, rank: int, sight: Sight, plain: bool) -> Sight:
+        """With what it does; `plain`: some rank calls torch.distributed itself."""
+        if sight.state in (*_SILENT, _ENDED):
             return sight
+        activity, works = "", False
+        if plain and sight.view.phase == "start":
+            activity = processes.activity(sight.pid)
+            before, used = self._used or (0, {})
+            spent = processes.cpu_seconds(sight.pid) - used.get(rank, math.inf)
+            works = spent > _WORKS * (1 + self._clock() - before)
         frames = self._frames(sight.pid, stack_of(self._directory, rank))
         where = processes.users_line(frames)
-        if sight.view.phase == "data":
+        if sight.view.phase == "data" or any(_LOADER in frame.filename for frame in frames):
+            activity = activity and "in the loader"
             # perhaps it waits for a process of its own, which has the user's code
             for child in processes.children(sight.pid):
-                theirs = self._frames(child, stack_of(self._directory, rank, child))
+                # a worker of torch's own loader inherits its rank's handler
+                file = stack_of(self._directory, rank, child)
+                own = file if file.exists() else stack_of(self._directory, rank)
+                theirs = self._frames(child, own)
                 if any(is_users(frame.filename) for frame in theirs):
                     frames = theirs
                     where = f"{processes.users_line(theirs)} (loader worker, pid {child})"
@@ -184,7 +231,8 @@ class Watcher:
                 if processes.state(child) == processes.STOPPED:
                     where = f"its loader worker (pid {child}) is {_SILENT[processes.STOPPED]}"
                     break
-        return replace(sight, where=where, stack=processes.shown(frames[-_LINES:]).rstrip())
+        stack = processes.shown(frames[-_LINES:]).rstrip()
+        return replace(sight, where=where, stack=stack, activity=activity, works=works)
 
     def _frames(self, pid: int, file: Path) -> list[FrameSummary]:
         return processes.main_thread(processes.ask_for_stack(pid, file))
@@ -197,18 +245,60 @@ def stack_of(directory: Path, rank: int, worker: int | None = None) -> Path:
 
 def suspects(sights: Mapping[int, Sight]) -> list[int]:
     """The ranks that are waited for: of those that do not wait themselves, the ones that have
-    issued the fewest collectives.
+    issued the fewest collectives. Where all wait in different ones: the fewest in the same.
     """
+    waiting = [rank for rank, sight in sights.items() if _waits(sight)]
+    awaited = {each for rank in waiting for each in sights[rank].view.among or sights}
     among = [
         rank
         for rank, sight in sights.items()
-        if not sight.view.waits or sight.state in (processes.STOPPED, processes.DEAD)
-    ] or list(sights)
-    if not any(sight.view.waits for sight in sights.values()):
+        if not _waits(sight) and (rank in awaited or not waiting)
+    ]
+    if not among:
+        if (found := _apart(sights)) is not None:
+            return min(found[1].values(), key=len)
+        among = list(sights)
+    if not waiting:
         # then nobody misses one whose program is over
         among = [rank for rank in among if sights[rank].view.phase != "end"] or among
+    # one that is stopped cannot have been kept from it by another
+    among = [rank for rank in among if sights[rank].state in _ABSENT] or among
     least = min((sights[rank].view.number for rank in among), default=0)
     return [rank for rank in sorted(among) if sights[rank].view.number == least]
+
+
+def _waits(sight: Sight) -> bool:
+    return sight.view.waits and sight.state not in _ABSENT
+
+
+def _apart(sights: Mapping[int, Sight]) -> tuple[int, Mapping[str, list[int]]] | None:
+    """Of ranks that all wait: the number of the first collective that is not the same, and which
+    ranks call it what; 0, and where each waits, if those have no numbers.
+    """
+    if not any(sight.view.plain for sight in sights.values()):
+        return None
+    views = {rank: sights[rank].view for rank in sorted(sights)}
+    numbers = sorted({number for view in views.values() for number in view.collectives})
+    for number in (*numbers, 0):
+        said: dict[str, list[int]] = {}
+        for rank, view in views.items():
+            text = view.collectives.get(number) if number else _place(view)
+            if text is not None:
+                said.setdefault(text, []).append(rank)
+        if len({text.rsplit(" at ", 1)[0] for text in said}) > 1:
+            return number, said
+    return None
+
+
+def _place(view: View) -> str:
+    """Where a rank waits: "in #8 (all_reduce sum f32[9] at train.py:20)"."""
+    if view.messages:
+        return "for messages of other ranks"
+    text = view.call or view.collectives.get(view.number, "")
+    numbers = [number for number, each in view.collectives.items() if each == text]
+    if not numbers:
+        return f"in {text}" if text else f"in #{view.number}"
+    return f"in #{max(numbers)} ({text})"
 
 
 def explain(
@@ -222,43 +312,81 @@ def explain(
         return None
     guilty = suspects(sights)
     first = sights[guilty[0]]
+    plain = any(sight.view.plain for sight in sights.values())
     waiting = [rank for rank in sorted(sights) if rank not in guilty and sights[rank].view.waits]
-    elsewhere = not waiting and all(sights[rank].view.waits for rank in guilty)
     step = max(sight.view.step for sight in sights.values())
-    never = "is"
-    missing = first.view.number
-    if waiting:
-        missing, never = _awaited(sights, waiting, first.view)
-    texts = {
-        **first.view.collectives,
-        **{
-            number: text
-            for rank in waiting
-            for number, text in sights[rank].view.collectives.items()
-        },
-    }
-    where = f"in #{missing} ({texts[missing]})" if missing in texts else f"in #{missing}"
-    if all(sights[rank].view.messages for rank in waiting or guilty):
-        where = "for messages of other ranks"
-    if waiting:
+    at = f", step {step}" if step or not plain else ""
+    apart = _apart(sights) if all(_waits(sights[rank]) for rank in guilty) else None
+    if apart is not None:
+        parts = _differing(*apart, sights)
+    elif waiting:
+        parts = _missing(sights, waiting, guilty, at, quiet)
+    elif all(sights[rank].view.waits for rank in guilty):
+        where = _place(first.view)
         parts = [
-            f"{named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} {where}, step {step}."
-        ]
-    elif elsewhere and nodes is None:
-        parts = [
-            f"all ranks of this host wait {where}, step {step}: for other hosts, or the network."
-        ]
-    elif elsewhere:
-        parts = [
-            f"all ranks of all nodes wait {where}, step {step}, which does not end: look at the"
-            " network."
+            f"all ranks of this host wait {where}{at}: for other hosts, or the network."
+            if nodes is None
+            else f"all ranks of all nodes wait {where}{at}, which does not end: look at the network."
         ]
     else:
-        parts = [f"no rank gets on, step {step}."]
-    if not elsewhere:
-        parts += [f"Rank {rank} {never} {doing(sights[rank], quiet)}." for rank in guilty]
-        parts += [] if nodes is None else [f"Rank {guilty[0]} is on {nodes[guilty[0]]}."]
-    return Stall(guilty[0], " ".join([f"STALL {quiet:.0f} s:", *parts]), first.stack)
+        parts = [f"no rank gets on{at}."]
+        parts += [f"Rank {rank} is {doing(sights[rank], quiet)}." for rank in guilty]
+    if nodes is not None and (waiting or not first.view.waits):
+        parts.append(f"Rank {guilty[0]} is on {nodes[guilty[0]]}.")
+    works = any(sights[rank].works for rank in guilty)
+    if works:
+        parts.append("It uses the processor and may yet come: nothing is ended.")
+    return Stall(guilty[0], " ".join([f"STALL {quiet:.0f} s:", *parts]), first.stack, works)
+
+
+def _differing(
+    number: int, said: Mapping[str, list[int]], sights: Mapping[int, Sight]
+) -> list[str]:
+    """Sentences on ranks that wait for each other in different collectives."""
+    if not number:
+        who = "; ".join(f"{named(ranks)} {text}" for text, ranks in said.items())
+        return [f"the ranks wait for each other, each elsewhere: {who}."]
+    who = "; ".join(f"in {named(ranks)} {text}" for text, ranks in said.items())
+    now = {
+        rank: place
+        for rank, sight in sorted(sights.items())
+        if sight.view.waits and not (place := _place(sight.view)).startswith(f"in #{number} ")
+    }
+    return [
+        f"the ranks wait for each other: #{number} is not the same. It is {who}.",
+        *(f"Rank {rank} waits {place} now." for rank, place in now.items()),
+    ]
+
+
+def _missing(
+    sights: Mapping[int, Sight], waiting: list[int], guilty: list[int], at: str, quiet: float
+) -> list[str]:
+    """Sentences on ranks that others wait for."""
+    first = sights[guilty[0]].view
+    missing, never = _awaited(sights, waiting, first)
+    if any(sights[rank].view.plain for rank in waiting):
+        places: dict[str, list[int]] = {}
+        for rank in waiting:
+            places.setdefault(_place(sights[rank].view), []).append(rank)
+        if not any(place.startswith(f"in #{missing} ") for place in places):
+            never = "is not there:"
+    else:
+        texts = dict(first.collectives)
+        for rank in waiting:
+            texts.update(sights[rank].view.collectives)
+        where = f"in #{missing} ({texts[missing]})" if missing in texts else f"in #{missing}"
+        messages = [rank for rank in waiting if sights[rank].view.messages]
+        meeting = [rank for rank in waiting if rank not in messages]
+        places = {where: meeting, "for messages of other ranks": messages}
+    who = ", ".join(
+        f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}"
+        for place, ranks in places.items()
+        if ranks
+    )
+    return [
+        f"{who}{at}.",
+        *(f"Rank {rank} {never} {doing(sights[rank], quiet)}." for rank in guilty),
+    ]
 
 
 def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> tuple[int, str]:
@@ -277,10 +405,12 @@ def _awaited(sights: Mapping[int, Sight], waiting: list[int], guilty: View) -> t
 def doing(sight: Sight, quiet: float, now_ns: int | None = None) -> str:
     """ "in data, dataset.py:88 read_shard, for 31 s" """
     now = time.monotonic_ns() if now_ns is None else now_ns
+    if sight.state == _ENDED:
+        return _ENDED
     what = _SILENT.get(sight.state)
     parts = [
         what,
-        DOING[sight.view.phase],
+        sight.activity or ("" if what and sight.view.plain else DOING[sight.view.phase]),
         sight.where,
         f"for {max(quiet, (now - sight.view.since_ns) / 1e9):.0f} s",
     ]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from lockstep.launcher import failures
 from lockstep.launcher import seat as seats
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 
 _FILE = "imports.json"
 

@@ -179,7 +179,7 @@ class Watch:
         if self._elsewhere is not None:
             stall = self._elsewhere.verdict()
         if stall is not None:
-            if self._launch.on_stall != "wait":
+            if self._launch.on_stall != "wait" and not stall.works:
                 if stall.rank not in pids and self._elsewhere is not None:
                     return False  # its own host ends the run
                 self.failure = _failure(stall, pids)

@@ -94,13 +94,14 @@ class Numpy:
     def __init__(self) -> None:
         self._generator: Any = None
         self._memory: Any = None
-        self._clean = b""  # memory last seen with nothing cached
+        # memory last seen with nothing cached, and as it was last seeded
+        self._clean = self._seeded = b""
 
     def look(self) -> NumpyLook:
         if self._generator is not np.random.mtrand._rand._bit_generator:
             self._find()
         memory: bytes = self._memory.raw
-        if memory == self._clean:
+        if memory in (self._clean, self._seeded):
             return memory, 0, 0.0
         state: Any = np.random.get_state()
         if not state[3]:
@@ -116,7 +117,7 @@ class Numpy:
             raise UsageError("numpy-generator-not-seedable", kind=type(generator).__name__)
         self._generator = generator  # held, so that its memory stays
         self._memory = (ctypes.c_char * _BYTES).from_address(self._generator.ctypes.state_address)
-        self._clean = b""
+        self._clean = self._seeded = b""
 
     def hidden(self, look: NumpyLook) -> bool:
         return bool(look[1])
@@ -127,11 +128,15 @@ class Numpy:
             words = np.frombuffer(memory, dtype=np.uint32)
             np.random.set_state(("MT19937", words[:_WORDS], int(words[_WORDS]), has, cached))
         else:
-            np.random.seed(0)  # drops a cached normal number
+            if self._memory.raw not in (self._clean, self._seeded):
+                np.random.seed(0)  # drops a cached normal number
             ctypes.memmove(self._memory, memory, _BYTES)
 
     def seed(self, value: int) -> None:
         np.random.seed(value & 0xFFFFFFFF)
+        if self._generator is not np.random.mtrand._rand._bit_generator:
+            self._find()
+        self._seeded = self._memory.raw
 
 
 class Random:

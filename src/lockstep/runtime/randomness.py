@@ -24,7 +24,6 @@ For plain scripts, one seed for all ranks, and blocks that draw from a stream of
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -48,6 +47,8 @@ _MASK = 2**64 - 1
 # part of every recorded run: add to them, never renumber
 _SHARED, _STEP, _SAMPLE, _COLLATE, _ORDER, _SAMPLER, _COMPONENT = range(1, 8)
 _RANK = 16
+WITNESS = 17
+"""Which steps are computed again, and by whom: no stream."""
 _UPDATE = 2**62  # in the place of a slot
 
 
@@ -92,12 +93,8 @@ def seed_all(value: int) -> None:
 
 
 def _seed_host(value: int) -> None:
-    import numpy as np
-    import torch
-
-    torch.random.default_generator.manual_seed(value & _MASK)
-    np.random.seed(value & 0xFFFFFFFF)
-    random.seed(value & _MASK)
+    for generator in _host_generators():
+        generator.seed(value & _MASK)
 
 
 def shared(seed: int) -> None:
@@ -111,24 +108,12 @@ def step(seed: int, step: int, slot: int) -> None:
 
 
 @contextmanager
-def micro_batch(seed: int, number: int, slot: int) -> Iterator[None]:
-    """The block draws from the stream of one micro-batch's forward; what the process draws after
-    it does not depend on it.
-    """
-    back = kept(devices=True)
-    step(seed, number, slot)
-    try:
-        yield
-    finally:
-        back()
-
-
-@contextmanager
 def update(seed: int, number: int) -> Iterator[None]:
     """The block, a step's update, draws from a stream of its own: equal on all ranks, of any
-    number of them.
+    number of them. What the process draws after it does not depend on it.
     """
-    with micro_batch(seed, number, _UPDATE):
+    with preserved(devices=True):
+        step(seed, number, _UPDATE)
         yield
 
 

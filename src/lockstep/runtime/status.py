@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,9 @@ from lockstep.runtime.step_clock import INDEX, PHASES, StepClock
 
 _RING = 16
 _TEXT = 232  # bytes
+_MEMBERS = 128  # bytes: a bit for each of 1,024 ranks
+EVERYBODY = bytes(_MEMBERS)
+"""As the members of a call: all ranks."""
 
 
 class _Collective(ctypes.Structure):
@@ -53,6 +56,14 @@ class _Fields(ctypes.Structure):
     opened: int
     totals: ctypes.Array[ctypes.c_uint64]
     """In each phase, in all."""
+    plain: int
+    """1 once it has called a function of torch.distributed itself."""
+    among: ctypes.Array[ctypes.c_uint8]
+    """A bit for each rank that the call below waits for; none: all ranks."""
+    call: bytes
+    """The function of torch.distributed in which the main thread waits; or "" """
+    native: bytes
+    """A collective for which the main thread waits in native code; or "" """
     ring: ctypes.Array[_Collective]
     """The last collectives."""
     _fields_ = (
@@ -61,6 +72,10 @@ class _Fields(ctypes.Structure):
         ("waits", ctypes.c_uint32),
         *((name, ctypes.c_uint64) for name in ("step", "since", "number", "waited", "opened")),
         ("totals", ctypes.c_uint64 * len(PHASES)),
+        ("plain", ctypes.c_uint64),
+        ("among", ctypes.c_uint8 * _MEMBERS),
+        ("call", ctypes.c_char * _TEXT),
+        ("native", ctypes.c_char * _TEXT),
         ("ring", _Collective * _RING),
     )
 
@@ -77,6 +92,9 @@ class Page:
             os.close(handle)
         self._owner = threading.get_ident()
         self._began_to_wait = 0
+        self._plain = 0  # numbers that calls of torch.distributed have taken
+        self._ring = list(self._fields.ring)
+        self._among = EVERYBODY
         self.enter(INDEX["start"], time.monotonic_ns())
 
     @property
@@ -99,10 +117,49 @@ class Page:
         self._fields.ticks += 1
 
     def collective(self, number: int, text: str) -> None:
-        entry = self._fields.ring[number % _RING]
+        self._list(number + self._plain, shortened(text))
+        self._fields.ticks += 1
+
+    def _list(self, number: int, text: bytes) -> None:
+        entry = self._ring[number % _RING]
         entry.number = 0  # not to be read while it changes
-        entry.text = text.encode(errors="replace")[:_TEXT]
+        entry.text = text
         entry.number = self._fields.number = number
+
+    def call(self, text: bytes, among: bytes, numbered: bool) -> None:
+        """A function of torch.distributed begins. `numbered`: all ranks call it."""
+        fields = self._fields
+        if numbered:
+            self._plain += 1
+            self._list(fields.number + 1, text)
+        self._wait_among(among)
+        self._began_to_wait = time.monotonic_ns()
+        fields.call, fields.plain, fields.waits = text, 1, 1
+        fields.ticks += 1
+
+    def called(self) -> None:
+        """It has ended."""
+        fields, now = self._fields, time.monotonic_ns()
+        fields.waited += now - self._began_to_wait
+        fields.waits, fields.call, fields.since = 0, b"", now
+        fields.ticks += 1
+
+    def _wait_among(self, ranks: bytes) -> None:
+        if ranks is not self._among:
+            ctypes.memmove(self._fields.among, ranks, _MEMBERS)
+            self._among = ranks
+
+    def in_native(self, text: bytes, among: bytes = EVERYBODY) -> None:
+        """The main thread waits in native code for this collective; b"": it does not. Another
+        thread says so.
+        """
+        if not self._fields.waits:
+            self._wait_among(among)
+            self._fields.native = text
+
+    def moved(self) -> None:
+        """Native code has begun or ended a collective. Another thread says so."""
+        self._fields.native = b""
         self._fields.ticks += 1
 
     def waits(self, begun: bool, now: int, messages: bool = False) -> None:
@@ -112,6 +169,10 @@ class Page:
             self._fields.waited += now - self._began_to_wait
         self._fields.waits = int(begun) + int(messages)
         self._fields.ticks += 1
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._fields.waits)
 
     def opened(self) -> None:
         self._fields.opened = 1
@@ -163,6 +224,11 @@ def on_phase(hook: Callable[[int, str], None] | None) -> None:
     """Have `hook(step, phase)` called as each phase begins; None: nobody."""
     global _hook
     _hook = hook
+
+
+def page() -> Page | None:
+    """This process's own, if it has a launcher."""
+    return _page
 
 
 def noted() -> bool:
@@ -258,6 +324,12 @@ class View:
     """It waits for messages of other ranks, and in no collective."""
     opened: bool = False
     """It has had a process group."""
+    plain: bool = False
+    """It has called functions of torch.distributed itself."""
+    call: str = ""
+    """The one in which it waits, in words; "" where it waits in a collective of ours, or not."""
+    among: frozenset[int] = frozenset()
+    """The ranks that it waits for in it; none: all."""
 
 
 def file_of(directory: Path, rank: int) -> Path:
@@ -288,7 +360,7 @@ def read(file: Path) -> View | None:
         step=page.step,
         since_ns=page.since,
         number=page.number,
-        waits=bool(page.waits),
+        waits=bool(page.waits or page.native),
         waited_ns=page.waited,
         totals_ns=dict(zip(PHASES, page.totals, strict=True)),
         collectives={
@@ -296,4 +368,39 @@ def read(file: Path) -> View | None:
         },
         messages=page.waits == 2,
         opened=bool(page.opened),
+        plain=bool(page.plain),
+        call=(page.call if page.waits else page.native).decode(errors="replace"),
+        among=frozenset(members(bytes(page.among))),
     )
+
+
+def shortened(text: str) -> bytes:
+    """As it fits on a page."""
+    return text.encode(errors="replace")[:_TEXT]
+
+
+def mask(ranks: Iterable[int]) -> bytes:
+    """`ranks` as the members of a call; all ranks where there are too many to say it."""
+    bits = sum(1 << rank for rank in ranks)
+    return EVERYBODY if bits.bit_length() > 8 * _MEMBERS else bits.to_bytes(_MEMBERS, "little")
+
+
+def members(mask: bytes) -> Iterator[int]:
+    """The ranks of a mask."""
+    bits = int.from_bytes(mask, "little")
+    return (rank for rank in range(bits.bit_length()) if bits >> rank & 1)
+
+
+def short_dtype(dtype: object) -> str:
+    """`f32`, `bf16`, `i64`."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (
+        ("bfloat", "bf"),
+        ("float", "f"),
+        ("uint", "u"),
+        ("int", "i"),
+        ("complex", "c"),
+    ):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name

@@ -24,12 +24,14 @@ from weakref import WeakMethod
 import torch
 
 from lockstep.checkpoints import files, folders
-from lockstep.checkpoints.files import COMPARED, Checkpoint
+from lockstep.checkpoints.files import COMPARED, WITNESSED, Checkpoint
 from lockstep.checkpoints.identity import check_storable
 from lockstep.checkpoints.manifest import STATE, believed
+from lockstep.checkpoints.pieces import storable
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.checkpoints.saver import FIRST, Saver, steps_until_next
-from lockstep.collectives.broadcast_json import said_by
+from lockstep.collectives.broadcast_json import everybodys, said_by
+from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.errors import (
     DamagedCheckpoint,
@@ -40,7 +42,7 @@ from lockstep.errors import (
 )
 from lockstep.runtime import status
 from lockstep.step.stepper import Stepper
-from lockstep.step.stepper_state import restore, take
+from lockstep.step.stepper_state import Taken, restore, take
 
 if TYPE_CHECKING:
     from lockstep.checkpoints.remote import Remote
@@ -113,12 +115,13 @@ class Checkpoints:
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
         self._saved = stepper.steps
         self._extra: Extra = None
-        if stepper.replicas is not None:
-            # else a cycle keeps the loader's processes until it is collected
-            set_aside = WeakMethod(self._set_aside)
-            stepper.replicas.on_divergence.append(
-                lambda compared: "" if (found := set_aside()) is None else found(compared)
-            )
+        # else a cycle keeps the loader's processes until it is collected
+        set_aside = WeakMethod(self._set_aside)
+        for check in (stepper.replicas, stepper.witness):
+            if check is not None:
+                check.on_divergence.append(
+                    lambda good: "" if (found := set_aside()) is None else found(good)
+                )
 
     # -- going on ---------------------------------------------------------------------------------
 
@@ -148,6 +151,8 @@ class Checkpoints:
             restore(self._stepper, checkpoint, checkpoint.state["training"])
             if self._stepper.replicas is not None:
                 self._stepper.replicas.compared = checkpoint.compared
+            if self._stepper.witness is not None:
+                self._stepper.witness.witnessed = checkpoint.witnessed
             if self._loader is not None:
                 self._loader.load_state_dict(decoded(checkpoint.state["data"]))
         self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
@@ -264,11 +269,14 @@ class Checkpoints:
         self.wait()  # also raises what went wrong before
         self._stepper.check_replicas(f"before the checkpoint of step {self._stepper.steps}")
         steps, taken = self._stepper.steps, take(self._stepper)
-        replicas = self._stepper.replicas
+        _check_storable(taken, self._world.control)
+        replicas, witness = self._stepper.replicas, self._stepper.witness
         compared = None if replicas is None else replicas.compared
+        witnessed = None if witness is None else witness.witnessed
         state = {
             **(extra or {}),
             COMPARED: compared,
+            WITNESSED: witnessed,
             "training": taken.state,
             "data": (
                 None
@@ -281,7 +289,7 @@ class Checkpoints:
             taken.model,
             taken.pieces,
             state,
-            lambda folder: self._tidy(folder, best, compared),
+            lambda folder: self._tidy(folder, best, compared if witness is None else witnessed),
         )
         self._saved = steps
         if self._every is None:
@@ -291,18 +299,13 @@ class Checkpoints:
     def _tidy(
         self, folder: Path, best: tuple[str, float] | None, compared: int | None
     ) -> str | None:
-        """On rank 0, in the background. The newest up to the last comparison stays, too. What a
-        copy elsewhere complains of.
+        """On rank 0, in the background. The newest up to the last comparison stays, too; with a
+        witness up to the last step that was witnessed. What a copy elsewhere complains of.
         """
         if best is not None:
             files.mark_best(folder, *best)
         marked = files.best(self.directory)
-        written = folders.written(self.directory)
-        good = [
-            each for each in written if compared is not None and folders.step_of(each) <= compared
-        ]
-        kept = {folder, *written[-self.keep :], *good[-1:], *([marked] if marked else [])}
-        folders.keep_only(self.directory, kept)
+        kept = folders.tidy(folder, self.keep, compared, marked)
         if self._remote is not None:
             try:
                 self._remote.mirror(folder, [each for each in kept if each.exists()], marked)
@@ -311,8 +314,8 @@ class Checkpoints:
         return None
 
     def _set_aside(self, compared: int | None) -> str:
-        """The replicas differ, and were equal last after step `compared`: what was saved since
-        may hold the difference. For the error's message.
+        """Replicas differ, or a witness does, and agreed last after step `compared`: what was
+        saved since may hold the difference. For the error's message.
         """
         with suppress(LockstepError):
             self._saver.wait()
@@ -390,6 +393,20 @@ class Checkpoints:
                 directory=str(self.directory),
                 complaint=self._saver.complaint,
             )
+
+
+def _check_storable(taken: Taken, group: Group) -> None:
+    """Raise UsageError, on all ranks, where one has optimizer state that no file can hold."""
+    mine = {piece.data.dtype: piece.name for piece in taken.pieces}
+    lacking = [[name, str(dtype)] for dtype, name in mine.items() if not storable(dtype)]
+    found = everybodys(lacking, group, "for what a checkpoint can hold")
+    for name, dtype in next(filter(None, found), []):
+        raise UsageError(
+            "tensor-not-storable",
+            tensor=f"optimizer state {name}",
+            what=f"of dtype {dtype}",
+            instead="use an optimizer that keeps another dtype",
+        )
 
 
 def _now(extra: Extra) -> Mapping[str, Any] | None:

@@ -27,6 +27,7 @@ from lockstep.checks.divergence import OverwrittenCheck, ReplicaCheck
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.start import compare_start, optimizer_fields
 from lockstep.checks.trainable import check_kinds, check_trained, summed
+from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.config.balance import Balance
@@ -44,7 +45,8 @@ from lockstep.step.assembly import StepperOptions, assemble, check_drawn, set_up
 from lockstep.step.data_parallel import DistributedDataParallel
 from lockstep.step.model_shard import ModelShard, Whole
 from lockstep.step.step_result import Outcomes, StepperClock, StepResult, allow_scheduler
-from lockstep.step.stepper_window import LossScale, MicroBatch, OpenWindow, check_ended, with_last
+from lockstep.step.stepper_window import LossScale, OpenWindow, check_ended, samples_told, with_last
+from lockstep.step.witnessed_step import held, witnessed
 from lockstep.step.wrapper_arguments import Checks
 from lockstep.updates.update import Applied, Update
 from lockstep.world.world import World
@@ -147,9 +149,8 @@ class Stepper:
         self.replicas = ReplicaCheck() if checks == "full" else None
         # the facts of a step on a mesh come from ranks that hold different parts: nothing in them
         # can be compared
-        self._overwritten = (
-            OverwrittenCheck() if checks == "full" and self.model_shard.mesh is None else None
-        )
+        compares = checks == "full" and self.model_shard.mesh is None
+        self._overwritten = OverwrittenCheck() if compares else None
         self.steps, self._stop = 0, False
         self._outcomes = Outcomes(self.world, scheduler, scaler)
         self.everyone = (
@@ -164,6 +165,7 @@ class Stepper:
         self._loss_scale = LossScale(scaler, self.world.device)
         self.clock = StepperClock(self.world.device)
         self._compares_data = checks != "off"
+        self.witness = Witness.of(self.method.witnessed, seed, self.group)
         self._window: OpenWindow | None = None
 
     def _work_with(self, model: nn.Module) -> None:
@@ -247,25 +249,39 @@ class Stepper:
         ranks.
         """
         opened = self._open(window)
-        for place, (batch, last) in enumerate(with_last(window)):
-            slot = opened.slot(place)
-            opened.count(place)
-            opened.micro = MicroBatch(last, slot if self.method.exact else 0)
-            self._buffers.open()
-            self._outcomes.trace.open(place)
-            keyed = randomness.micro_batch(self._options.seed, opened.step, slot)
-            try:
-                with (
-                    keyed,
-                    self.reducer.hooks.window(last=last),
-                    cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1),
-                ):
-                    status.enter("forward")
-                    yield batch
-            finally:  # also when the user's loop breaks off: step() then sums what was there
-                self._buffers.shut(opened.micro.weight, opened.micro.row)
-                opened.micro = None
-            status.enter("data")
+        ours, witness = opened.ours, self.witness
+        if witness is not None and ours is not None and witness.due(ours):
+            yield from witnessed(self, witness, opened, ours)
+        else:
+            yield from self._walk(opened, window)
+
+    def _walk(self, opened: OpenWindow, window: Iterable[Batch]) -> Iterator[Batch]:
+        back: Callable[[], None] | None = None
+        try:
+            for place, (batch, last) in enumerate(with_last(window)):
+                slot = opened.slot(place)
+                micro = opened.begin(place, batch, last, slot if self.method.exact else 0)
+                self._buffers.open()
+                self._outcomes.trace.open(place)
+                back = back or randomness.kept(devices=True)
+                randomness.step(self._options.seed, opened.step, slot)
+                try:
+                    with (
+                        self.reducer.hooks.window(last=last),
+                        cut_by_buckets(self.reducer.bucket_bytes, wanted=self.group.size > 1),
+                    ):
+                        status.enter("forward")
+                        yield batch
+                finally:  # also when the user's loop breaks off: step() then sums what was there
+                    opened.end(self._buffers.named)
+                    self._buffers.shut(micro.weight, micro.row)
+                if opened.ours is None:  # what fetches its next batch may draw
+                    back()
+                    back = None
+                status.enter("data")
+        finally:
+            if back is not None:
+                back()
 
     def at_once(
         self, window: Iterable[Batch], run: Callable[[Sequence[Batch], Begin, Count], None]
@@ -314,13 +330,9 @@ class Stepper:
         self.part_if_due()
         self._compare_data(window)
         self.update.begin(window, self.steps)
-        ours = (
-            check_window(window)
-            if self.method.exact
-            else window
-            if isinstance(window, Window)
-            else None
-        )
+        ours = window if isinstance(window, Window) else None
+        if self.method.exact:
+            ours = check_window(window)
         if ours is not None and ours.balancer is not None:
             Balance().check(self.method, self.everyone.size)
         self.reducer.reset(None if ours is None else ours.cut)
@@ -329,9 +341,7 @@ class Stepper:
         if self.reducer.generation != self._buffers.generation:
             # layers were added, replaced or frozen: perhaps with buffers
             self._buffers = self._assembly.moving_buffers(self.world)
-        slots = ours.cut.slots if self.method.exact and ours is not None else 0
-        self._buffers.begin(slots)
-        facts = FactsMessage(self._assembly.told, self.world.device, slots)
+        facts = self._begin(ours)
         self.clock.tell(facts)
         self._window = OpenWindow(
             ours,
@@ -339,20 +349,18 @@ class Stepper:
             facts,
             rank=self.world.rank,
             reports=self.model_shard.reports,
-            samples=self._samples_told_by(ours),
+            samples=samples_told(ours, self._assembly.told, self.everyone),
             loss_scale=self._loss_scale.begin(window),
         )
         status.enter("data")
         return self._window
 
-    def _samples_told_by(self, ours: Window | None) -> tuple[int, ...]:
-        """Of each rank, where ranks tell each other nothing: in a window of ours by what is
-        dealt out; () where the facts tell.
-        """
-        if self._assembly.told is self.everyone:
-            return ()
-        size = self.everyone.size
-        return (0,) * size if ours is None else ours.samples_by_rank(self.everyone.rank, size)
+    def _begin(self, ours: Window | None) -> FactsMessage:
+        """Have buffers start from what they hold now. For the facts of what begins."""
+        # kept apart until they are added along the tree; else added as they come
+        slots = ours.cut.slots if self.method.exact and ours is not None else 0
+        self._buffers.begin(slots)
+        return FactsMessage(self._assembly.told, self.world.device, slots)
 
     def _compare_data(self, window: object) -> None:
         """Once, with the first window: the same data set, cut alike, from the same seed on all
@@ -444,12 +452,8 @@ class Stepper:
         is not, nothing is updated and `reason` says so.
         """
         opened = check_ended(self._window, stray=self.reducer.hooks.stray)
-        status.enter("reduce")
-        scale = self._scale_of(opened)
-        if not opened.facts.sent:
-            self._send(opened.facts)
+        facts, divisor = opened.summed or self._sum(opened)
         self._window = None
-        facts, divisor = self._finish(opened, scale)
         if self._overwritten is not None and self._overwritten.differ(facts, self.steps):
             self.check_replicas(f"in step {self.steps + 1}")
         self._loss_scale.note(facts.weight)
@@ -471,6 +475,8 @@ class Stepper:
         stop = self.update.meet_if_due(ended)
         if self.replicas is not None and self.replicas.due(self.steps):
             self.check_replicas()
+        if self.witness is not None and opened.record is not None:
+            self.witness.keep(held(self), self.steps)
         status.enter("loop")
         hidden = None if self.world.device.type == "cuda" else self.reducer.timeline.hidden()
         return StepResult(
@@ -542,8 +548,20 @@ class Stepper:
         self._outcomes.settle()
         return self.update.meet(stop=self._wants_stop())
 
+    def _sum(self, opened: OpenWindow) -> tuple[Facts, float]:
+        """All micro-batches were walked: finish the sum. Its facts, and what it is still to be
+        divided by.
+        """
+        status.enter("reduce")
+        scale = self._scale_of(opened)
+        if not opened.facts.sent:
+            self._send(opened.facts)
+        opened.summed = found = self._finish(opened, scale)
+        if opened.record is not None:
+            opened.record.summed(found[0], self._buffers.moved())
+        return found
+
     def _finish(self, opened: OpenWindow, scale: float) -> tuple[Facts, float]:
-        """The sum complete, and what it is still to be divided by."""
         self.model_shard.collect(self.reducer)
         self.reducer.look_for_cleared()  # before the others are waited for
         reduction = self.reducer.reduction

@@ -5,7 +5,7 @@ tell of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from lockstep.checks.witness import Computed
 from lockstep.collectives.group import Group
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
-from lockstep.gradients.facts import FactsMessage
+from lockstep.gradients.facts import Facts, FactsMessage
 
 Batch = TypeVar("Batch")
 
@@ -59,12 +60,30 @@ class OpenWindow:
         """The one that its randomness belongs to."""
         self.micro: MicroBatch | None = None
         self.backwards = 0
+        self.record: Computed | None = None
+        """Of a step that is witnessed, what this rank computes."""
+        self.summed: tuple[Facts, float] | None = None
+        """Once the sum is complete: the step's facts, and the divisor that is left."""
         # of a plain list: slots that no other rank has
         self._first_slot, self._reports = rank * 2**32, reports
 
     def slot(self, place: int) -> int:
         """The number of this rank's micro-batch at `place`."""
         return self._first_slot + place if self.ours is None else self.ours.slots[place]
+
+    def begin(self, place: int, batch: object, last: bool, row: int) -> MicroBatch:
+        """A micro-batch begins."""
+        self.micro = MicroBatch(last, row)
+        self.count(place)
+        if self.record is not None:
+            self.record.open(self.slot(place), batch)
+        return self.micro
+
+    def end(self, buffers: Callable[[], Sequence[tuple[str, Tensor]]]) -> None:
+        """It is over, and has moved the buffers to what they are now."""
+        if self.record is not None and self.micro is not None:
+            self.record.shut(self.micro.weight, buffers())
+        self.micro = None
 
     def count(self, place: int) -> None:
         """The samples of the micro-batch at `place`, where they are known."""
@@ -74,7 +93,7 @@ class OpenWindow:
     def note(self, weight: float | Tensor, loss: Tensor, row: int = 0) -> None:
         """Of a micro-batch: its weight, and the sum of its losses."""
         if self._reports:
-            self.facts.add(weight, loss.detach(), row)
+            self.facts.add(weight, loss, row)
 
 
 def check_ended(opened: OpenWindow | None, *, stray: bool) -> OpenWindow:
@@ -85,9 +104,22 @@ def check_ended(opened: OpenWindow | None, *, stray: bool) -> OpenWindow:
         raise UsageError("step-without-window")
     if opened.micro is not None:
         raise UsageError("step-inside-window")
+    if opened.ours is not None and opened.ours.cut.turned:
+        raise UsageError("loop-left-while-witnessed")
     if stray and not opened.backwards:
         raise UsageError("backward-not-by-stepper")
     return opened
+
+
+def samples_told(ours: Window | None, told: Group, everyone: Group) -> tuple[int, ...]:
+    """Of each rank, where ranks tell each other nothing: in a window of ours by what is dealt out;
+    () where the facts tell.
+    """
+    if told is everyone:
+        return ()
+    if ours is None:
+        return (0,) * everyone.size
+    return ours.samples_by_rank(everyone.rank, everyone.size)
 
 
 class LossScale:

@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import check_storable, sha256, weights
+from lockstep.config import knob
+from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Settings, check_parts
 from lockstep.config.task import EarlyStopping, Mode, Precision, Task
 from lockstep.data.loader import is_iterable
@@ -286,6 +288,10 @@ class AssembledTraining:
 
     def _new_stepper(self) -> Stepper:
         task, settings = self.task, self.settings
+        method = {name: getattr(settings, name) for name in knob.knobs(Parallelism)}
+        del method["mesh"]  # which `placed` is laid over
+        if self.world.size == 1 and (settings.grow or settings.grow_if_wanted):
+            method["witness"] = None  # the others have died, and may come again
         stepper = Stepper(
             self.placed.module,
             self.optimizer,
@@ -294,16 +300,10 @@ class AssembledTraining:
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
             unused=task.unused,
-            reduce=settings.reduce,
-            exact=settings.exact,
-            compress=settings.compress,
-            update=settings.update,
-            staleness=settings.staleness,
-            sync_every=settings.sync_every,
-            outer=settings.outer,
             bucket_mb=settings.bucket_mb,
             model_shard=self.placed,
             world=self.world,
+            **method,
         )
         stepper.draws(self.loader)
         if self.length.steps is not None:

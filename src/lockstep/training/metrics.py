@@ -30,7 +30,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from lockstep.errors import LockstepError, LockstepWarning
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 
 _FLUSH_EVERY = 1.0  # s
 _BUFFER = 2**16  # bytes

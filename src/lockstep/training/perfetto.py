@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 from lockstep.training.timeline import Anatomy, Lane, StepsLine
 
 FILE = "timeline.json"

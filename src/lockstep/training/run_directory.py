@@ -9,12 +9,10 @@ the umask says. No torch here: the launcher claims the folder before any rank st
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import sys
 import time
@@ -23,12 +21,13 @@ from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from lockstep.checkpoints.folders import written
+from lockstep.checkpoints.folders import sweep, written
 from lockstep.checkpoints.manifest import check
 from lockstep.config.settings import FILE, Settings
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
+from lockstep.runtime import disk
 from lockstep.training.resolve import short_name
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ _PASSING = re.compile(
 )
 _START = 2**20  # bytes of metrics.jsonl that a run without a step never has
 _LOOK_EVERY = 1.0  # s
+_TRIES = 10  # to make a folder that others remove
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
@@ -57,7 +57,7 @@ class RunDirectory:
     def __init__(
         self,
         path: Path,
-        lock: int | None = None,
+        lock: IO[bytes] | None = None,
         *,
         made_here: bool = False,
         above: Sequence[Path] = (),
@@ -75,7 +75,7 @@ class RunDirectory:
         self.made_here = made_here
         self._above = above  # folders that were made for it, the innermost first
         self._lock_file = (path / _LOCK).absolute()
-        self._identity = _identity(self._lock_file) if lock is None else _identity(lock)
+        self._identity = _identity(self._lock_file if lock is None else lock)
         self._look_next = 0.0
 
     @property
@@ -115,15 +115,18 @@ class RunDirectory:
         Raises UsageError where it cannot be written, is used by another run (naming its pid and
         host), or holds a finished run or anything else.
         """
-        chosen = Path(path) if path is not None else _unused(name)
+        chosen = path if isinstance(path, Path) else Path(path) if path else _unused(name)
         above = [folder for folder in chosen.parents if not folder.exists()]
         made_here, lock = _locked(chosen)
         try:
             with _sentences(chosen):
                 _sign(lock)
-            if fresh:
-                _set_aside(chosen)
-            elif (chosen / RESULT).exists():
+                for folder in (chosen, *above):  # else checkpoints go with it if the power fails
+                    with suppress(PermissionError):
+                        disk.force(folder.parent)
+                if fresh:
+                    _set_aside(chosen)
+            if not fresh and (chosen / RESULT).exists():
                 raise UsageError("run-finished", path=str(chosen))
         except BaseException:
             cls(chosen, lock, made_here=made_here).release()
@@ -152,16 +155,16 @@ class RunDirectory:
         """
         if self._lock is None:
             return
-        if (
-            self.made_here
-            and _identity(self._lock_file) == self._identity
-            and (self.says_nothing or (failed and not self.trained))
-        ):
-            shutil.rmtree(self.path, ignore_errors=True)
-            for folder in self._above:
-                with suppress(OSError):  # another run has come there
+        with suppress(OSError):  # another run has come there, or somebody has moved it
+            if (
+                self.made_here
+                and _identity(self._lock_file) == self._identity
+                and (self.says_nothing or (failed and not self.trained))
+            ):
+                _remove(self.path)
+                for folder in self._above:
                     folder.rmdir()
-        os.close(self._lock)
+        self._lock.close()
         self._lock = None
 
     @property
@@ -251,6 +254,7 @@ def _why_not_resumable(directory: RunDirectory, remote: Remote | None) -> str:
     if remote is not None and remote.steps():
         return ""
     why = "it has none"
+    sweep(directory.checkpoints)
     for folder in reversed(written(directory.checkpoints)):
         try:
             check(folder)
@@ -280,35 +284,54 @@ def _unused(name: str) -> Path:
     return next(path for path in chain([base], numbered) if not path.exists())
 
 
-def _locked(path: Path) -> tuple[bool, int]:
+def _remove(path: Path) -> None:
+    """The lock is the last to go: until then nobody else can claim the folder, and lose what it
+    writes there.
+    """
+    for each in path.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            disk.remove_tree(each)
+        elif each.name != _LOCK:
+            each.unlink()
+    (path / _LOCK).unlink()
+    path.rmdir()
+
+
+def _locked(path: Path) -> tuple[bool, IO[bytes]]:
     """Make the folder if need be, and take its lock: whether it was made, and the lock."""
+    tries = count(1)
     while True:
         with _sentences(path):
-            made_here = not path.exists()
-            if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
-                raise UsageError("run-directory-not-empty", path=str(path))
-            path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                made_here = not path.exists()
+                if path.is_dir() and not (path / _LOCK).exists() and any(path.iterdir()):
+                    raise UsageError("run-directory-not-empty", path=str(path))
+                path.mkdir(parents=True, exist_ok=True)
+                lock = (path / _LOCK).open("a+b", buffering=0)
+            except (FileNotFoundError, FileExistsError):
+                if next(tries) < _TRIES:  # its owner may have removed it in between
+                    continue
+                raise
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            disk.lock(lock)
         except BlockingIOError:
             owner = _owner(lock)
-            os.close(lock)
+            lock.close()
             raise UsageError("run-directory-in-use", path=str(path), owner=owner) from None
         if _identity(path / _LOCK) == _identity(lock):
             return made_here, lock
-        os.close(lock)  # its owner has removed it in between: this is the lock of nothing
+        lock.close()  # its owner has removed it in between: this is the lock of nothing
 
 
-def _sign(lock: int) -> None:
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+def _sign(lock: IO[bytes]) -> None:
+    lock.truncate(0)
+    lock.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 
 
-def _identity(lock: Path | int) -> tuple[int, int] | None:
+def _identity(lock: Path | IO[bytes]) -> tuple[int, int] | None:
     """Of the lock's file; None where there is none. Raises OSError where that cannot be told."""
     try:
-        found = os.stat(lock)
+        found = lock.stat() if isinstance(lock, Path) else disk.status_of(lock)
     except OSError as error:
         if error.errno in _GONE:
             return None
@@ -316,9 +339,10 @@ def _identity(lock: Path | int) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _owner(lock: int) -> str:
+def _owner(lock: IO[bytes]) -> str:
     with suppress(ValueError, KeyError):
-        owner = json.loads(os.pread(lock, 4096, 0))
+        lock.seek(0)
+        owner = json.loads(lock.read(4096))
         return f"process {owner['pid']} on {owner['host']}"
     return "another process"  # it has locked the file and not yet written its name
 

@@ -19,7 +19,7 @@ from lockstep.config.settings import Settings
 from lockstep.data.loader import Loader
 from lockstep.data.windows import Window
 from lockstep.errors import LockstepWarning, Preempted, UsageError
-from lockstep.runtime.whole_file import write_whole
+from lockstep.runtime.disk import write_whole
 from lockstep.step.checkpointing import Checkpoints
 from lockstep.step.step_result import StepResult
 from lockstep.step.stepper import Stepper

@@ -11,12 +11,14 @@ gradients, check that they are finite, clip once, step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.errors import UsageError
 from lockstep.gradients.facts import Facts
@@ -30,6 +32,7 @@ from lockstep.updates.optimizer_state import (
     elementwise_pieces,
     whole_pieces,
 )
+from lockstep.updates.repeated import SliceUpdate, check_repeated
 from lockstep.updates.shard_memory import can_share
 from lockstep.updates.shards import Shards
 from lockstep.updates.update import NOTHING, Applied, EndedWindow, Update, Updated
@@ -76,23 +79,34 @@ class OwnStep(Update):
     def _apply(
         self, divisor: float | Tensor, norm: Tensor | None, skipped: Tensor | None = None
     ) -> Applied:
-        if skipped is None and isinstance(divisor, float) and divisor == 1:
-            self._updated.optimizer.step()
-        elif getattr(self._updated.optimizer, "_step_supports_amp_scaling", False):
-            self._step_dividing(divisor, skipped)
-        elif skipped is None or not bool(skipped):
-            # an optimizer that cannot be told on the device has the host wait for the gradient
-            self._multiply(1 / divisor)
-            self._updated.optimizer.step()
+        self._take_step(self._updated.optimizer, self._summed.flats, divisor, skipped)
         return Applied(norm, skipped=skipped)
 
-    def _step_dividing(self, divisor: float | Tensor, skipped: Tensor | None) -> None:
+    def _take_step(
+        self,
+        optimizer: Optimizer,
+        flats: Callable[[], Sequence[Tensor]],
+        divisor: float | Tensor,
+        skipped: Tensor | None,
+    ) -> None:
+        """Step an optimizer over gradients that lie in `flats()`."""
+        if skipped is None and isinstance(divisor, float) and divisor == 1:
+            optimizer.step()
+        elif getattr(optimizer, "_step_supports_amp_scaling", False):
+            self._step_dividing(optimizer, divisor, skipped)
+        elif skipped is None or not bool(skipped):
+            # an optimizer that cannot be told on the device has the host wait for the gradient
+            _multiply(flats(), 1 / divisor)
+            optimizer.step()
+
+    def _step_dividing(
+        self, optimizer: Any, divisor: float | Tensor, skipped: Tensor | None
+    ) -> None:
         """Step a fused optimizer, which divides gradients by a loss scale as it reads them (and
         leaves them divided): one pass fewer.
 
         It does nothing where `skipped` is true.
         """
-        optimizer: Any = self._updated.optimizer
         # torch.full and not torch.tensor: no copy from the host.
         scale = (
             divisor
@@ -119,21 +133,23 @@ class OwnStep(Update):
         one = torch.ones((), device=self._summed.device)
         before, norm = scaler.scale(one), None
         if clip is None:
-            self._multiply(1 / divisor)
+            _multiply(self._summed.flats(), 1 / divisor)
         else:
             norm = self._updated.norm(self._summed, divisor) / before.double()
             # The scaler looks at elements; a norm that overflows where no element does has to reach
             # them.
-            self._multiply(torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor)
+            factor = torch.where(norm.isfinite(), _shrink(norm, clip), torch.nan) / divisor
+            _multiply(self._summed.flats(), factor)
         scaler.unscale_(self._updated.optimizer)
         scaler.step(self._updated.optimizer)
         scaler.update()
         return Applied(norm, scale=(before, scaler.scale(one)))
 
-    def _multiply(self, factor: float | Tensor) -> None:
-        if isinstance(factor, Tensor) or factor != 1:
-            for each in self._summed.flats():
-                each.mul_(factor)
+
+def _multiply(flats: Sequence[Tensor], factor: float | Tensor) -> None:
+    if isinstance(factor, Tensor) or factor != 1:
+        for each in flats:
+            each.mul_(factor)
 
 
 def _shrink(norm: Tensor, clip: float) -> Tensor:
@@ -227,12 +243,37 @@ class Sharded(OwnStep):
         self.optimizer: CutOptimizer[Shards] = elementwise_pieces(reducer, updated.optimizer, cut)
         reducer.reduction.scatter()
         super().__init__(updated, InSlices(reducer, self.optimizer))
+        self._witness: Witness | None = None
 
     def follow(self) -> None:
         self.optimizer.follow()
 
     def overwritten(self) -> Sequence[Tensor]:
         return self.optimizer.shards.differing()
+
+    def repeat(self, witness: Witness) -> None:
+        self._witness = witness
+
+    def _take_step(
+        self,
+        optimizer: Optimizer,
+        flats: Callable[[], Sequence[Tensor]],
+        divisor: float | Tensor,
+        skipped: Tensor | None,
+    ) -> None:
+        witness, self._witness = self._witness, None
+        if witness is None:
+            super()._take_step(optimizer, flats, divisor, skipped)
+            return
+        reducer, shards = self._updated.reducer, self.optimizer.shards
+        names = [reducer.names[piece.parameter] for piece in shards.pieces]
+        slices = SliceUpdate(optimizer, shards.views, names)
+        super()._take_step(optimizer, flats, divisor, skipped)
+
+        def again(other: Optimizer, gradients: Sequence[Tensor]) -> None:
+            super(Sharded, self)._take_step(other, lambda: gradients, divisor, skipped)
+
+        check_repeated(slices, again, reducer.group, self._summed.device, witness)
 
     def apply(self, divisor: float) -> Applied:
         shards, scaler = self.optimizer.shards, self._updated.scaler

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.data.epoch import Draws
 from lockstep.gradients.facts import Facts, Reading
@@ -204,6 +205,10 @@ class Update(ABC):
     def overwritten(self) -> Sequence[Tensor]:
         """Of the parameters, what every step overwrites with other ranks' results."""
         return ()
+
+    def repeat(self, witness: Witness) -> None:
+        """In the next update: have another rank repeat what only one rank does."""
+        return
 
     def begin(self, window: object, steps: int) -> None:
         """Before the first forward of a window, `steps` after the training's begin."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lockstep
@@ -187,6 +188,28 @@ def waited_for_again(world: lockstep.World) -> list[float]:
 
 def test_a_wait_has_a_timeout_of_its_own_and_can_be_repeated() -> None:
     assert run_ranks(waited_for_again, 2) == [[3.0]] * 2
+
+
+def in_torchs_call(world: lockstep.World, size: int) -> list[float]:
+    """Rank 1 has started a sum, and is in a call of torch.distributed for which rank 0 comes when
+    it has waited for the sum.
+    """
+    tensor = torch.full((size,), 1.0 + world.rank)
+    handle = collectives.all_reduce(tensor, async_op=True)
+    if world.rank == 0 and size * 4 > AT_ONCE:
+        with refused("collective-timeout", CollectiveTimeout, missing=[1]):
+            handle.wait(timedelta(seconds=0.3))
+    elif world.rank == 0:
+        handle.wait(timedelta(seconds=30))
+    dist.all_reduce(torch.ones(1))
+    handle.wait()
+    return tensor.unique().tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [AT_ONCE // 4, AT_ONCE // 4 + 1])
+def test_only_a_large_one_needs_calls_of_ours_to_go_on(size: int) -> None:
+    """As docs/guide/collectives.md says."""
+    assert run_ranks(in_torchs_call, 2, args=(size,)) == [[3.0]] * 2
 
 
 def before_and_after(world: lockstep.World) -> float:

@@ -182,6 +182,40 @@ def test_a_killed_driver_leaves_nothing(nodes: Cluster, folder: Path) -> None:
     assert wait_until_none_is_left() == []
 
 
+CORRUPT = """
+import os
+from pathlib import Path
+import torch
+from tests.training import toy
+
+class Net(toy.Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == 12 and os.environ["RANK"] == "2" and not Path("hurt").exists():
+            Path("hurt").touch()
+            hook = self.last.bias.register_hook(lambda gradient: (hook.remove(), gradient + 1)[1])
+        return super().forward(x)
+
+def task():
+    return toy.task(name=None, model=Net, epochs=4)
+"""
+
+
+def test_a_node_whose_rank_computes_wrong_is_left_out(
+    nodes: Cluster, folder: Path, undisturbed: str
+) -> None:
+    (folder / "my_task.py").write_text(CORRUPT)
+    options = ["--workers", "2:6", "--run", "run", "--checkpoint-every", "1", "--exact"]
+    options += ["--witness", "1", "--on-corruption", "exclude"]
+    code, out, err = nodes.lockstep("train", "my_task.py", *options, cwd=folder).end()
+    assert code == 0, err
+    assert "[corrupt-micro-batch]" in err
+    assert re.search(r"rank 2 .*resuming without node \S+", err)
+    assert last(out).endswith(undisturbed)
+
+
 def test_the_first_failure_of_another_node_is_the_last_word(nodes: Cluster, folder: Path) -> None:
     (folder / "script.py").write_text(
         "import lockstep\nworld = lockstep.init()\nprint('size', world.size)\nworld.barrier()\n"

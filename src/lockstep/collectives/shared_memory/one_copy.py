@@ -76,7 +76,12 @@ def copied_pages(octets: Tensor) -> Iterator[range]:
             octets.numel() // _PAGE * _ENTRY,
             octets.data_ptr() // _PAGE * _ENTRY,
         )
-    kinds = (torch.frombuffer(bytearray(known), dtype=torch.int64) >> _KINDS) & 7
+    return runs_of_copies(torch.frombuffer(bytearray(known), dtype=torch.int64))
+
+
+def runs_of_copies(entries: Tensor) -> Iterator[range]:
+    """As `copied_pages`, of what the kernel says of each page (its admin-guide/mm/pagemap.rst)."""
+    kinds = (entries >> _KINDS) & 7
     copies = ((kinds > 0) & (kinds & _FILE == 0)).nonzero().flatten()
     if not len(copies):
         return

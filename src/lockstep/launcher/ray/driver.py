@@ -14,6 +14,7 @@ The ranks that were started together are a WorkerGroup; a restart starts another
 
 from __future__ import annotations
 
+import math
 import pickle
 import signal
 import sys
@@ -300,6 +301,8 @@ class Driver:
                 and self._job.grow.exists()
             )
             return "continuing with more nodes" if grown else None
+        if failure.kind == "corrupt" and self._job.launch.on_corruption == "exclude":
+            return self._excluding(failure)
         comes_back = failure.killed or (
             self._job.launch.on_stall == "restart" and failure.kind == "stall"
         )
@@ -308,6 +311,21 @@ class Driver:
         self._left -= 1
         restart = f"restart {self._job.restarts - self._left} of {self._job.restarts}"
         return f"{failures.summary(failure)}; resuming from the newest checkpoint ({restart})"
+
+    def _excluding(self, failure: Failure) -> str | None:
+        """Leave out the node of a rank that computes wrong, for good; None where it is the only
+        one.
+        """
+        if len(self.group.members) == 1:
+            say("--on-corruption exclude: the run is on one node, and nothing is left without it")
+            return None
+        (member,) = (
+            each
+            for each in self.group.members
+            if each.ranks is not None and failure.rank in each.ranks.numbers
+        )
+        self._members.bar(member, math.inf)
+        return f"{failures.summary(failure)}; resuming without node {member.place.label}"
 
     def _turn(self) -> None:
         """Pass signals on, and hear what Ray and the nodes have to say."""

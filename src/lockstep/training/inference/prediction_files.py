@@ -33,7 +33,7 @@ from torch import Tensor
 from lockstep.collectives.broadcast_json import everybodys, said_by
 from lockstep.data.rows import Piece, Rows
 from lockstep.errors import LockstepError, LockstepWarning, PeerFailed, UsageError
-from lockstep.runtime.whole_file import force
+from lockstep.runtime.disk import force
 from lockstep.training.metrics import typed
 from lockstep.world.world import World
 

@@ -1,0 +1,308 @@
+"""What a rank's script itself does with torch.distributed, noted on its status page: for scripts
+that use nothing of Lockstep's.
+
+calls   each public function of torch.distributed is replaced by one that notes what it is and
+        where it was called, then calls the original. Results and exceptions pass unchanged. What
+        Lockstep calls itself it has announced already (collectives/group.py)
+native  DDP sends its buckets from C++, in the backward: no Python function is called. A thread
+        reads torch's flight recorder twice a second. If a collective has not ended, and the main
+        thread sleeps inside torch, it waits for that collective
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.abc
+import importlib.util
+import inspect
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from lockstep.launcher.failures import is_users, named
+from lockstep.runtime import status
+from lockstep.runtime.status import Page, short_dtype
+
+_C10D = "torch.distributed.distributed_c10d"
+_OF_ALL = re.compile(
+    r"(all_(gather|reduce|to_all)|broadcast|gather|new_subgroups|reduce_scatter|scatter)(_\w+)?"
+    r"|reduce|(monitored_)?barrier|(new|split)_group"
+)
+"""Every rank of the group calls them in the same order; without a group, every rank."""
+_OF_SOME = re.compile(
+    r"i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|(destroy|init)_process_group"
+)
+_TENSORS = ("tensor", "input_tensor", "input", "output", "tensors", "input_tensor_list")
+_PEERS = {"dst": "to", "src": "from", "group_dst": "to", "group_src": "from"}
+_NATIVE_DTYPES = {"Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Long": "i64"}
+_LOOK_SECONDS = 0.5
+
+
+class _Call(NamedTuple):
+    """As Page.call takes it."""
+
+    text: bytes
+    among: bytes
+    numbered: bool
+
+
+def install() -> None:
+    """From now on this process's calls are noted: once the script imports torch, if nobody has
+    by now.
+    """
+    page = status.page()
+    if page is None:
+        return
+    if _C10D in sys.modules:
+        _Calls(page, sys.modules[_C10D])
+    else:
+        sys.meta_path.insert(0, _WhenImported(page))
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Gets at torch's module after it has run, and before others import from it."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _C10D:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def then_install(module: ModuleType) -> None:
+                run(module)
+                _Calls(self._page, module)
+
+            spec.loader.exec_module = then_install  # type: ignore[method-assign]
+        return spec
+
+
+class _Calls:
+    """Replaces the functions of `c10d`, and hears of their calls."""
+
+    def __init__(self, page: Page, c10d: Any) -> None:
+        self._page, self._c10d = page, c10d
+        self._inside = False  # another call, which has been noted
+        self._works: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()
+        package = sys.modules.get("torch.distributed")
+        for name in c10d.__all__:
+            if not (_OF_ALL.fullmatch(name) or _OF_SOME.fullmatch(name)):
+                continue
+            original = getattr(c10d, name)
+            replacement = self._noted(original, _Describer(name, original, c10d))
+            setattr(c10d, name, replacement)
+            if getattr(package, name, None) is original:
+                setattr(package, name, replacement)
+        c10d.Work.wait = self._noted(c10d.Work.wait, self._of_work)
+
+    def _noted(self, original: Any, describe: Callable[..., _Call | None]) -> Any:
+        torch, page = sys.modules["torch"], self._page  # which may not be whole yet
+        starts = getattr(original, "__name__", "") == "init_process_group"
+
+        @functools.wraps(original)
+        def noted(*args: Any, **keywords: Any) -> Any:
+            # a compiler sees the original alone
+            if torch.compiler.is_compiling() or self._inside or not page.mine:
+                return original(*args, **keywords)
+            self._inside, call = True, None
+            try:
+                frame = sys._getframe(1)
+                if not frame.f_globals.get("__name__", "").startswith("lockstep."):
+                    with suppress(Exception):
+                        call = describe(frame, args, keywords)
+                        if call is not None:
+                            page.call(*call)
+                result = original(*args, **keywords)
+                if starts:
+                    _watch_native(page)
+            finally:
+                self._inside = False
+                if call is not None:
+                    page.called()
+            if call is not None and result is not None:
+                self._keep(result, call)
+            return result
+
+        return noted
+
+    def _keep(self, result: object, call: _Call) -> None:
+        """Remember what a work that goes on is, for when the script waits for it."""
+        for work in result if isinstance(result, list) else (result,):
+            if isinstance(work, self._c10d.Work):
+                self._works[work] = call._replace(numbered=False)
+
+    def _of_work(self, frame: FrameType, args: Sequence[Any], _: object) -> _Call:
+        return self._works.get(args[0]) or _Call(
+            _words("Work.wait", "", None, (), _place(frame)), status.EVERYBODY, False
+        )
+
+
+class _Describer:
+    """Says what a call of one function is."""
+
+    def __init__(self, name: str, function: Callable[..., Any], c10d: Any) -> None:
+        self._name, self._c10d = name, c10d
+        self._of_all = _OF_ALL.fullmatch(name) is not None
+        self._names = tuple(inspect.signature(function).parameters)
+        self._tensor = next((each for each in _TENSORS if each in self._names), "")
+        self._shaped = not name.startswith("all_to_all")  # whose parts may differ
+        self._reduces = "op" in self._names
+        self._peers = [each for each in _PEERS if each in self._names]
+
+    def __call__(
+        self, frame: FrameType, args: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> _Call | None:
+        """None in a rank that is no member of the group."""
+        given: Callable[[str], Any] = {**dict(zip(self._names, args, strict=False)), **keywords}.get
+        group, numbered, ranks = given("group"), self._of_all, None
+        if self._name == "batch_isend_irecv":
+            ranks = [each.peer for each in given("p2p_op_list")]
+        elif given("use_local_synchronization"):
+            ranks = given("ranks")
+        if group is not None and group is not self._c10d.group.WORLD:
+            if not isinstance(group, self._c10d.ProcessGroup):
+                return None
+            ranks = ranks or self._c10d.get_process_group_ranks(group)
+        of, among = ("", status.EVERYBODY) if ranks is None else _members(tuple(ranks))
+        peer = ""
+        for name in self._peers:
+            if (rank := given(name)) is not None:
+                if name.startswith("group_"):
+                    rank = self._c10d.get_global_rank(group or self._c10d.group.WORLD, rank)
+                peer = f"{_PEERS[name]} rank {rank}"
+                if not numbered:  # it waits for this one alone
+                    ranks, among = [rank], _members((rank,))[1]
+        tensor = given(self._tensor)
+        if isinstance(tensor, list | tuple):
+            tensor = tensor[0] if tensor else None
+        op = _name_of(given("op") or "sum") if self._reduces else ""
+        text = _words(
+            self._name,
+            op,
+            getattr(tensor, "dtype", None),
+            tuple(getattr(tensor, "shape", ())) if self._shaped else ("...",),
+            peer,
+            of,
+            _place(frame),
+        )
+        return _Call(text, among, numbered and ranks is None)
+
+
+# a program repeats itself
+@functools.lru_cache(maxsize=1024)
+def _words(name: str, op: str, dtype: object, shape: tuple[object, ...], *more: str) -> bytes:
+    what = "" if dtype is None else f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
+    return status.shortened(" ".join(filter(None, (name, op, what, *more))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _members(ranks: tuple[int, ...]) -> tuple[str, bytes]:
+    """In words, and as a mask."""
+    return f"of {named(ranks) if len(ranks) <= 8 else f'{len(ranks)} ranks'}", status.mask(ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of(op: object) -> str:
+    return str(getattr(op, "name", op)).lower()
+
+
+@functools.lru_cache(maxsize=1024)
+def _at(file: str, line: int) -> str:
+    return f"at {os.path.basename(file)}:{line}" if is_users(file) else ""
+
+
+def _place(frame: FrameType | None) -> str:
+    """ "at train.py:20": the nearest line of the user's own; "" where there is none."""
+    place = ""
+    while frame is not None and not place:
+        place = _at(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return place
+
+
+# -- native code ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _watch_native(page: Page) -> None:
+    """Have a thread look, until the program ends, whether the main thread waits in native code."""
+    dump = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace_json", None)
+    if dump is None:
+        return
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_look, args=(page, dump, over), name="lockstep-native", daemon=True
+    )
+
+    def end() -> None:  # native code must not run while Python ends
+        over.set()
+        thread.join()
+
+    thread.start()
+    atexit.register(end)
+
+
+def _look(page: Page, dump: Callable[..., bytes], over: threading.Event) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+    home = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    main = threading.main_thread()
+    task = Path(f"/proc/self/task/{os.getpid()}/stat")  # the main thread's number is the process's
+    before: object = None
+    while not over.wait(_LOOK_SECONDS):
+        with suppress(Exception):
+            now = json.loads(dump(False, False)).get("pg_status")
+            if now != before:
+                before = now
+                page.moved()
+                continue
+            frame = sys._current_frames().get(main.ident or 0)
+            late = _late(now or {})
+            if not late or frame is None or page.waiting:
+                continue
+            asleep = task.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "SD"
+            if asleep and frame.f_code.co_filename.startswith(home):
+                page.in_native(_native_words(json.loads(dump(True, False)), late, frame))
+            else:
+                page.in_native(b"")
+
+
+def _late(groups: Mapping[str, Mapping[str, str]]) -> dict[str, int]:
+    """By process group, the first collective that has begun and not ended."""
+    return {
+        group: int(each["last_completed_collective"]) + 1
+        for group, each in groups.items()
+        if int(each["last_completed_collective"]) < int(each["last_enqueued_collective"])
+    }
+
+
+def _native_words(recorded: Mapping[str, Any], late: Mapping[str, int], frame: FrameType) -> bytes:
+    function = frame.f_code.co_name
+    where = "in a backward" if function == "_engine_run_backward" else f"in {function}"
+    entries: Iterable[Mapping[str, Any]] = recorded.get("entries", ())
+    for entry in entries:
+        if late.get(str(entry["pg_id"])) == entry["collective_seq_id"] and not entry["is_p2p"]:
+            kind = entry["profiling_name"].rpartition(":")[2]
+            dtypes, shapes = entry["input_dtypes"], entry["input_sizes"]
+            what = "".join(
+                f" {_NATIVE_DTYPES.get(dtype, dtype.lower())}[{','.join(map(str, shape))}]"
+                for dtype, shape in list(zip(dtypes, shapes, strict=False))[:1]
+            )
+            return status.shortened(f"{kind}{what} {where} {_place(frame)}")
+    return status.shortened(f"a collective {where} {_place(frame)}")

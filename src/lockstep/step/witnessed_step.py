@@ -1,0 +1,68 @@
+"""A step that other ranks compute too (checks/witness.py): the passes of a Stepper over its window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lockstep.checks.witness import Witness, buffers_kept
+from lockstep.data.windows import Window
+from lockstep.step.stepper_window import OpenWindow
+
+if TYPE_CHECKING:
+    from lockstep.step.stepper import Stepper
+
+
+def witnessed(
+    stepper: Stepper, witness: Witness, opened: OpenWindow, window: Window
+) -> Iterator[Any]:
+    """Walk another rank's share, then the window as usual, and compare. Raises CorruptResult, or
+    UsageError where it is the user's code that does not repeat itself; on all ranks alike.
+    """
+    witness.at_rest(stepper.steps)
+    stepper.check_replicas(f"before step {stepper.steps + 1}")
+    yield from _rehearsed(stepper, witness, opened, window, witness.begin(window))
+    opened.record = witness.record(0, stepper.reducer)
+    with opened.record.kept():
+        yield from stepper._walk(opened, window)
+        stepper._sum(opened)
+    if not witness.agree(stepper.steps):
+        for turned in witness.again():
+            yield from _rehearsed(stepper, witness, opened, window, turned)
+        raise witness.error()
+    stepper.update.repeat(witness)
+
+
+def held(stepper: Stepper) -> list[tuple[str, Tensor]]:
+    """What this rank has of the training: weights, buffers, and its part of the optimizer's state."""
+    names = {id(each): name for name, each in stepper.model.named_parameters()}
+    _, own = stepper.update.optimizer.pieces(lambda each: names[id(each)])
+    return [*stepper._replicated(), *((piece.name, piece.data) for piece in own)]
+
+
+def _rehearsed(
+    stepper: Stepper, witness: Witness, opened: OpenWindow, window: Window, turned: int
+) -> Iterator[Any]:
+    """One more pass, each rank on the share of the rank `turned` further on. Nothing stays of it
+    but its record.
+    """
+    share = window.turned(turned, stepper.group.rank, stepper.group.size)
+    again = stepper._window = OpenWindow(
+        share,
+        stepper.steps,
+        stepper._begin(window),
+        rank=stepper.world.rank,
+        reports=True,
+        samples=(),
+        loss_scale=opened.loss_scale,
+    )
+    again.record = witness.record(turned, stepper.reducer)
+    with stepper.reducer.rehearsal(), buffers_kept(stepper.model), again.record.kept():
+        stepper.reducer.reset(share.cut)
+        yield from stepper._walk(again, share)
+        stepper._sum(again)
+    stepper._window = opened
+    stepper.reducer.reset(window.cut)
+    stepper._begin(window)
