@@ -350,6 +350,11 @@ def _free(path: SimulatedPath) -> int:
     return 2**30
 
 
+@door.writable.register(SimulatedPath)
+def _writable(folder: SimulatedPath) -> bool:
+    return True
+
+
 @door.lock.register(Stream)
 def _lock(stream: Stream) -> None:
     stream.path._do("lock")

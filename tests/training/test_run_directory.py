@@ -13,11 +13,14 @@ from typing import IO, Any
 
 import pytest
 
+import lockstep
 from lockstep.config.settings import Settings
+from lockstep.config.task import Record
 from lockstep.errors import LockstepError
 from lockstep.runtime import disk
 from lockstep.training.run_directory import RunDirectory, take_over
 from tests.refused import refused
+from tests.training.toy import task
 
 
 def test_the_default_is_new_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +241,42 @@ def test_a_folder_that_is_gone_or_another_is_noticed_by_owner_and_rank(tmp_path:
         owner.check()
         (path / "lock").unlink()
         both("was removed, moved or emptied")
+
+
+def read_only(path: Path) -> None:
+    """As a disk with errors becomes; what is open stays open."""
+    for options in (["--bind", str(path)], ["-o", "remount,ro,bind"]):
+        subprocess.run(["mount", *options, str(path)], check=True, capture_output=True)
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[None]:
+    try:
+        read_only(tmp_path)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("folders cannot be mounted here")
+    subprocess.run(["umount", str(tmp_path)], check=True)
+    yield
+    subprocess.run(["umount", str(tmp_path / "run")], check=False, capture_output=True)
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_folder_that_becomes_read_only_is_noticed_in_the_same_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    steps: list[int] = []
+
+    def on_step(record: Record) -> None:
+        steps.append(record["step"])
+        if steps == [1, 2, 3, 4, 5]:  # the save after step 2 is whole, that after 4 may be
+            read_only(run)
+
+    options: dict[str, Any] = {"run": run, "steps": 8, "checkpoint_every": 2}
+    with refused("run-directory-read-only", LockstepError, path=str(run)):
+        lockstep.train(task(on_step=on_step), **options)
+    assert steps == [1, 2, 3, 4, 5]
+    subprocess.run(["umount", str(run)], check=True)
+    lockstep.train(task(on_step=on_step), **options)
+    assert steps[5:] in ([3, 4, 5, 6, 7, 8], [5, 6, 7, 8])
 
 
 def test_what_took_its_name_is_not_removed(tmp_path: Path) -> None:

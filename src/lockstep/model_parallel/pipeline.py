@@ -114,7 +114,7 @@ class StageTurn(nn.Module):
         )
 
 
-class Clock:
+class ActionTimer:
     """How long a rank was at work, without making it wait: on a GPU by events in its stream, read
     when everything is done.
 
@@ -203,7 +203,7 @@ class TimedStage(PipelineStage):
         *,
         device: torch.device,
         group: Any,
-        clock: Clock,
+        clock: ActionTimer,
         takes: Shape | None,
         gives: Shape | None,
     ) -> None:
@@ -294,7 +294,7 @@ class Pipeline:
         working out new shapes.
         """
         self._autocast = autocast
-        self._clock = Clock(device)
+        self._clock = ActionTimer(device)
         self._calls = Calls((), _no_loss, _no_begin, autocast)
         self._shapes: dict[Any, list[Shape]] = {}
         self._made: dict[Any, Any] = {}

@@ -55,6 +55,12 @@ def free(folder: Path) -> int:
 
 
 @singledispatch
+def writable(folder: Path) -> bool:
+    """Whether files can be made in `folder`: by its permissions, and by how its disk is mounted."""
+    return os.access(folder, os.W_OK)
+
+
+@singledispatch
 def lock(file: IO[bytes]) -> None:
     """For as long as it is open, and this process lives. Raises BlockingIOError where another
     has it.

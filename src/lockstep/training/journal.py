@@ -162,7 +162,7 @@ class Journal:
 
     def _write(self, record: Record) -> None:
         if self._file is not None and self._run is not None:
-            self._run.look()
+            self._run.check()
             self._file.write(record)
 
     def _say(self, line: str) -> None:

@@ -44,7 +44,6 @@ _PASSING = re.compile(
     rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*"
 )
 _START = 2**20  # bytes of metrics.jsonl that a run without a step never has
-_LOOK_EVERY = 1.0  # s
 _TRIES = 10  # to make a folder that others remove
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
@@ -76,7 +75,6 @@ class RunDirectory:
         self._above = above  # folders that were made for it, the innermost first
         self._lock_file = (path / _LOCK).absolute()
         self._identity = _identity(self._lock_file if lock is None else lock)
-        self._look_next = 0.0
 
     @property
     def begun(self) -> bool:
@@ -84,14 +82,16 @@ class RunDirectory:
         return self.metrics.exists() and not self.result.exists()
 
     def check(self) -> None:
-        """Raise LockstepError where `path` is no longer the folder that was claimed: removed,
-        moved, emptied or replaced.
+        """Raise LockstepError where `path` is no longer the folder that was claimed (removed,
+        moved, emptied or replaced), or has become read-only.
         """
         try:
             found = _identity(self._lock_file)
         except OSError:
             return  # a file system that does not answer now: the next look tells
         if self._identity is None or found == self._identity:
+            if not disk.writable(self.path):
+                raise LockstepError("run-directory-read-only", path=str(self.path))
             return
         now = (
             "was removed, moved or emptied"
@@ -99,13 +99,6 @@ class RunDirectory:
             else "was replaced by another folder of that name"
         )
         raise LockstepError("run-directory-gone", path=str(self.path), what=now)
-
-    def look(self) -> None:
-        """`check`, once a second at most."""
-        now = time.monotonic()
-        if now >= self._look_next:
-            self._look_next = now + _LOOK_EVERY
-            self.check()
 
     @classmethod
     def claim(cls, path: Path | str | None, name: str, *, fresh: bool = False) -> RunDirectory:
