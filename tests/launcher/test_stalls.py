@@ -247,6 +247,16 @@ def test_the_users_own_code_may_take_as_long_as_it_likes_where_nobody_waits(
     assert pages.after(3) is not None, "and not, where somebody does"
 
 
+def test_a_rank_that_is_stopped_in_its_users_code_is_named_where_nobody_waits(
+    pages: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one is before the world opens: the others' wait for it is not on their pages."""
+    pages.pids[1] = 0
+    monkeypatch.setattr(processes, "state", lambda pid: "S" if pid else processes.STOPPED)
+    assert pages.after(99) is None
+    assert "Rank 1 is stopped (SIGSTOP" in str(pages.after(3))
+
+
 def test_one_page_that_changes_is_no_stall(pages: Run) -> None:
     pages.steps(5)
     for _ in range(20):

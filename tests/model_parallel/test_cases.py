@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.config.mesh import Mesh
 from lockstep.config.parts import Parts
-from lockstep.errors import WorkerFailed
+from lockstep.errors import ReplicaDivergence, WorkerFailed
 from lockstep.gradients import reductions
 from lockstep.testing import run_ranks
 from lockstep.training.train import train
@@ -267,3 +267,64 @@ def pair() -> nn.Module:
         nn.Linear(12, WIDTH),
         nn.Linear(WIDTH, 16),
     )
+
+
+def drifting(world: lockstep.World, mesh: str) -> None:
+    """On rank 3 a weight that all tensor ranks hold whole is scaled after each update."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        found = sgd(model)
+
+        def drift(*_: object) -> None:
+            if world.rank == 3:
+                with torch.no_grad():
+                    model.get_parameter("0.weight").mul_(1.001)
+
+        found.register_step_post_hook(drift)
+        return found
+
+    changes = {
+        "parts": Parts(tensor={"1": "colwise", "3": "rowwise"}),
+        "optimizer": optimizer,
+    }
+    train(task(pair, **changes), world=world, mesh=mesh)
+
+
+def weight_between() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(16, WIDTH),
+        nn.Linear(WIDTH, 2 * WIDTH),
+        nn.PReLU(),
+        nn.Linear(2 * WIDTH, 16),
+    )
+
+
+def partial_gradients(world: lockstep.World) -> None:
+    """The PReLU's one weight gets a gradient from this rank's features only."""
+    parts = Parts(tensor={"1": "colwise", "3": "rowwise"})
+    train(task(weight_between, parts=parts), world=world, mesh="tensor=2")
+
+
+def divergence(world: lockstep.World, fn: Any, *args: Any) -> tuple[str, str, tuple[int, ...]]:
+    with pytest.raises(ReplicaDivergence) as found:
+        fn(world, *args)
+    return found.value.code, found.value.parameter, found.value.ranks
+
+
+def test_what_tensor_ranks_share_must_stay_equal() -> None:
+    assert (
+        run_ranks(divergence, 4, (drifting, "tensor=4"))
+        == [("replicas-differ", "0.weight", (3,))] * 4
+    )
+    assert (
+        run_ranks(divergence, 2, (partial_gradients,))
+        == [("replicas-differ", "2.weight", (1,))] * 2
+    )
+
+
+def test_ranks_are_named_by_their_numbers_in_the_world() -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        run_ranks(drifting, 4, ("data=2,tensor=2",))
+    assert failed.value.rank in (1, 3)  # along the data axis first
+    assert "[replicas-differ]" in str(failed.value)
+    assert "between rank 1 and rank 3" in str(failed.value)

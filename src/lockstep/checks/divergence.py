@@ -65,16 +65,17 @@ class ReplicaCheck:
         return self._times < 2 or step - (self.compared or 0) >= self._every
 
     @torch.no_grad()
-    def compare(self, group: Group, named: Named, step: int, when: str) -> None:
-        """Compare `named` among the ranks of `group`, after `step` steps. Raises
-        ReplicaDivergence on all of them, which says `when`.
+    def compare(self, alike: Iterable[tuple[Group, Named]], step: int, when: str) -> None:
+        """Compare tensors among the ranks of a group, for each group with its tensors, after
+        `step` steps. Raises ReplicaDivergence on all ranks of the group, which says `when`.
         """
         self._times += 1
-        if group.size > 1 and named:
-            mine = torch.tensor(digest(tensor for _, tensor in named), device=named[0][1].device)
-            everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
-            if len(set(everyone)) > 1:
-                raise self._divergence(group, named, when)
+        for group, named in alike:
+            if group.size > 1 and named:
+                mine = torch.tensor(digest(each for _, each in named), device=named[0][1].device)
+                everyone = group.all_gather(mine, place=_PLACE).view(-1).tolist()
+                if len(set(everyone)) > 1:
+                    raise self._divergence(group, named, when)
         self.compared = step
 
     def _divergence(self, group: Group, named: Named, when: str) -> ReplicaDivergence:
@@ -91,13 +92,13 @@ class ReplicaCheck:
         right, votes = Counter(digests).most_common(1)[0]
         majority = votes > group.size / 2
         right = right if majority else digests[0]
-        ranks = [rank for rank, each in enumerate(digests) if each != right]
+        ranks = [group.ranks[at] for at, each in enumerate(digests) if each != right]
         root = digests.index(right)
         elements, gap = _distance(group, tensor, root)
         where = (
             f"on {listed(ranks)} from the other {votes} ranks"
             if majority
-            else f"between rank {root} and {listed(ranks)}"
+            else f"between rank {group.ranks[root]} and {listed(ranks)}"
         )
         others = [f"{named[number][0]!r}" for number in differing[1:_SHOWN]]
         rest = (

@@ -179,7 +179,8 @@ class Watcher:
         views = list(self._views(pids).values())
         if not any(view.waits for view in views):
             if all(view.phase in _USERS for view in views):
-                return math.inf
+                states = map(processes.state, pids.values())
+                return _LENIENT if processes.STOPPED in states else math.inf
             if all(view.phase in (*_USERS, "checkpoint") for view in views):
                 return _LENIENT
         elif any(view.plain for view in views) and not any(view.step for view in views):

@@ -256,6 +256,13 @@ class Locals:
         """
         return self.boxes[name].counts(self._at)
 
+    def cut_by_tensor(self, name: str) -> bool:
+        """Whether the tensor axis cuts a parameter. `name` may also be that of optimizer state
+        beside one ("exp_avg/head.weight"), or of a buffer, which is never cut.
+        """
+        box = self.boxes.get(name) or self.boxes.get(name.partition("/")[2])
+        return box is not None and box.tensor is not None
+
     def pieces(self, prefix: str, name: str, tensor: Tensor, along: Group) -> list[TensorPiece]:
         """What this rank writes of a parameter, a buffer, or the optimizer's state beside one: over
         one replica every element once.

@@ -25,6 +25,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from lockstep.checks.divergence import Named
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.config.pipeline_schedules import PipelineSchedule
@@ -277,6 +278,11 @@ class SplitModel:
 
     def replicas(self, everyone: Group) -> Group:
         return self._axes.data
+
+    def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
+        # what is not cut is on every rank of the tensor axis
+        uncut = [(name, each) for name, each in named if not self._locals.cut_by_tensor(name)]
+        return [(replicas, named), (self._axes.tensor, uncut)]
 
     @property
     def norm(self) -> SplitNorm:

@@ -113,7 +113,7 @@ class Averaging:
                     if name not in self.reducer.ignored
                 ]
                 self._replicas.compare(
-                    self._group, trained, self._forwards, f"after step {self._forwards}"
+                    [(self._group, trained)], self._forwards, f"after step {self._forwards}"
                 )
         self.unchecked = 0
         self.reducer.renew()

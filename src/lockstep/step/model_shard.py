@@ -23,6 +23,7 @@ from lockstep.checkpoints.pieces import (
     read_all,
     shared_out,
 )
+from lockstep.checks.divergence import Named
 from lockstep.collectives.group import Group
 from lockstep.config.mesh import Mesh
 from lockstep.errors import UsageError
@@ -91,6 +92,12 @@ class ModelShard(Protocol):
         """
         ...
 
+    def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
+        """Which of these tensors of this rank must be equal on which ranks. `replicas`: those
+        with the same part of the model.
+        """
+        ...
+
     def collect(self, reducer: Reducer) -> None:
         """After the last backward: bring the gradients to the parameters that `reducer` knows.
         Every rank calls it.
@@ -123,6 +130,9 @@ class Whole:
 
     def replicas(self, everyone: Group) -> Group:
         return everyone
+
+    def alike(self, replicas: Group, named: Named) -> Sequence[tuple[Group, Named]]:
+        return [(replicas, named)]
 
     def collect(self, reducer: Reducer) -> None:
         """Autograd has put them there."""

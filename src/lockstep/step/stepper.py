@@ -595,9 +595,8 @@ class Stepper:
         """
         if self.replicas is not None and self.together:
             with status.inside("checks"):
-                self.replicas.compare(
-                    self.alike, self._replicated(), self.steps, when or f"after step {self.steps}"
-                )
+                alike = self.model_shard.alike(self.alike, self._replicated())
+                self.replicas.compare(alike, self.steps, when or f"after step {self.steps}")
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         tensors = [*self.model.named_parameters(), *self._buffers.named()]

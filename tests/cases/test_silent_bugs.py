@@ -1,0 +1,44 @@
+"""benchmarks/silent_bugs.py: some of its bugs again, and the page that it has written."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import __file__ as tests
+
+ROOT = Path(tests).parents[1]
+PAGE = ROOT / "docs" / "guide" / "silent-bugs.md"
+sys.path.insert(0, str(ROOT / "benchmarks"))  # also of the ranks that are started here
+
+import silent_bugs  # noqa: E402
+
+
+def row(name: str) -> str:
+    (found,) = [
+        line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {name} (")
+    ]
+    return found
+
+
+@pytest.mark.parametrize("name", silent_bugs.BUGS)
+def test_the_page_has_a_row(name: str) -> None:
+    bug = silent_bugs.BUGS[name]
+    assert f"| {name} ({bug.source}) | {bug.happened} | {bug.here} | " in row(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp-out-of-sync",
+        "deepspeed-1801, planted",
+        "SP, TP: a weight between split layers",
+        "transformers-34204",
+    ],
+)
+def test_the_verdict_is_that_of_the_page(name: str) -> None:
+    verdict = silent_bugs.judge(silent_bugs.BUGS[name])
+    when = "" if verdict.step is None else f" in step {verdict.step}"
+    assert f" | {verdict.how}{when} | " in row(name)
