@@ -155,9 +155,16 @@ def commit(
     """Make a checkpoint of the unfinished `folder`, all of whose parts are written. One of that
     step that is there is replaced.
     """
+    return commit_at(folder, folder_of(directory, step), step, entries, state)
+
+
+def commit_at(
+    folder: Path, place: Path, step: int, entries: Sequence[SealedFile], state: Mapping[str, Any]
+) -> Path:
+    """The same under another name: `place`."""
     write_whole(folder / STATE, json.dumps({"step": step, **state}, indent=1) + "\n", forced=True)
     seal(folder, step, [*entries, measured(folder / STATE)])
-    return put_in_place(folder, folder_of(directory, step))
+    return put_in_place(folder, place)
 
 
 def put_in_place(folder: Path, place: Path) -> Path:

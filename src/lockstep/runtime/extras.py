@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, distribution
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
+
+from lockstep.errors import LockstepWarning
 
 _NAME = "lockstep-train"
 
@@ -14,6 +18,29 @@ def install(extra: str) -> str:
     installation.
     """
     return f"pip install {_wanted(extra, Path(__file__).parents[3], _origin())}"
+
+
+def warn_untested(package: str, first: str, last: str) -> None:
+    """Warn where the installed version of `package` is not one of those that Lockstep is tested
+    with.
+
+    Args:
+        package: its name as pip knows it.
+        first: the oldest tested version, "major.minor".
+        last: the newest.
+    """
+    installed = version(package)
+    if not _minor(first) <= _minor(installed) <= _minor(last):
+        warnings.warn(
+            f"{package} {installed} is installed; Lockstep is tested with {first} to {last}."
+            " Install one of these if something fails",
+            LockstepWarning,
+            stacklevel=3,
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in re.findall(r"\d+", version)[:2])
 
 
 def _wanted(extra: str, above: Path, origin: str | None) -> str:

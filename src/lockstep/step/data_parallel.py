@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.checks.start import compare_start, model_fields
 from lockstep.checks.trainable import check_trained
+from lockstep.config import knob
 from lockstep.errors import UsageError
 from lockstep.gradients.bucket import cut_by_buckets
 from lockstep.gradients.buffers import BufferHook, average_buffers, replicate
@@ -214,6 +215,21 @@ class DistributedDataParallel(nn.Module, Joinable):
     def require_backward_grad_sync(self, value: bool) -> None:
         if self._averaging is not None:
             self._averaging.reducer.hooks.closing = value
+
+    @property
+    def divisor(self) -> float:
+        """What the sum over all ranks is divided by: the world size, as in torch's, until it is
+        set. Set it before a backward, on all ranks alike: to the samples or tokens of all ranks,
+        where the losses are sums over them.
+        """
+        return 1 / self._tied("divisor").reducer.hooks.scale
+
+    @divisor.setter
+    def divisor(self, value: float) -> None:
+        reducer = self._tied("divisor").reducer
+        if isinstance(reducer.reduction, TorchHook):
+            raise UsageError("divisor-with-hook")
+        reducer.hooks.scale = 1 / knob.number("divisor", value, above=0)
 
     @property
     def require_forward_param_sync(self) -> bool:

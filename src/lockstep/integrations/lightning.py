@@ -1,0 +1,349 @@
+"""Lightning's Trainer and Fabric on Lockstep: `lockstep run --workers 2 train.py`.
+
+    import lockstep.integrations.lightning             # registers the name "lockstep"
+    Trainer(strategy="lockstep", accelerator="cpu")    # or strategy=LockstepStrategy(...)
+    Fabric(strategy="lockstep", accelerator="cpu")     # or strategy=LockstepFabricStrategy(...)
+
+Both wrap the model in `lockstep.DistributedDataParallel`. The Trainer's strategy also divides
+gradients by weights, walks a `lockstep.Loader`, compares the replicas before it saves and at the
+end, and tells the launcher which step a rank is in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.checks.divergence import ReplicaCheck
+from lockstep.data.loader import Loader
+from lockstep.data.window_loader import WindowLoader
+from lockstep.errors import UsageError
+from lockstep.runtime import extras, status
+from lockstep.runtime.environment import Placement, placement
+from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.world.world import init
+
+try:
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDP
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+    from lockstep.integrations.lightning_checkpoints import LockstepCheckpointIO
+except ImportError as error:
+    raise UsageError(
+        "missing-extra",
+        what="lockstep.integrations.lightning",
+        package=f"Lightning ({error})",
+        install=extras.install("lightning"),
+    ) from None
+extras.warn_untested("lightning", "2.5", "2.6")
+__all__ = [
+    "Batches",
+    "LockstepCheckpointIO",
+    "LockstepEnvironment",
+    "LockstepFabricStrategy",
+    "LockstepStrategy",
+]
+
+_HOSTS = (
+    "accelerator",
+    "parallel_devices",
+    "checkpoint_io",
+    "precision_plugin",
+    "precision",
+)  # arguments that Lightning's own class keeps; the others are the wrapper's
+_LAUNCH = "start the ranks with `lockstep run --workers N script.py`"
+_WITHOUT_MEANING = {
+    "start_method": _LAUNCH,
+    "process_group_backend": "Lockstep chooses gloo for CPUs and NCCL for GPUs",
+    "ddp_comm_state": "choose how gradients are summed by reduce=...",
+    "ddp_comm_hook": "choose how gradients are summed by reduce=...",
+    "ddp_comm_wrapper": "choose how gradients are summed by reduce=...",
+    "model_averaging_period": "use lockstep.Stepper(sync_every=...)",
+}
+
+
+class LockstepEnvironment(ClusterEnvironment):
+    """The ranks of `lockstep run`, torchrun, srun or mpirun; one rank without any of them.
+
+    Lightning starts no process of its own. Raises UsageError where `devices` and `num_nodes` of
+    the Trainer speak of another number of ranks than there are.
+    """
+
+    def __init__(self) -> None:
+        self.place = placement(os.environ) or Placement(
+            rank=0, size=1, local_rank=0, local_size=1, node=0, source="plain"
+        )
+
+    creates_processes_externally = True
+    main_address = property(lambda self: os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    main_port = property(lambda self: int(os.environ.get("MASTER_PORT", "0")))
+
+    @staticmethod
+    def detect() -> bool:
+        return placement(os.environ) is not None
+
+    def world_size(self) -> int:
+        return self.place.size
+
+    def global_rank(self) -> int:
+        return self.place.rank
+
+    def local_rank(self) -> int:
+        return self.place.local_rank
+
+    def node_rank(self) -> int:
+        return self.place.node
+
+    def set_world_size(self, size: int) -> None:
+        """The launcher has set it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """The launcher has set it."""
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        if num_devices * num_nodes != self.place.size:
+            raise UsageError(
+                "lightning-devices", devices=num_devices, nodes=num_nodes, size=self.place.size
+            )
+
+
+class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[misc]
+    """What the strategies of Trainer and Fabric share."""
+
+    def __init__(
+        self,
+        *,
+        cluster_environment: ClusterEnvironment | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        for name, instead in _WITHOUT_MEANING.items():
+            if (value := options.pop(name, None)) is not None:
+                raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)
+        host = {name: options.pop(name) for name in _HOSTS if name in options}
+        self._devices: list[torch.device] | None = None
+        super().__init__(cluster_environment=cluster_environment or LockstepEnvironment(), **host)
+        self._within, self._wrapper_options = timeout, options
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """This host's. On CPUs the launcher alone says how many ranks there are: Lightning's
+        devices="auto" is one CPU.
+        """
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        environment = self.cluster_environment if devices else None
+        if devices and devices[0].type == "cpu" and len(devices) == 1:
+            assert isinstance(environment, LockstepEnvironment)
+            devices = devices * environment.place.local_size
+        self._devices = devices
+
+    def setup_environment(self) -> None:
+        self.world = init(device=self.root_device, timeout=self._within)
+        super().setup_environment()  # leaves a process group that is open as it is
+
+    def _wrapped(self, module: nn.Module) -> DistributedDataParallel:
+        index = self.root_device.index
+        return DistributedDataParallel(
+            module,
+            device_ids=None if index is None else [index],
+            world=self.world,
+            **self._wrapper_options,
+        )
+
+
+class LockstepStrategy(_OnLockstep, DDPStrategy):
+    """For `Trainer(strategy=...)`: Lightning's DDPStrategy with Lockstep's wrapper.
+
+    A `training_step` that returns {"loss": mean, "weight": count} has the mean over all that is
+    counted, on all ranks and over all batches that are accumulated. With a `lockstep.Loader` the
+    weight is by default the number of samples. Without either, it is the mean of the ranks' means.
+    What was saved was compared before; so is what is there at the end.
+
+    Args:
+        cluster_environment: default: the launcher's ranks (LockstepEnvironment).
+        timeout: the longest that one collective may take.
+        options: accelerator, parallel_devices, checkpoint_io and precision_plugin, as of
+            Lightning's class; all others are keywords of `lockstep.DistributedDataParallel`.
+
+    Raises:
+        UsageError: an argument of Lightning's DDPStrategy without a meaning here.
+        ReplicaDivergence: on all ranks, naming the parameter and the ranks.
+    """
+
+    _weight: float | None = None  # of the batch at hand
+    _weights = 0.0  # of this rank's batches since the last step
+
+    def configure_ddp(self) -> None:
+        assert self.lightning_module is not None
+        self.model = self._wrapped(self.lightning_module)
+
+    def on_train_start(self) -> None:
+        loaders = self._trainer.train_dataloader
+        if isinstance(loaders, Batches):
+            loaders.weighted = True
+        elif any(isinstance(each, Batches) for each in tree_leaves(loaders)):
+            raise UsageError("lightning-loader", reason="it is one of several train loaders")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        status.step(self._trainer.global_step + 1)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loader = self._trainer.train_dataloader
+        self._weight = float(loader.samples) if isinstance(loader, Batches) else None
+        output = super().training_step(*args, **kwargs)
+        if isinstance(output, Mapping) and "weight" in output and self._weight != 0:
+            self._weight = float(output["weight"])
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        model, weight = self.model, self._weight
+        if weight is None or not isinstance(model, DistributedDataParallel):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        # Lightning has divided it by the number of batches
+        module = self._trainer.lightning_module
+        whole = self._trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        self._weights += weight
+        if model.require_backward_grad_sync:
+            total = torch.tensor(self._weights, dtype=torch.float64)
+            self.world.control.all_reduce(total, place="for the weight of a step").wait()
+            model.divisor, self._weights = total.item() or 1.0, 0.0
+        return super().backward(closure_loss * (weight * whole), optimizer, *args, **kwargs)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        self.check_replicas("before a checkpoint")
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def on_train_end(self) -> None:
+        self.check_replicas("at the end of the training")
+
+    def check_replicas(self, when: str) -> None:
+        """Compare the weights of all ranks now, every bit. Every rank calls it.
+
+        Args:
+            when: what the error begins with.
+        """
+        checks = self._wrapper_options.get("checks", "full")
+        if isinstance(self.model, DistributedDataParallel) and checks == "full":
+            named = list(self.model.module.named_parameters())
+            ReplicaCheck().compare(self.world.group, named, self._trainer.global_step, when)
+
+    def teardown(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        super().teardown()
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+
+class Batches:
+    """A `lockstep.Loader` as the Trainer walks one: this rank's batch of each step.
+
+        def train_dataloader(self):
+            return Batches(lockstep.Loader(dataset, global_batch=64))
+
+    Lightning saves its place with each checkpoint; a resume may have another number of ranks.
+    In training a rank that has no sample in a short last step gets another rank's batch, with
+    weight 0.
+
+    Raises:
+        UsageError: a stream, or more micro-batches in a step than ranks; at the first batch: ranks
+            without samples in the last step, where the loader is not LockstepStrategy's for
+            training.
+    """
+
+    weighted = False
+    """Whether a strategy asks for `samples`."""
+    samples = 0
+    """Of the batch at hand."""
+
+    def __init__(self, loader: WindowLoader[Any]) -> None:
+        if not isinstance(loader, Loader):
+            raise UsageError("lightning-loader", reason="its data set is a stream")
+        if loader.plan.slots > loader.size:
+            reason = f"a step has {loader.plan.slots} micro-batches for {loader.size} ranks"
+            raise UsageError("lightning-loader", reason=reason)
+        self.loader = loader
+        self.sampler = self  # Lightning calls its set_epoch
+        self._epoch, self._ahead, self._resumes = 0, 0, False
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._resumes:
+            # Lightning counts an epoch that max_steps has cut short as a whole one
+            self._ahead = self._epoch - self.loader.state_dict()["epoch"]
+        epoch = self._epoch - self._ahead
+        start, self._resumes = None if self._resumes else epoch, False
+        rank, size = self.loader.rank, self.loader.size
+        if not self.weighted and not self.loader.plan.cut(len(self) - 1).filled(size - 1, size):
+            raise UsageError(
+                "lightning-loader", reason="its last step leaves ranks without samples"
+            )
+        for window in next(self.loader.epochs(epoch + 1, start)):
+            self.samples = window.samples
+            yield (window if len(window) else window.turned(size - rank, rank, size))[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self._resumes = True
+
+
+class LockstepFabricStrategy(_OnLockstep, FabricDDP):
+    """For `Fabric(strategy=...)`: Fabric's DDPStrategy with Lockstep's wrapper, in a loop of your
+    own. It takes the arguments of LockstepStrategy, with `precision` for `precision_plugin`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._backward_sync_control = _NoSync()  # Fabric has no public place for it
+
+    def setup_module(self, module: nn.Module) -> Any:
+        return self._wrapped(module)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        found: dict[str, Any] = super().get_module_state_dict(_bare(module))
+        return found
+
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
+    ) -> None:
+        super().load_module_state_dict(_bare(module), state_dict, strict)
+
+
+class _NoSync(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        assert isinstance(module, DistributedDataParallel)
+        return module.no_sync() if enabled else nullcontext()
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+StrategyRegistry.register("lockstep", LockstepStrategy)
+STRATEGY_REGISTRY.register("lockstep", LockstepFabricStrategy)

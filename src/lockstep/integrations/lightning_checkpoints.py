@@ -1,0 +1,135 @@
+"""Lightning's checkpoints as Lockstep's: `Trainer(plugins=[LockstepCheckpointIO()])`, and
+`LockstepFabricStrategy(checkpoint_io=LockstepCheckpointIO())`.
+
+    epoch=0-step=20.ckpt/model.safetensors             the weights by their plain names
+                         optimizer-00000.safetensors   all other tensors, named by where they stand
+                         state.json                    everything else, as JSON
+                         manifest.json manifest.sha256
+
+A folder is there whole or not at all, and nothing in it is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
+
+from lockstep.checkpoints import files
+from lockstep.checkpoints.manifest import STATE, believed
+from lockstep.checkpoints.pieces import TensorPiece, image, read_all
+from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.errors import LockstepError, UsageError
+from lockstep.runtime.disk import remove_tree
+
+_MODEL = ("state_dict", "model")  # where Lightning, and who uses Fabric, has the weights
+_STEP = ("global_step", "step")
+_Way = tuple[str | int, ...]  # the keys that lead to a value
+
+
+class LockstepCheckpointIO(CheckpointIO):
+    """Writes what Lightning or Fabric saves as a folder of safetensors and JSON, atomically.
+
+    Dictionaries, lists, tuples, sets, numbers, text, bytes and tensors come back as they were, an
+    OrderedDict as a dict. Hyper-parameters that are objects, such as a module, are refused.
+    `LightningModule.load_from_checkpoint` reads files of torch.save only: load model.safetensors.
+
+    Raises:
+        UsageError: a value that JSON and safetensors cannot hold, naming where it stands; a URL;
+            a file of torch.save.
+        DamagedCheckpoint: on loading, a file is not as it was written, naming it.
+        LockstepError: it could not be written.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        place = _local(path)
+        if storage_options is not None:
+            instead = "a checkpoint is a folder on a local disk"
+            _refuse("storage_options", storage_options, instead)
+        found: dict[_Way, Tensor] = {}
+        rest = encoded(_lifted(checkpoint, (), found), "the checkpoint")
+        key = next((each for each in _MODEL if isinstance(checkpoint.get(each), Mapping)), None)
+        weights = {str(way[1]): each for way, each in found.items() if _is_weight(way, key)}
+        others = {way: each for way, each in found.items() if not _is_weight(way, key)}
+        step = next((checkpoint[each] for each in _STEP if type(checkpoint.get(each)) is int), 0)
+        state = {"lightning": {"model": key, "rest": rest}}
+        folder = place.with_name(f".{place.name}.unfinished")
+        try:
+            remove_tree(folder, ignore_errors=True)  # of a process that was killed
+            folder.mkdir(parents=True)
+            pieces = [TensorPiece(json.dumps(way), tensor) for way, tensor in others.items()]
+            images = {part.name: image(part) for part in files.parts(weights, pieces, 0)}
+            files.check_room(folder, sum(map(len, images.values())))
+            files.commit_at(folder, place, step, files.write_parts(folder, images), state)
+        except OSError as error:
+            remove_tree(folder, ignore_errors=True)
+            raise LockstepError(
+                "checkpoint-not-written", checkpoint=str(place), where="", reason=str(error)
+            ) from error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What was saved, on the CPU or the device `map_location`. `weights_only` changes nothing:
+        nothing is unpickled.
+        """
+        place = _local(path)
+        if place.is_file():
+            raise UsageError("checkpoint-is-pickled", file=str(place))
+        if not isinstance(map_location, str | torch.device | None):
+            _refuse("map_location", map_location, "name a device")
+        found = files.read(place)
+        with believed(place / STATE):
+            said = found.state["lightning"]
+            checkpoint: dict[str, Any] = decoded(said["rest"])
+            tensors = {
+                json.dumps([said["model"], name]): each for name, each in found.tensors.items()
+            }
+            tensors |= read_all(found.optimizer())
+            for name, tensor in tensors.items():
+                *way, last = json.loads(name)
+                holder: Any = checkpoint
+                for key in way:
+                    holder = holder[key]
+                holder[last] = tensor if map_location is None else tensor.to(map_location)
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        place = _local(path)
+        with suppress(FileNotFoundError):
+            place.unlink() if place.is_file() else remove_tree(place)
+
+
+def _lifted(value: Any, way: _Way, found: dict[_Way, Tensor]) -> Any:
+    """`value` with None in place of its tensors, which go to `found`."""
+    if isinstance(value, Tensor):
+        found[way] = value.detach()
+        return None
+    if type(value) is list:
+        return [_lifted(each, (*way, place), found) for place, each in enumerate(value)]
+    if type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
+        return {key: _lifted(each, (*way, key), found) for key, each in value.items()}
+    return value
+
+
+def _is_weight(way: _Way, key: str | None) -> bool:
+    return len(way) == 2 and way[0] == key and isinstance(way[1], str)
+
+
+def _local(path: Any) -> Path:
+    if "://" in str(path):
+        raise UsageError("unknown-checkpoint-url", url=str(path), reason="name a folder")
+    return Path(path)
+
+
+def _refuse(name: str, value: object, instead: str) -> None:
+    raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)
