@@ -165,6 +165,39 @@ def test_a_wrapped_model_can_be_copied_and_saved() -> None:
         plain.load_state_dict(ddp.module.state_dict())
 
 
+def weighted(world: lockstep.World) -> list[Tensor]:
+    """Sums over 8 and 3 samples, the second of two backwards of each rank; divided by all."""
+    model = zoo.build("mlp")
+    ddp = lockstep.DistributedDataParallel(model)
+    assert ddp.divisor == world.size
+    rows = [8, 3][world.rank]
+    x, y = batch(world.rank, 0)
+    with ddp.no_sync():
+        zoo.loss_sum(ddp(x), y).backward()
+    ddp.divisor = 2 * 8 + 8 + 3
+    x, y = batch(world.rank, 1)
+    zoo.loss_sum(ddp(x[:rows]), y[:rows]).backward()
+    found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    with refused("number-out-of-range", name="divisor"):
+        ddp.divisor = 0
+    ddp.register_comm_hook(None, lockstep.shared_memory_hook)
+    with refused("divisor-with-hook"):
+        ddp.divisor = 11
+    return found
+
+
+def test_the_divisor_is_the_callers() -> None:
+    model = zoo.build("mlp")
+    for rank, rows in enumerate((8, 3)):
+        for number, count in ((0, 8), (1, rows)):
+            x, y = batch(rank, number)
+            zoo.loss_sum(model(x[:count]), y[:count]).backward()
+    for found in run_ranks(weighted, 2):
+        for ours, parameter in zip(found, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert zoo.distance(ours, parameter.grad / 27) < 1e-6
+
+
 def test_nonsense_arguments_are_refused() -> None:
     with lockstep.init():
         with refused("number-out-of-range", name="bucket_cap_mb", value=0):

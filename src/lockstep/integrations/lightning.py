@@ -37,7 +37,9 @@ try:
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-    from lockstep.integrations.lightning_checkpoints import LockstepCheckpointIO
+    from lockstep.integrations.lightning_checkpoints import (
+        LockstepCheckpointIO as LockstepCheckpointIO,
+    )
 except ImportError as error:
     raise UsageError(
         "missing-extra",
@@ -46,28 +48,15 @@ except ImportError as error:
         install=extras.install("lightning"),
     ) from None
 extras.warn_untested("lightning", "2.5", "2.6")
-__all__ = [
-    "Batches",
-    "LockstepCheckpointIO",
-    "LockstepEnvironment",
-    "LockstepFabricStrategy",
-    "LockstepStrategy",
-]
-
-_HOSTS = (
-    "accelerator",
-    "parallel_devices",
-    "checkpoint_io",
-    "precision_plugin",
-    "precision",
-)  # arguments that Lightning's own class keeps; the others are the wrapper's
+# arguments that Lightning's own class keeps; the others are the wrapper's
+_HOSTS = {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin", "precision"}
 _LAUNCH = "start the ranks with `lockstep run --workers N script.py`"
+_REDUCE = "choose how gradients are summed by reduce=..."
 _WITHOUT_MEANING = {
+    "cluster_environment": _LAUNCH,
     "start_method": _LAUNCH,
     "process_group_backend": "Lockstep chooses gloo for CPUs and NCCL for GPUs",
-    "ddp_comm_state": "choose how gradients are summed by reduce=...",
-    "ddp_comm_hook": "choose how gradients are summed by reduce=...",
-    "ddp_comm_wrapper": "choose how gradients are summed by reduce=...",
+    **dict.fromkeys(("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"), _REDUCE),
     "model_averaging_period": "use lockstep.Stepper(sync_every=...)",
 }
 
@@ -120,20 +109,14 @@ class LockstepEnvironment(ClusterEnvironment):
 class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[misc]
     """What the strategies of Trainer and Fabric share."""
 
-    def __init__(
-        self,
-        *,
-        cluster_environment: ClusterEnvironment | None = None,
-        timeout: timedelta | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, timeout: timedelta | None = None, **options: Any) -> None:
         for name, instead in _WITHOUT_MEANING.items():
             if (value := options.pop(name, None)) is not None:
                 raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)
-        host = {name: options.pop(name) for name in _HOSTS if name in options}
-        self._devices: list[torch.device] | None = None
-        super().__init__(cluster_environment=cluster_environment or LockstepEnvironment(), **host)
-        self._within, self._wrapper_options = timeout, options
+        self._timeout_of_ranks, self._ranks = timeout, LockstepEnvironment()
+        host = {name: options.pop(name) for name in _HOSTS & options.keys()}
+        super().__init__(cluster_environment=self._ranks, **host)
+        self._wrapper_options = options
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -144,14 +127,11 @@ class _OnLockstep(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[mis
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        environment = self.cluster_environment if devices else None
-        if devices and devices[0].type == "cpu" and len(devices) == 1:
-            assert isinstance(environment, LockstepEnvironment)
-            devices = devices * environment.place.local_size
-        self._devices = devices
+        one_cpu = devices is not None and [each.type for each in devices] == ["cpu"]
+        self._devices = devices * self._ranks.place.local_size if devices and one_cpu else devices
 
     def setup_environment(self) -> None:
-        self.world = init(device=self.root_device, timeout=self._within)
+        self.world = init(device=self.root_device, timeout=self._timeout_of_ranks)
         super().setup_environment()  # leaves a process group that is open as it is
 
     def _wrapped(self, module: nn.Module) -> DistributedDataParallel:
@@ -173,7 +153,6 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
     What was saved was compared before; so is what is there at the end.
 
     Args:
-        cluster_environment: default: the launcher's ranks (LockstepEnvironment).
         timeout: the longest that one collective may take.
         options: accelerator, parallel_devices, checkpoint_io and precision_plugin, as of
             Lightning's class; all others are keywords of `lockstep.DistributedDataParallel`.
@@ -240,7 +219,7 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         checks = self._wrapper_options.get("checks", "full")
         if isinstance(self.model, DistributedDataParallel) and checks == "full":
             named = list(self.model.module.named_parameters())
-            ReplicaCheck().compare(self.world.group, named, self._trainer.global_step, when)
+            ReplicaCheck().compare([(self.world.group, named)], self._trainer.global_step, when)
 
     def teardown(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
