@@ -110,17 +110,13 @@ def left_out(variants: Sequence[str], precision: Precision) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Of what was compared, as installed."""
-    named = {
-        "accelerate": accelerate,
-        (
-            "lightning-fabric"
-            if lightning and lightning.__name__ == "lightning_fabric"
-            else "lightning"
-        ): lightning,
-    }
+    """Of what was compared, as installed, by distribution: `lightning_fabric` also comes with
+    pytorch-lightning, which says so in its own name only.
+    """
+    distributions = metadata.packages_distributions()
     return {
         package: metadata.version(package)
-        for package, module in named.items()
+        for module in (accelerate, lightning)
         if module is not None
+        for package in distributions[module.__name__.partition(".")[0]]
     }
