@@ -5,6 +5,7 @@ bit.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import re
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from lockstep.checkpoints import files, folders
-from lockstep.checkpoints.manifest import measured
+from lockstep.checkpoints.manifest import MANIFEST, SEAL, measured
 from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, write
 from lockstep.checkpoints.saver import Saver
 from lockstep.errors import DamagedCheckpoint, LockstepError
@@ -69,7 +70,7 @@ def test_a_disk_with_other_blocks_is_written_through_the_page_cache(
     octets = torch.arange(4321).to(torch.uint8)
     digest = write(tmp_path / "x", octets)
     assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
-    assert digest == measured(tmp_path / "x").sha256
+    assert digest == measured(tmp_path / "x").digest
 
 
 def test_a_file_system_without_direct_writes_is_written_through_the_page_cache(
@@ -260,4 +261,31 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         size=size - 7,
         listed=size,
     ):
+        files.read(folder)
+
+
+def as_format_1(folder: Path) -> None:
+    """Seal a checkpoint as earlier versions did, with a SHA-256 for each file."""
+    found = json.loads((folder / MANIFEST).read_text())
+    listed = [
+        {
+            "name": each["name"],
+            "bytes": each["bytes"],
+            "sha256": hashlib.sha256((folder / each["name"]).read_bytes()).hexdigest(),
+        }
+        for each in found["files"]
+    ]
+    text = json.dumps({"format": 1, "step": found["step"], "files": listed})
+    (folder / MANIFEST).write_text(text)
+    (folder / SEAL).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  {MANIFEST}\n")
+
+
+def test_a_checkpoint_of_format_1_is_read_and_its_damage_is_seen(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, 3, {"x": torch.arange(1000.0)}, {})
+    as_format_1(folder)
+    assert torch.equal(files.read(folder).tensors["x"], torch.arange(1000.0))
+    octets = bytearray((folder / files.MODEL).read_bytes())
+    octets[-1] ^= 1
+    (folder / files.MODEL).write_bytes(octets)
+    with refused("checkpoint-file-changed", DamagedCheckpoint, file=files.MODEL):
         files.read(folder)

@@ -77,7 +77,7 @@ def write(world: World, name: str, text: str, directory: str) -> str:
         parts = files.parts(model_pieces, state_pieces, world.rank)
         entries = files.write_parts(folder, {part.name: image(part) for part in parts})
     every = everybodys(
-        [[entry.name, entry.bytes, entry.sha256] for entry in entries],
+        [[entry.name, entry.bytes, entry.digest] for entry in entries],
         world.control,
         "for the entries",
     )

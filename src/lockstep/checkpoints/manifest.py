@@ -1,8 +1,10 @@
-"""What makes a folder a checkpoint: a list of its files with their sizes and SHA-256, and the
+"""What makes a folder a checkpoint: a list of its files with their sizes and digests, and the
 SHA-256 of that list.
 
 A bit that flips in any of them is seen, and so are a file that was cut short and one that is
-missing. `sha256sum -c manifest.sha256` in the folder checks the list without us.
+missing. `sha256sum -c manifest.sha256` in the folder checks the list without us, and `xxh128sum`
+a file. The digests of files are XXH3: they protect from damage, as no digest that lies beside its
+file protects from people, and take a sixteenth of the processor's time of SHA-256.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError
 
 from lockstep.checkpoints.folders import step_in
@@ -27,7 +30,12 @@ from lockstep.runtime.disk import write_whole
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
 """What a checkpoint holds at least: its state, and the model in one file or in parts."""
-FORMAT = 1
+FORMAT = 2
+_DIGESTS: dict[int, tuple[str, Callable[[], Any]]] = {
+    1: ("sha256", hashlib.sha256),
+    FORMAT: ("xxh3_128", xxhash.xxh3_128),
+}
+"""By format, all of which are read: the name of a digest in the manifest, and what computes it."""
 LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
 _WORTH_THREADS = 2**22  # bytes
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -39,19 +47,32 @@ class SealedFile:
 
     name: str
     bytes: int
-    sha256: str
+    digest: str
+    """XXH3 of 128 bits, in hexadecimal; of format 1, SHA-256."""
+    format: int = FORMAT
 
 
-def measured(file: Path) -> SealedFile:
+def digest_of(octets: memoryview) -> str:
+    """As a manifest has it. Python's lock is free meanwhile."""
+    digest = _DIGESTS[FORMAT][1]()
+    digest.update(octets)
+    return str(digest.hexdigest())
+
+
+def measured(file: Path, format: int = FORMAT) -> SealedFile:
     """A file as it lies on disk."""
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-    return SealedFile(file.name, file.stat().st_size, digest.hexdigest())
+        digest = hashlib.file_digest(stream, _DIGESTS[format][1])
+    return SealedFile(file.name, file.stat().st_size, digest.hexdigest(), format)
 
 
 def seal(folder: Path, step: int, entries: Sequence[SealedFile]) -> None:
     """Write the manifest and its seal, and force them to disk."""
-    found = {"format": FORMAT, "step": step, "files": [asdict(entry) for entry in entries]}
+    files = [
+        {"name": entry.name, "bytes": entry.bytes, _DIGESTS[FORMAT][0]: entry.digest}
+        for entry in entries
+    ]
+    found = {"format": FORMAT, "step": step, "files": files}
     text = json.dumps(found, indent=1) + "\n"
     write_whole(folder / MANIFEST, text, forced=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -80,7 +101,7 @@ def check(folder: Path) -> list[SealedFile]:
             )
     largest_first = sorted(entries, key=lambda entry: -entry.bytes)
     with _several(sum(entry.bytes for entry in entries)) as each:
-        found = each(lambda entry: measured(folder / entry.name), largest_first)
+        found = each(lambda entry: measured(folder / entry.name, entry.format), largest_first)
         changed = [old.name for old, new in zip(largest_first, found, strict=True) if old != new]
     if changed:
         raise DamagedCheckpoint(
@@ -113,17 +134,17 @@ def listed(folder: Path) -> list[SealedFile]:
         )
     try:
         found: Any = json.loads(text)
-        if found["format"] != FORMAT:
+        if (version := found["format"]) not in _DIGESTS:
             raise DamagedCheckpoint(
                 "checkpoint-format-unknown",
                 checkpoint=folder.name,
                 file=MANIFEST,
-                format=found["format"],
-                known=FORMAT,
+                format=version,
+                known=" and ".join(map(str, _DIGESTS)),
             )
-        step = int(found["step"])
+        step, name_of = int(found["step"]), _DIGESTS[version][0]
         entries = [
-            SealedFile(str(each["name"]), int(each["bytes"]), str(each["sha256"]))
+            SealedFile(str(each["name"]), int(each["bytes"]), str(each[name_of]), version)
             for each in found["files"]
         ]
     except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
 import mmap
 import os
@@ -28,7 +27,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open
 from torch import Tensor
 
-from lockstep.checkpoints.manifest import believed
+from lockstep.checkpoints.manifest import believed, digest_of
 from lockstep.errors import DamagedCheckpoint
 from lockstep.runtime.disk import force
 
@@ -169,13 +168,13 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
 
 
 def write(file: Path, octets: Tensor) -> str:
-    """Have a file of these bytes, of an `image`, on the disk; their SHA-256.
+    """Have a file of these bytes, of an `image`, on the disk; their digest.
 
     Training goes on beside it: Python's lock is hardly needed, and the bytes do not pass through
     the page cache, which would take five times the processor's time.
     """
     left = octets.numpy().data
-    digest = hashlib.sha256(left).hexdigest()
+    digest = digest_of(left)
     with file.open("wb", buffering=0) as stream:
         if blocks := left[: len(left) // _BLOCK * _BLOCK]:
             left = left[_write_direct(stream, blocks) :]
