@@ -19,7 +19,7 @@ import torch
 from lockstep.checkpoints import files, folders
 from lockstep.checkpoints.manifest import MANIFEST, SEAL, measured
 from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, write
-from lockstep.checkpoints.saver import Saver
+from lockstep.checkpoints.saver import Pace, Saver
 from lockstep.errors import DamagedCheckpoint, LockstepError
 from tests.checkpoints.model_alone import write_model
 from tests.refused import refused
@@ -289,3 +289,41 @@ def test_a_checkpoint_of_format_1_is_read_and_its_damage_is_seen(tmp_path: Path)
     (folder / files.MODEL).write_bytes(octets)
     with refused("checkpoint-file-changed", DamagedCheckpoint, file=files.MODEL):
         files.read(folder)
+
+
+def test_a_large_file_is_written_with_pauses_between_its_pieces(tmp_path: Path) -> None:
+    octets = torch.arange(10 * 2**20, dtype=torch.int32).view(torch.uint8)[5:]  # 40 MiB less 5
+    pauses: list[float] = []
+    digest = write(tmp_path / "x", octets, pauses.append)
+    assert (tmp_path / "x").read_bytes() == octets.numpy().tobytes()
+    assert digest == measured(tmp_path / "x").digest
+    assert len(pauses) == 2, "none after the last piece"
+    assert min(pauses) > 0
+
+
+def test_a_save_that_training_waits_for_does_not_pause() -> None:
+    pace = Pace()
+    pace.begin()
+    paused = threading.Thread(target=lambda: pace.pause(1e6), daemon=True)
+    paused.start()
+    paused.join(0.05)
+    assert paused.is_alive()
+    pace.hurry()
+    paused.join()
+    pace.pause(1e6)
+    assert 0 < pace.paused < 1e6
+    pace.begin()
+    assert pace.paused == 0
+
+
+def test_waiting_for_a_save_ends_its_pauses(tmp_path: Path) -> None:
+    class Forever(Pace):
+        def pause(self, worked: float) -> None:
+            super().pause(1e6)
+
+    tensor = torch.arange(10 * 2**20, dtype=torch.int32)  # three pieces
+    saver = Saver(tmp_path, None, pace=Forever())
+    saver.save(1, {"x": tensor}, [], {})
+    saver.wait()
+    assert torch.equal(files.read(folders.folder_of(tmp_path, 1)).tensors["x"], tensor)
+    saver.close()

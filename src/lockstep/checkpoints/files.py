@@ -19,7 +19,7 @@ checkpoints too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,14 +133,16 @@ def parts(
     return found
 
 
-def write_parts(folder: Path, images: Mapping[str, Tensor]) -> list[SealedFile]:
+def write_parts(
+    folder: Path, images: Mapping[str, Tensor], pause: Callable[[float], object] | None = None
+) -> list[SealedFile]:
     """Write this rank's files, bytes by name, into `folder`, which exists; they are on disk when
-    this returns.
+    this returns. `pause`: as of `pieces.write`.
     """
     from lockstep.checkpoints.pieces import write
 
     return [
-        SealedFile(name, len(octets), write(folder / name, octets))
+        SealedFile(name, len(octets), write(folder / name, octets, pause))
         for name, octets in images.items()
     ]
 

@@ -52,11 +52,9 @@ class SealedFile:
     format: int = FORMAT
 
 
-def digest_of(octets: memoryview) -> str:
-    """As a manifest has it. Python's lock is free meanwhile."""
-    digest = _DIGESTS[FORMAT][1]()
-    digest.update(octets)
-    return str(digest.hexdigest())
+def new_digest() -> Any:
+    """Of a file that is about to be written, with the methods of hashlib's."""
+    return _DIGESTS[FORMAT][1]()
 
 
 def measured(file: Path, format: int = FORMAT) -> SealedFile:

@@ -34,6 +34,7 @@ from lockstep.errors import LockstepError
 from lockstep.runtime.disk import remove_tree
 
 FIRST = 20  # the step after which the first is written, and the cost of one is known
+_WRITING = 1 / 8  # of the time, at most, while training continues: its steps hardly notice
 _SHARE = 0.02  # of the time may go into saving, where nobody has said how often
 _BETWEEN_FAILURES = 3 * 3600.0  # seconds, assumed
 
@@ -47,9 +48,14 @@ class Saver:
     """
 
     def __init__(
-        self, directory: Path, group: Group | None, guard: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        group: Group | None,
+        guard: Callable[[], None] = lambda: None,
+        pace: Pace | None = None,
     ) -> None:
         self._rank = 0 if group is None else group.rank
+        self._pace = pace or Pace()
         self._commit = Commit(
             directory=directory,
             rank=self._rank,
@@ -58,6 +64,7 @@ class Saver:
                 [mine] if group is None else everybodys(mine, group, "for a checkpoint")
             ),
             aside=_aside,
+            pause=self._pace.pause,
         )
         if group is not None and group.memory is not None:
             group.memory.nap()
@@ -66,7 +73,7 @@ class Saver:
         self._images: dict[str, Tensor] = {}
         self._under_way: Future[tuple[float, str | None]] | None = None
         self.seconds = 0.0
-        """That the last save took in the background."""
+        """That the last save took in the background, without its pauses."""
         self.complaint: str | None = None
         """Of what was done with the last checkpoint after it was written."""
 
@@ -91,6 +98,7 @@ class Saver:
             part.name: image(part, self._images.get(part.name))
             for part in files.parts(model, pieces, self._rank)
         }
+        self._pace.begin()
         self._under_way = self._thread.submit(lambda: self._write(step, images, dict(state), done))
 
     def _write(
@@ -102,7 +110,7 @@ class Saver:
     ) -> tuple[float, str | None]:
         begin = perf_counter()
         complaint = self._commit(step, images, state, done)
-        return perf_counter() - begin, complaint
+        return perf_counter() - begin - self._pace.paused, complaint
 
     @property
     def busy(self) -> bool:
@@ -116,6 +124,7 @@ class Saver:
         under_way = self._under_way
         if under_way is None:
             return False
+        self._pace.hurry()
         try:
             self.seconds, self.complaint = under_way.result()
         finally:  # after an interrupt it may go on, from memory that the next save is to have
@@ -125,8 +134,34 @@ class Saver:
 
     def close(self) -> None:
         """End the thread, after what it is doing."""
+        self._pace.hurry()
         self._thread.close()
         self._images = {}
+
+
+class Pace:
+    """How fast a save writes: with pauses while training continues, without any where training
+    waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._hurry = threading.Event()
+        self.paused = 0.0
+        """Seconds, of this save."""
+
+    def begin(self) -> None:
+        """A save begins, and nobody waits for it."""
+        self._hurry.clear()
+        self.paused = 0.0
+
+    def hurry(self) -> None:
+        self._hurry.set()
+
+    def pause(self, worked: float) -> None:
+        """After `worked` seconds of writing."""
+        begin = perf_counter()
+        self._hurry.wait(worked * (1 / _WRITING - 1))
+        self.paused += perf_counter() - begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,6 +175,8 @@ class Commit:
     """What every rank has to say, as JSON."""
     aside: Callable[[Callable[[], list[SealedFile]]], list[SealedFile]]
     """Does what takes long."""
+    pause: Callable[[float], object] | None = None
+    """As of `pieces.write`."""
 
     def __call__(
         self,
@@ -182,7 +219,7 @@ class Commit:
             self.guard()
             folder.mkdir(parents=True, exist_ok=True)
             files.check_room(folder, total)
-            return self.aside(lambda: files.write_parts(folder, images)), ""
+            return self.aside(lambda: files.write_parts(folder, images, self.pause)), ""
         except Exception as error:  # as above
             return [], self._why(error)
 
