@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any
 
 import pytest
@@ -107,6 +108,20 @@ def test_a_worker_that_died_with_the_lock_that_all_share_keeps_nobody(
     next(each for each in ours._loader._iterator._workers if each.pid == worker).join()  # type: ignore[union-attr]
     with refused("loader-worker-killed", LockstepError, pid=worker, name="SIGKILL"):
         list(epoch)
+    assert worker not in everything(ours, 1)
+    ours.close()
+
+
+def test_a_worker_that_dies_as_an_epoch_begins_is_named() -> None:
+    ours = loader(WorkerPids(64), num_workers=1)
+    (worker,) = set(everything(ours))
+    os.kill(worker, signal.SIGSTOP)  # it does not answer that it is ready
+    killing = threading.Timer(0.5, os.kill, (worker, signal.SIGKILL))
+    killing.start()
+    said = {"pid": worker, "name": "SIGKILL", "what": " between two epochs"}
+    with refused("loader-worker-killed", LockstepError, **said):
+        next(iter(Epoch(ours, 1)))
+    killing.join()
     assert worker not in everything(ours, 1)
     ours.close()
 

@@ -242,14 +242,8 @@ def _dead(worker: Any, number: int, rank: int, what: str) -> LockstepError:
 
 def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) -> Any:
     """torch's iterator, with its workers started."""
-    dead = [
-        (number, worker)
-        for number, worker in enumerate(getattr(loader._iterator, "_workers", ()))
-        if worker.exitcode is not None
-    ]
-    if dead:
-        end_workers(loader)
-        raise _dead(dead[0][1], dead[0][0], rank, " between two epochs")
+    if death := _death_between_epochs(loader, rank):
+        raise death
     if not loader.num_workers:
         return _here(loader, sampler)
     # this process's, for the sockets of its workers too: one that is killed with it removes none
@@ -258,6 +252,8 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         with _watched(loader._iterator):
             iterator: Any = iter(loader)
     except Exception as error:
+        if death := _death_between_epochs(loader, rank):
+            raise death from error
         method = _start_method()
         if method != "fork" and (why := _unpicklable(loader.dataset)) is not None:
             raise UsageError(
@@ -273,6 +269,15 @@ def _begun(loader: DataLoader[Any], sampler: KeysSampler, name: str, rank: int) 
         signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     return iterator
+
+
+def _death_between_epochs(loader: DataLoader[Any], rank: int) -> LockstepError | None:
+    """Of the workers that served the last epoch."""
+    for number, worker in enumerate(getattr(loader._iterator, "_workers", ())):
+        if worker.exitcode is not None:
+            end_workers(loader)
+            return _dead(worker, number, rank, " between two epochs")
+    return None
 
 
 def _say_full(error: Exception) -> None:
