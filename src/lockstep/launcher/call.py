@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 from lockstep.errors import UsageError
 from lockstep.launcher import seat as seats
+from lockstep.launcher.notebook import in_kernel
 from lockstep.launcher.rank import modules_in
 
 
@@ -144,6 +145,8 @@ def importable() -> bool:
     """Whether other processes can import this one's main program: it is no notebook, interactive
     session, `python -c` or `python -`.
     """
+    if in_kernel():  # VS Code sets __file__ in the kernel of its interactive window
+        return False
     main = sys.modules["__main__"]
     origin: str = process.ORIGINAL_DIR or ""  # type: ignore[attr-defined]
     return getattr(main, "__spec__", None) is not None or os.path.exists(

@@ -6,6 +6,8 @@ What several ranks say within a moment is said once, `[0-7] text`.
     rank N   stdout -> rank-N.out, a FIFO in the run's directory      the launcher's thread -> stdout
              stderr -> rank-N.err                                                           -> stderr
 
+In a notebook the thread writes to the cell, and shows there also the line that each rank is at.
+
 The log files are not written here but by the ranks themselves: nothing is missing there when this
 process is killed. Where the launcher's stream is a terminal rank 0 has it directly, so that
 colours, bars and a debugger work.
@@ -25,25 +27,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.launcher.notebook import Cell
+
 _STREAMS = {"out": 1, "err": 2}
 _READ = 2**16
 WINDOW = 0.1
 """Seconds that a line waits for the same line of other ranks, at most."""
+_REDRAW = 0.2  # seconds between two updates of a cell's display
 _LONGEST = 2**16  # bytes of a line without an end; what is longer comes in pieces
 _MOST = 200  # lines that wait; with more the first go at once
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 @contextmanager
-def forwarded(directory: Path, ranks: range, window: float = WINDOW) -> Iterator[None]:
+def forwarded(
+    directory: Path, ranks: range, window: float = WINDOW, cell: Cell | None = None
+) -> Iterator[None]:
     """While the block runs, print what ranks write to their pipes in `directory`; at its end,
     everything that is left in them.
 
-    A line waits `window` seconds for the same line of other ranks, at most.
+    A line waits `window` seconds for the same line of other ranks, at most. `cell`: print there.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    forwarding = _Forwarding(directory, ranks, window)
+    forwarding = _Forwarding(directory, ranks, window, cell)
     thread = threading.Thread(target=forwarding.run, name="lockstep-console", daemon=True)
     thread.start()
     try:
@@ -74,14 +81,15 @@ def pipe_of(directory: Path, rank: int, stream: str) -> Path:
 class _Forwarding:
     """The launcher's ends of all pipes, and the thread's loop."""
 
-    def __init__(self, directory: Path, ranks: range, window: float) -> None:
+    def __init__(self, directory: Path, ranks: range, window: float, cell: Cell | None) -> None:
+        self._cell, self._redraw_at = cell, 0.0
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._joiners = {name: Joiner(len(ranks), window) for name in _STREAMS}
         self._open = set(_STREAMS)  # streams of ours that somebody still reads
         for name, descriptor in _STREAMS.items():
-            for rank in ranks[1 if os.isatty(descriptor) else 0 :]:
+            for rank in ranks[1 if cell is None and os.isatty(descriptor) else 0 :]:
                 path = pipe_of(directory, rank, name)
                 os.mkfifo(path, 0o600)
                 # For writing too: the pipe then has no end as long as this process holds it,
@@ -95,6 +103,7 @@ class _Forwarding:
         stopped = False
         while not stopped:
             due = [when for joiner in self._joiners.values() if (when := joiner.due()) is not None]
+            due += self._redraw(pipes)
             for key, _ in self._selector.select(
                 max(0.0, min(due) - time.monotonic()) if due else None
             ):
@@ -110,6 +119,8 @@ class _Forwarding:
             self._join(rank, name, lines.end())
         for name, joiner in self._joiners.items():
             self._print(name, joiner.end())
+        self._redraw_at = 0.0
+        self._redraw(pipes)
 
     def stop(self) -> None:
         os.write(self._waker, b"x")
@@ -130,6 +141,21 @@ class _Forwarding:
         self._join(rank, name, lines.feed(data))
         return bool(data)
 
+    def _redraw(self, pipes: Iterable[selectors.SelectorKey]) -> list[float]:
+        """Show in the cell what ranks have not ended; returns when to do so again, if at all."""
+        if self._cell is None:
+            return []
+        states = (key.data for key in pipes)
+        unended = {rank: text for rank, _, lines in states if (text := lines.unended)}
+        now = time.monotonic()
+        if not unended and not self._cell.shown:
+            self._redraw_at = now + _REDRAW  # what ends within that time is not shown twice
+            return []
+        if now >= self._redraw_at:
+            self._cell.show(unended)
+            self._redraw_at = now + _REDRAW
+        return [self._redraw_at]
+
     def _join(self, rank: int, name: str, lines: list[str]) -> None:
         now = time.monotonic()
         for line in lines:
@@ -139,9 +165,12 @@ class _Forwarding:
         """Nobody who reads any more ends the printing, not the run."""
         if not lines or name not in self._open:
             return
-        data = "".join(f"{line}\n" for line in lines).encode(errors="replace")
+        text = "".join(f"{line}\n" for line in lines)
         try:
-            write_all(_STREAMS[name], data)
+            if self._cell is None:
+                write_all(_STREAMS[name], text.encode(errors="replace"))
+            else:
+                self._cell.write(f"std{name}", text)
         except OSError:
             self._open.discard(name)
 
@@ -172,6 +201,11 @@ class Lines:
             rest = rest[_LONGEST:]
         self._rest = rest
         return [_shown(line) for line in whole]
+
+    @property
+    def unended(self) -> str:
+        """What has come without an end yet."""
+        return _shown(self._rest)
 
     def end(self) -> list[str]:
         """What is left without an end, as a line."""

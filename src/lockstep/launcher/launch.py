@@ -24,9 +24,11 @@ from lockstep.errors import LaunchTimeout, UsageError
 from lockstep.launcher import failures
 from lockstep.launcher import seat as seats
 from lockstep.launcher.call import FunctionCall
+from lockstep.launcher.console import forwarded
 from lockstep.launcher.early import open_streams
 from lockstep.launcher.engine import Ended, LocalRanks, Ranks, Stopped, alone
 from lockstep.launcher.failures import Failure
+from lockstep.launcher.notebook import Cell, in_kernel
 from lockstep.launcher.rank import Rank
 from lockstep.launcher.seat import Seat
 from lockstep.launcher.server import FOR_SCRIPTS, server
@@ -48,8 +50,9 @@ def launch(
     Inside `fn`, `lockstep.init()` and torch's `init_process_group("gloo")` both find the other
     ranks without an address or a port. `fn` and the arguments are pickled to each rank, results
     back; tensors are copied. A script that calls this needs `if __name__ == "__main__":` around the
-    call, because each rank imports the script. In a notebook `fn` may be defined in a cell. A world
-    that `fn` leaves open is closed. Ranks die with this process. Starts nothing on other hosts.
+    call, because each rank imports the script. In a notebook `fn` may be defined in a cell, and
+    what ranks print appears there, with the rank. A world that `fn` leaves open is closed. Ranks
+    die with this process, and end where it is interrupted. Starts nothing on other hosts.
 
     The first call takes what importing torch takes; the process that forks the ranks stays, and
     later calls take a fraction of a second.
@@ -71,7 +74,10 @@ def launch(
             processes.
     """
     __tracebackhide__ = True  # in notebooks and pytest: what the rank says is in the message
-    return start_ranks(fn, workers, args, kwargs or {}, timeout=timeout)
+    try:
+        return start_ranks(fn, workers, args, kwargs or {}, timeout=timeout)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("all ranks have been ended") from None
 
 
 def start_ranks(
@@ -108,6 +114,10 @@ def start_ranks(
             place = at_end.enter_context(alone(forking, workers))
         left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
         late: set[int] = set()
+        pipes = None
+        if in_kernel():
+            at_end.enter_context(forwarded(records, place.numbers, cell=Cell()))
+            pipes = str(records)
 
         def seat(rank: int, given: Mapping[str, str]) -> Seat:
             env = {
@@ -118,7 +128,8 @@ def start_ranks(
             }
             # libraries would take this process for one of torchrun's
             del env["TORCHELASTIC_RUN_ID"]
-            return Seat(work=Rank(rank=rank, work=call, records=str(records)), environment=env)
+            work = Rank(rank=rank, work=call, records=str(records), pipes=pipes)
+            return Seat(work=work, environment=env)
 
         def stopping(living: Mapping[int, int]) -> bool:
             late.update(living if time.monotonic() > deadline else ())
