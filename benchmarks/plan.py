@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import namespaces
+from lockstep.config.knob import pairs
 from lockstep.config.parallelism import Parallelism
-from lockstep.config.settings import overrides_of
 from lockstep.config.task import Task
 from lockstep.runtime.cores import cores
 from lockstep.tools.plan.curve import Question, curve
@@ -58,7 +58,7 @@ class Model:
     steps: int
 
     def source(self) -> Callable[[], Task]:
-        return partial(resolve, locate(self.task), overrides_of(list(self.set)))
+        return partial(resolve, locate(self.task), pairs(self.set, "--set"))
 
     def words(self) -> list[str]:
         """The task on the command line."""

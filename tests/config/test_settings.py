@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.settings import Settings, overrides_of
+from lockstep.config.knob import pairs
+from lockstep.config.settings import Settings
 from tests.refused import refused
 
 
@@ -136,15 +137,15 @@ def test_one_host_of_several_has_no_shares_of_its_own() -> None:
 
 
 def test_overrides_are_pairs() -> None:
-    assert overrides_of(["lr=0.1", " name = a=b", "empty="]) == {
+    assert pairs(["lr=0.1", " name = a=b", "empty="], "--set") == {
         "lr": "0.1",
         "name": " a=b",
         "empty": "",
     }
-    for pairs, code, values in (
+    for texts, code, values in (
         (["lr"], "not-a-pair", {"where": "--set", "text": "lr"}),
         (["=3"], "not-a-pair", {"text": "=3"}),
         (["a=1", "a=2"], "given-twice", {"where": "--set", "name": "a"}),
     ):
         with refused(code, **values):
-            overrides_of(pairs)
+            pairs(texts, "--set")

@@ -9,13 +9,14 @@ the names that they have on the command line, which comes first.
 
     sync_every = 8                  as --sync-every 8
     set = {lr = 0.05}               as --set lr=0.05
+    set = {optimizer = {lr = 0.05}} as --set optimizer.lr=0.05
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -23,7 +24,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from lockstep.config.knob import GROUPS, Field, knobs, known
+from lockstep.config.knob import GROUPS, Field, knobs, known, pairs
 from lockstep.config.parallelism import Parallelism
 from lockstep.errors import UsageError
 
@@ -158,9 +159,7 @@ def _option(field: Field, said: Says | None) -> inspect.Parameter:
 def _value(field: Field, given: Any) -> Any:
     """An option's, as the configuration takes it."""
     if field.is_mapping:
-        from lockstep.config.settings import overrides_of
-
-        return overrides_of(given)
+        return pairs(given, field.flags[0])
     return given
 
 
@@ -253,7 +252,7 @@ def _name(field: Field) -> str:
 
 def _read_value(field: Field, value: Any, file: Path) -> Any:
     if field.is_mapping and isinstance(value, Mapping):
-        return {str(key): str(each) for key, each in value.items()}
+        return dict(_flat(value))
     if field.type is Path and isinstance(value, str):
         return Path(value)
     try:
@@ -265,6 +264,15 @@ def _read_value(field: Field, value: Any, file: Path) -> Any:
     except UsageError as error:
         raise error.within(str(file)) from None
     return value
+
+
+def _flat(values: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """{"optimizer": {"lr": 0.1}} as --set has it: optimizer.lr, 0.1."""
+    for key, each in values.items():
+        if isinstance(each, Mapping):
+            yield from _flat(each, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(each)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import typer
 
 from lockstep.cli import nodes as many
 from lockstep.cli.arguments import TaskName, fitted, new_run, run_of, task_of
+from lockstep.cli.multirun import each_run
 from lockstep.cli.options import GivenNames
 from lockstep.config.launching import Cluster, Launch, RunChoice
 from lockstep.config.settings import Config, Settings
@@ -50,7 +51,24 @@ def train(
     on stdout is the last: what was trained, the metric, and a SHA-256 of the weights. Metrics, logs
     and checkpoints are in the run directory.
     """
+    from lockstep.training.run_directory import unused
+
     choice = replace(choice, run=run_of(choice.run) if choice.resume else new_run(choice.run))
+    for each in each_run(choice, unused(Path(task).stem)):
+        _train(task, each, config, launch, cluster, given, several=bool(choice.multirun))
+
+
+def _train(
+    task: str,
+    choice: RunChoice,
+    config: Config,
+    launch: Launch,
+    cluster: Cluster,
+    given: GivenNames,
+    *,
+    several: bool,
+) -> None:
+    """One run. `several`: it is one of --multirun."""
     workers = _workers(choice, config)
     from lockstep.launcher.rank import rank_here
 
@@ -63,6 +81,8 @@ def train(
     elif cluster.nodes is not None or (here := rank_here(workers)) is None:
         fixed, count = many.fixed_set(cluster, workers)
         workers = None if count is None else str(count)
+    if several and not (here is fixed is None):
+        raise UsageError("multirun-alone", other="another launcher, or --nodes")
     if here is not None:
         _listen(here, launch)
     place, overrides = task_of(task, choice.overrides)

@@ -44,6 +44,12 @@ class RunChoice:
         Mapping[str, str], Knob("run", unit="KEY=VALUE", flags=("--set",), common=True)
     ] = field(default_factory=dict)
     """Set a parameter of task(); may be repeated."""
+    multirun: Annotated[Mapping[str, str], Knob("run", unit="KEY=V1,V2")] = field(
+        default_factory=dict
+    )
+    """Train once with each value of a parameter of task(), with each combination if repeated; each
+    run has a folder in --run DIR.
+    """
     settings_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--settings",))] = None
     """Load reduce, update, threads, loader workers and bucket size from a `lockstep tune` file."""
 
@@ -51,6 +57,8 @@ class RunChoice:
         knob.check(self)
         if self.resume and (self.fresh or self.run is None):
             raise UsageError("resume-without-run")
+        if self.resume and self.multirun:
+            raise UsageError("multirun-alone", other="--resume")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -227,10 +227,3 @@ def check_parts(mesh: Mesh, precision: Precision | None, *, compile: bool | None
 
 def _shown(value: object) -> str:
     return "not given" if value is None else str(value)
-
-
-def overrides_of(pairs: list[str]) -> dict[str, str]:
-    """["lr=0.1", ...] as given to --set, as a dict. Raises UsageError for a pair without "=" and
-    for a key given twice.
-    """
-    return knob.pairs(pairs, "--set")

@@ -108,7 +108,7 @@ class RunDirectory:
         Raises UsageError where it cannot be written, is used by another run (naming its pid and
         host), or holds a finished run or anything else.
         """
-        chosen = path if isinstance(path, Path) else Path(path) if path else _unused(name)
+        chosen = path if isinstance(path, Path) else Path(path) if path else unused(name)
         above = [folder for folder in chosen.parents if not folder.exists()]
         made_here, lock = _locked(chosen)
         try:
@@ -271,7 +271,8 @@ def _set_aside(path: Path) -> None:
         each.rename(aside / each.name)
 
 
-def _unused(name: str) -> Path:
+def unused(name: str) -> Path:
+    """runs/NAME-DATE-TIME, which is not there yet."""
     base = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     numbered = (base.with_name(f"{base.name}-{number}") for number in count(2))
     return next(path for path in chain([base], numbered) if not path.exists())

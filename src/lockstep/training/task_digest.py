@@ -29,6 +29,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from time import perf_counter
@@ -137,6 +138,12 @@ class _CodeWalk:
                 else {}
             )
             return f"a {type(value).__qualname__}{_short(self._container(settings, ''))}"
+        if is_dataclass(value) and id(value) not in self._open:
+            self._open.add(id(value))  # it may hold itself
+            held = {each.name: getattr(value, each.name, None) for each in fields(value)}
+            text = self._container(held, "")
+            self._open.discard(id(value))
+            return f"a {type(value).__qualname__}{_short(text)}"
         return f"a {type(value).__qualname__}"
 
     def _container(self, value: Any, role: str) -> str:
@@ -302,6 +309,8 @@ def _plain(value: Any) -> str | None:
         return _short(repr(value))
     if isinstance(value, np.generic):
         return _short(repr(value.item()))
+    if type(value).__module__.startswith("omegaconf."):
+        return _short(str(value))  # unresolved
     if isinstance(value, Tensor | np.ndarray):
         small = value.nbytes <= _LARGEST
         return (

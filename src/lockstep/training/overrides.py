@@ -1,0 +1,241 @@
+"""--set key=value: texts as the arguments of a task file's `task()`.
+
+    --set lr=0.1                        a parameter: its annotation, else its default, says the type
+    --set optimizer.lr=0.1              inside a parameter's default: a dict, a dataclass, an OmegaConf object; what is there says the type
+    --set cfg=conf/config.yaml          a parameter of type DictConfig: composed by Hydra from this file
+    --set cfg.optimizer=adam            then what is set in it is an override in Hydra's own grammar
+
+No output directory and no logging comes from Hydra here: `compose` only reads.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lockstep.errors import TaskError
+from lockstep.runtime.extras import install
+
+_YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+_ANY = int | float | bool | str | None  # where there is no value whose type counts
+UNSEEN: Any = object()
+"""As a parameter's default: not known before the file runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One that `task()` takes."""
+
+    kind: Any
+    """Its type."""
+    required: bool
+    default: Any = None
+
+
+def arguments(
+    function: Callable[..., object], overrides: Mapping[str, str], name: str, folder: Path
+) -> dict[str, Any]:
+    """The keyword arguments for `function`, from text.
+
+    A parameter's type is its annotation (int, float, bool, str, Literal of these, any of them or
+    None), else its default's. Raises TaskError for an unknown key, a value that does not fit, a
+    type that text cannot give, and a parameter left without a value.
+
+    Args:
+        function: the `task` of a task file.
+        overrides: texts by parameter, or by `parameter.path.inside.it`.
+        name: the task's, for errors.
+        folder: where the files of Hydra configurations lie.
+    """
+    hints = _hints(function)
+    parameters = {
+        key: Parameter(
+            hints.get(key, type_of_default(None if each.default is each.empty else each.default)),
+            each.default is each.empty,
+            None if each.default is each.empty else each.default,
+        )
+        for key, each in inspect.signature(function).parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    return converted(parameters, overrides, name, folder)
+
+
+def converted(
+    parameters: Mapping[str, Parameter], overrides: Mapping[str, str], name: str, folder: Path
+) -> dict[str, Any]:
+    """`overrides` as values for these parameters of the task `name`. Raises TaskError, as
+    `arguments` does.
+    """
+    given: dict[str, dict[str, str]] = {}
+    for key, text in overrides.items():
+        head, _, path = key.partition(".")
+        if head not in parameters:
+            raise _unknown(key, text, name, "it", head, parameters)
+        given.setdefault(head, {})[path] = text
+    for key, parameter in parameters.items():
+        if parameter.required and "" not in given.get(key, {}):
+            raise TaskError("task-argument-missing", key=key, file=name)
+    return {key: _value(key, parameters[key], texts, name, folder) for key, texts in given.items()}
+
+
+def _value(
+    key: str, parameter: Parameter, texts: Mapping[str, str], name: str, folder: Path
+) -> Any:
+    """Of one parameter. `texts`: by the path inside it; "" is the whole."""
+    inside = {path: text for path, text in texts.items() if path}
+    whole = texts.get("")
+    if whole is not None and _of_omegaconf(parameter.kind):
+        return _composed(key, folder / whole, inside)
+    value = parameter.default if whole is None else _convert(key, whole, parameter.kind)
+    if parameter.default is UNSEEN:
+        return value
+    for path, text in inside.items():
+        value = _changed(value, path, text, key, name)
+    return value
+
+
+def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
+    """A copy of `value`, which stands at `key`, with another value at `path` inside it."""
+    if _of_omegaconf(type(value)):
+        from omegaconf import OmegaConf
+
+        plain = OmegaConf.to_container(value)  # interpolations and missing values as their texts
+        return OmegaConf.merge(value, _changed(plain, path, text, key, name))
+    here, _, rest = path.partition(".")
+    members = _members(value)
+    if here not in members:
+        raise _unknown(f"{key}.{path}", text, name, key, here, members)
+    inner, kind = members[here]
+    new = (
+        _changed(inner, rest, text, f"{key}.{here}", name)
+        if rest
+        else _convert(f"{key}.{here}", text, kind)
+    )
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{here: new})
+    changed = copy.copy(value)
+    changed[here] = new
+    return changed
+
+
+def _members(value: Any) -> dict[str, tuple[Any, Any]]:
+    """What a value holds: by name, the member and its type."""
+    if is_dataclass(value) and not isinstance(value, type):
+        hints = _hints(type(value))
+        held = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        return {key: (each, hints.get(key, type(each))) for key, each in held.items()}
+    if not isinstance(value, Mapping):
+        return {}
+    untyped = (None, "???")  # OmegaConf's missing value
+    return {
+        key: (each, _ANY if each in untyped or str(each).startswith("${") else type(each))
+        for key, each in value.items()
+    }
+
+
+def _unknown(
+    key: str, text: str, name: str, where: str, here: str, members: Iterable[str]
+) -> TaskError:
+    every = list(members)
+    known = f"{where} takes {', '.join(every) or 'nothing'}{closest(here, every)}"
+    return TaskError("override-unknown", key=key, value=text, file=name, known=known)
+
+
+def _of_omegaconf(kind: Any) -> bool:
+    return str(getattr(kind, "__module__", "")).startswith("omegaconf.")
+
+
+def _composed(key: str, file: Path, texts: Mapping[str, str]) -> Any:
+    """The configuration that Hydra composes from `file` with these overrides."""
+    try:
+        from hydra import compose, initialize_config_dir
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+    except ImportError:
+        raise TaskError(
+            "missing-extra", what=f"--set {key}={file}", package="Hydra", install=install("hydra")
+        ) from None
+    if not file.is_file():
+        raise TaskError("cannot-read", name=f"--set {key}", file=file, reason="no such file")
+    overrides = [f"{path}={text}" for path, text in texts.items()]
+    try:
+        with initialize_config_dir(str(file.parent), version_base="1.3"):
+            return compose(file.name, overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise TaskError(
+            "config-not-composed", key=key, file=file, overrides=overrides, reason=reason
+        ) from None
+
+
+def type_of_default(default: object) -> Any:
+    """What a parameter without an annotation takes."""
+    return str if default is None else type(default)
+
+
+def _hints(function: Callable[..., object]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except (NameError, TypeError, AttributeError):
+        # annotated with names that exist for type checkers only: the defaults' types count
+        return {}
+
+
+def _convert(key: str, text: str, kind: Any) -> Any:
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if types.NoneType in choices and text.strip().lower() == "none":
+        return None
+    for choice in choices:
+        try:
+            return _one(text.strip(), choice)
+        except ValueError:
+            continue
+    raise TaskError(
+        "override-wrong-value", key=key, value=text, choices=" or ".join(map(_spelled, choices))
+    )
+
+
+def _one(text: str, kind: Any) -> Any:
+    """One type's value; ValueError where the text is none."""
+    if get_origin(kind) is Literal:
+        return (
+            next(value for value in get_args(kind) if str(value) == text)
+            if text in map(str, get_args(kind))
+            else _refuse()
+        )
+    if kind is bool:
+        return True if text.lower() in _YES else False if text.lower() in _NO else _refuse()
+    if kind in (int, float, str):
+        return kind(text)
+    return text if kind is Any else _refuse()
+
+
+def _refuse() -> Any:
+    raise ValueError
+
+
+def _spelled(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        types.NoneType: "none",
+    }
+    return names.get(kind, f"a {getattr(kind, '__name__', kind)}, which --set cannot give")
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'digits'?)", or nothing where no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
