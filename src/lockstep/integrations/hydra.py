@@ -59,7 +59,7 @@ class OneOutputDirectory(Callback):  # type: ignore[misc]  # hydra's types end a
 def _agree(config: DictConfig, key: str) -> None:
     mine = str(Path(OmegaConf.select(config, key)).absolute())
     with init() as world:
-        folder = said_by(0, mine, world.group, key)
+        folder = said_by(0, mine, world.control, key)
         others = {} if world.rank == 0 else _OTHERS
     for name, value in {key: folder, **others}.items():
         if OmegaConf.select(config, name) is not None:

@@ -104,25 +104,24 @@ def _value(
 
 def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
     """A copy of `value`, which stands at `key`, with another value at `path` inside it."""
-    if _of_omegaconf(type(value)):
-        from omegaconf import OmegaConf
-
-        plain = OmegaConf.to_container(value)  # interpolations and missing values as their texts
-        return OmegaConf.merge(value, _changed(plain, path, text, key, name))
     here, _, rest = path.partition(".")
     members = _members(value)
     if here not in members:
         raise _unknown(f"{key}.{path}", text, name, key, here, members)
     inner, kind = members[here]
-    new = (
-        _changed(inner, rest, text, f"{key}.{here}", name)
-        if rest
-        else _convert(f"{key}.{here}", text, kind)
-    )
+    inside = f"{key}.{here}"
+    new = _changed(inner, rest, text, inside, name) if rest else _convert(inside, text, kind)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{here: new})
-    changed = copy.copy(value)
-    changed[here] = new
+    if not _of_omegaconf(type(value)):
+        changed = copy.copy(value)
+        changed[here] = new
+        return changed
+    from omegaconf import read_write
+
+    changed = copy.deepcopy(value)
+    with read_write(changed):
+        changed[here] = new
     return changed
 
 
@@ -132,12 +131,19 @@ def _members(value: Any) -> dict[str, tuple[Any, Any]]:
         hints = _hints(type(value))
         held = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         return {key: (each, hints.get(key, type(each))) for key, each in held.items()}
-    if not isinstance(value, Mapping):
+    plain = value
+    if _of_omegaconf(type(value)):
+        from omegaconf import OmegaConf
+
+        plain = OmegaConf.to_container(value)  # interpolations and missing values as texts
+    if not isinstance(plain, Mapping):
         return {}
-    untyped = (None, "???")  # OmegaConf's missing value
     return {
-        key: (each, _ANY if each in untyped or str(each).startswith("${") else type(each))
-        for key, each in value.items()
+        key: (
+            value[key] if isinstance(each, Mapping) else each,
+            _ANY if each is None or str(each).startswith(("???", "${")) else type(each),
+        )
+        for key, each in plain.items()
     }
 
 

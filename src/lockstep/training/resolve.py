@@ -260,6 +260,6 @@ def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:
 
 def _literal(default: ast.expr | None) -> Any:
     try:
-        return None if default is None else ast.literal_eval(default)
+        return UNSEEN if default is None else ast.literal_eval(default)
     except ValueError:
         return UNSEEN
