@@ -134,6 +134,15 @@ def test_a_file_says_what_options_say(
     assert capsys.readouterr().err == ""
 
 
+def test_set_may_be_nested_in_a_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "a.toml", "set = {optimizer = {lr = 0.1, inner = {on = true}}, b = 1}")
+    assert taken(asked, "--config", file)["choice"].overrides == {
+        "optimizer.lr": "0.1",
+        "optimizer.inner.on": "True",
+        "b": "1",
+    }
+
+
 def test_the_command_line_comes_first_and_says_so_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -243,6 +243,12 @@ def known(names: Iterable[str], given: Iterable[str], where: str, what: str = "o
             raise UsageError("unknown-name", where=where, what=what, name=name, meant=meant)
 
 
+def closest(name: str, known: Iterable[str]) -> str:
+    """ " (did you mean 'digits'?)", or nothing where no known name is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
 def pairs(texts: Iterable[str], where: str) -> dict[str, str]:
     """Of ["name=value", ...]. Raises UsageError for one without "=", and for a name given twice."""
     found: dict[str, str] = {}

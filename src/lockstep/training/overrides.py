@@ -1,17 +1,14 @@
 """--set key=value: texts as the arguments of a task file's `task()`.
 
-    --set lr=0.1                        a parameter: its annotation, else its default, says the type
-    --set optimizer.lr=0.1              inside a parameter's default: a dict, a dataclass, an OmegaConf object; what is there says the type
-    --set cfg=conf/config.yaml          a parameter of type DictConfig: composed by Hydra from this file
-    --set cfg.optimizer=adam            then what is set in it is an override in Hydra's own grammar
-
-No output directory and no logging comes from Hydra here: `compose` only reads.
+--set lr=0.1                        a parameter: its annotation, else its default, says the type
+--set optimizer.lr=0.1              inside a parameter's default: a dict, a dataclass, an OmegaConf object; what is there says the type
+--set cfg=conf/config.yaml          a parameter of type DictConfig: composed by Hydra from this file
+--set cfg.optimizer=adam            then what is set in it is an override in Hydra's own grammar
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +16,15 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lockstep.config.knob import closest
 from lockstep.errors import TaskError
-from lockstep.runtime.extras import install
+from lockstep.training.hydra_config import composed, of_omegaconf
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 _ANY = int | float | bool | str | None  # where there is no value whose type counts
+_OPEN = ("None", "???", "${")  # texts of None, and of OmegaConf's missing values and interpolations
 UNSEEN: Any = object()
 """As a parameter's default: not known before the file runs."""
 
@@ -92,8 +91,8 @@ def _value(
     """Of one parameter. `texts`: by the path inside it; "" is the whole."""
     inside = {path: text for path, text in texts.items() if path}
     whole = texts.get("")
-    if whole is not None and _of_omegaconf(parameter.kind):
-        return _composed(key, folder / whole, inside)
+    if whole is not None and of_omegaconf(parameter.kind):
+        return composed(key, folder / whole, inside)
     value = parameter.default if whole is None else _convert(key, whole, parameter.kind)
     if parameter.default is UNSEEN:
         return value
@@ -113,7 +112,7 @@ def _changed(value: Any, path: str, text: str, key: str, name: str) -> Any:
     new = _changed(inner, rest, text, inside, name) if rest else _convert(inside, text, kind)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{here: new})
-    if not _of_omegaconf(type(value)):
+    if not of_omegaconf(type(value)):
         changed = copy.copy(value)
         changed[here] = new
         return changed
@@ -131,17 +130,18 @@ def _members(value: Any) -> dict[str, tuple[Any, Any]]:
         hints = _hints(type(value))
         held = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         return {key: (each, hints.get(key, type(each))) for key, each in held.items()}
-    plain = value
-    if _of_omegaconf(type(value)):
+    plain, hints = value, {}
+    if of_omegaconf(type(value)):
         from omegaconf import OmegaConf
 
         plain = OmegaConf.to_container(value)  # interpolations and missing values as texts
+        hints = _hints(OmegaConf.get_type(value))  # of a structured one
     if not isinstance(plain, Mapping):
         return {}
     return {
         key: (
             value[key] if isinstance(each, Mapping) else each,
-            _ANY if each is None or str(each).startswith(("???", "${")) else type(each),
+            hints.get(key, _ANY if str(each).startswith(_OPEN) else type(each)),
         )
         for key, each in plain.items()
     }
@@ -153,33 +153,6 @@ def _unknown(
     every = list(members)
     known = f"{where} takes {', '.join(every) or 'nothing'}{closest(here, every)}"
     return TaskError("override-unknown", key=key, value=text, file=name, known=known)
-
-
-def _of_omegaconf(kind: Any) -> bool:
-    return str(getattr(kind, "__module__", "")).startswith("omegaconf.")
-
-
-def _composed(key: str, file: Path, texts: Mapping[str, str]) -> Any:
-    """The configuration that Hydra composes from `file` with these overrides."""
-    try:
-        from hydra import compose, initialize_config_dir
-        from hydra.errors import HydraException
-        from omegaconf.errors import OmegaConfBaseException
-    except ImportError:
-        raise TaskError(
-            "missing-extra", what=f"--set {key}={file}", package="Hydra", install=install("hydra")
-        ) from None
-    if not file.is_file():
-        raise TaskError("cannot-read", name=f"--set {key}", file=file, reason="no such file")
-    overrides = [f"{path}={text}" for path, text in texts.items()]
-    try:
-        with initialize_config_dir(str(file.parent), version_base="1.3"):
-            return compose(file.name, overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        reason = " ".join(str(error).split())
-        raise TaskError(
-            "config-not-composed", key=key, file=file, overrides=overrides, reason=reason
-        ) from None
 
 
 def type_of_default(default: object) -> Any:
@@ -239,9 +212,3 @@ def _spelled(kind: Any) -> str:
         types.NoneType: "none",
     }
     return names.get(kind, f"a {getattr(kind, '__name__', kind)}, which --set cannot give")
-
-
-def closest(name: str, known: Iterable[str]) -> str:
-    """ " (did you mean 'digits'?)", or nothing where no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -24,13 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lockstep.config.knob import closest
 from lockstep.config.task import Task
 from lockstep.errors import TaskError
 from lockstep.training.overrides import (
     UNSEEN,
     Parameter,
     arguments,
-    closest,
     converted,
     type_of_default,
 )
