@@ -81,7 +81,7 @@ def _train(
     elif cluster.nodes is not None or (here := rank_here(workers)) is None:
         fixed, count = many.fixed_set(cluster, workers)
         workers = None if count is None else str(count)
-    if several and not (here is fixed is None):
+    if several and (here is not None or fixed is not None):
         raise UsageError("multirun-alone", other="another launcher, or --nodes")
     if here is not None:
         _listen(here, launch)

@@ -38,7 +38,7 @@ _OTHERS = {
 """On ranks other than 0: they write no copy of the configuration and no log file."""
 
 
-class OneOutputDirectory(Callback):  # type: ignore[misc]  # hydra's types end at its package
+class OneOutputDirectory(Callback):
     """A callback of Hydra: all ranks take rank 0's `hydra.run.dir`, or `hydra.sweep.dir`, and rank 0
     alone writes the configuration and the log there.
 

@@ -36,8 +36,7 @@ class Cell:
             return
         self.shown, data = text, {"text/plain": text}
         if self._handle is None:
-            from IPython.display import display
-
-            self._handle = display(data, raw=True, display_id=True)
+            ipython: Any = sys.modules["IPython"]
+            self._handle = ipython.display.display(data, raw=True, display_id=True)
         else:
             self._handle.update(data, raw=True)

@@ -49,9 +49,8 @@ def composed(key: str, file: Path, texts: Mapping[str, str]) -> Any:
     )
 
 
-def _paths(value: Mapping[Any, Any], above: str = "") -> Iterator[str]:
+def _paths(value: Any, above: str = "") -> Iterator[str]:
     """Of all that a composed configuration holds: optimizer, optimizer.lr."""
-    for key, each in value.items():
+    for key, each in value.items() if isinstance(value, Mapping) else ():
         yield f"{above}{key}"
-        if isinstance(each, Mapping):
-            yield from _paths(each, f"{above}{key}.")
+        yield from _paths(each, f"{above}{key}.")

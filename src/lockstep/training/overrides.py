@@ -135,7 +135,7 @@ def _members(value: Any) -> dict[str, tuple[Any, Any]]:
         from omegaconf import OmegaConf
 
         plain = OmegaConf.to_container(value)  # interpolations and missing values as texts
-        hints = _hints(OmegaConf.get_type(value))  # of a structured one
+        hints = _hints(OmegaConf.get_type(value) or dict)  # of a structured one
     if not isinstance(plain, Mapping):
         return {}
     return {
