@@ -9,7 +9,8 @@ from typing import Any
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
-from lockstep.training.loggers import LoggedRun, TensorBoard
+from lockstep.training.logger_packages import TensorBoard
+from lockstep.training.loggers import LoggedRun
 
 
 def written(folder: Path, metrics: dict[int, dict[str, Any]]) -> list[Event]:

@@ -11,34 +11,22 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import re
-import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import write_whole
-from lockstep.runtime.extras import install, warn_untested
-from lockstep.training.metrics import TelemetryFile
+from lockstep.runtime.extras import install
+from lockstep.training.logger_packages import KINDS, MLflow, TensorBoard, WandB, scalars
 from lockstep.training.result import Result
 
 Ended = Literal["FINISHED", "KILLED", "FAILED"]
 """KILLED: stopped as asked, to be resumed."""
-KINDS = ("step", "evaluate")
-_FLUSH_EVERY = 1.0  # s
-_PATIENCE = 20.0  # s at the end, while the other ranks wait; a stall is declared after 30
-_SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
-_NUMBERS = count()  # of this process's event files: two may begin in one second
-_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000  # what MLflow takes at once, and of one value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +106,9 @@ class Loggers:
                 self._add(name, logger, record)
 
     def close(self, ended: Ended, result: Result | None = None) -> None:
-        summary = {} if result is None else dict(_flat(result.as_json()))
+        # metrics are logged, and the headline is one of them
+        known = {} if result is None else result.as_json() | {"metrics": {}, "headline": {}}
+        summary = dict(_flat(known))
         for name, logger in list(self._open.items()):
             self._attempt(name, partial(logger.close, ended, summary))
         self._open.clear()
@@ -180,172 +170,6 @@ def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    if record["kind"] == "evaluate":
-        return {f"evaluate/{name}": float(value) for name, value in record["metrics"].items()}
-    found = {f"train/{name}": float(record[name]) for name in _SCALARS if name in record}
-    return {**found, "train/workers": len(record["samples_by_rank"])}
-
-
-class WandB:
-    """Its variables are honoured: WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR and others."""
-
-    def __init__(self, run: LoggedRun) -> None:
-        import wandb
-
-        warn_untested("wandb", "0.31", "0.31")
-        given = os.environ
-        self._run = wandb.init(
-            id=run.id_of("wandb"),
-            resume="allow",
-            project=given.get("WANDB_PROJECT", run.task),
-            name=given.get("WANDB_NAME", run.path.name),
-            dir=given.get("WANDB_DIR", str(run.path)),
-            config=dict(run.parameters),
-            # the ranks' logs are in the run directory
-            settings=wandb.Settings(
-                console=given.get("WANDB_CONSOLE", "off"), finish_timeout=_PATIENCE
-            ),
-        )
-        run.keep("wandb", self._run.id)
-        self.held = dict.fromkeys(KINDS, self._run.starting_step - 1)
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        self._run.log(_scalars(record), step=record["step"])
-
-    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update(summary)
-        if ended == "KILLED":
-            self._run.mark_preempting()
-        self._run.finish(exit_code=int(ended != "FINISHED"))
-
-
-class MLflow:
-    """In the store of MLFLOW_TRACKING_URI, else in mlflow.db in the run directory. Numbers are
-    sent by a thread, because a store that does not answer would hold the training up.
-    """
-
-    def __init__(self, run: LoggedRun) -> None:
-        import mlflow
-
-        warn_untested("mlflow-skinny", "3.17", "3.17")
-        elsewhere = mlflow.is_tracking_uri_set()
-        uri = None if elsewhere else f"sqlite:///{run.path.absolute()}/mlflow.db"
-        self._client = mlflow.MlflowClient(tracking_uri=uri)
-        kept = run.id_of("mlflow")
-        if kept is None:
-            artifacts = None if elsewhere else (run.path.absolute() / "mlartifacts").as_uri()
-            kept = self._created(run, artifacts)
-            run.keep("mlflow", kept)
-        self._id = kept
-        self._client.set_terminated(kept, "RUNNING")
-        self.held = {kind: self._last(f"{where}/loss") for kind, where in _WHERE.items()}
-        self._waiting: list[Any] = []
-        self._send_next = 0.0
-        self._thread = ThreadPoolExecutor(1)
-        self._sending: Future[None] = self._thread.submit(self._send, [])
-
-    def _created(self, run: LoggedRun, artifacts: str | None) -> str:
-        from mlflow.entities import Param
-
-        given = os.environ
-        experiment = given.get("MLFLOW_EXPERIMENT_ID")
-        if experiment is None:
-            name = given.get("MLFLOW_EXPERIMENT_NAME", run.task)
-            found = self._client.get_experiment_by_name(name)
-            experiment = (
-                self._client.create_experiment(name, artifacts)
-                if found is None
-                else found.experiment_id
-            )
-        id: str = self._client.create_run(experiment, run_name=run.path.name).info.run_id
-        parameters = [Param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
-        for first in range(0, len(parameters), _PARAMETERS):
-            self._client.log_batch(id, params=parameters[first : first + _PARAMETERS])
-        return id
-
-    def _last(self, name: str) -> int:
-        return max(
-            (each.step for each in self._client.get_metric_history(self._id, name)), default=0
-        )
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        from mlflow.entities import Metric
-
-        now = time.time()
-        self._waiting += [
-            # the only characters that a name may have there
-            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, int(now * 1000), record["step"])
-            for name, value in _scalars(record).items()
-        ]
-        if now >= self._send_next and self._sending.done():
-            self._sending.result()
-            self._sending = self._thread.submit(self._send, self._waiting)
-            self._waiting, self._send_next = [], now + _FLUSH_EVERY
-
-    def _send(self, metrics: list[Any]) -> None:
-        for first in range(0, len(metrics), _BATCH):
-            self._client.log_batch(self._id, metrics=metrics[first : first + _BATCH])
-
-    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
-        end = self._thread.submit(self._end, ended, summary)
-        self._thread.shutdown(wait=False)
-        end.result(_PATIENCE)
-
-    def _end(self, ended: Ended, summary: Mapping[str, Any]) -> None:
-        self._sending.result()
-        self._send(self._waiting)
-        for name, value in summary.items():
-            self._client.set_tag(self._id, name, str(value))
-        self._client.set_terminated(self._id, ended)
-
-
-class TensorBoard:
-    """An event file of each process in the run directory, by TensorBoard's own package.
-
-    TensorBoard's own writer opens its file by name for each write, where another may be by then.
-    """
-
-    def __init__(self, run: LoggedRun) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-        from torch.utils.tensorboard.summary import hparams
-
-        self._event, self._summary = Event, Summary
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._file = TelemetryFile(run.path / name)
-        self._records = RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        # has TensorBoard forget what earlier files say of this step and later ones
-        self._write(step=run.step, session_log=SessionLog(status=SessionLog.START))
-        self.held = dict.fromkeys(KINDS, run.step - 1)
-        for part in hparams(dict(run.parameters), {"train/loss": 0.0}):
-            self._write(step=0, summary=part)
-        self._file.flush()
-        self._flush_next = 0.0
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        values = [
-            self._summary.Value(tag=tag, simple_value=value)
-            for tag, value in _scalars(record).items()
-        ]
-        self._write(step=record["step"], summary=self._summary(value=values))
-        if (now := time.monotonic()) > self._flush_next:
-            self._file.flush()
-            self._flush_next = now + _FLUSH_EVERY
-
-    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard.summary import text
-
-        for name, value in summary.items():
-            self._write(step=0, summary=text(name, str(value)))
-        self._file.close()
-
-    def _write(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-
 class CSV:
     """metrics.csv in the run directory: a row for each step and each evaluation."""
 
@@ -356,7 +180,7 @@ class CSV:
         self._write_again([])
 
     def add(self, record: Mapping[str, Any]) -> None:
-        row = {"step": record["step"], **_scalars(record)}
+        row = {"step": record["step"], **scalars(record)}
         if row.keys() - self._columns:
             self._file.close()
             with self._path.open(encoding="utf-8", newline="") as file:
@@ -376,7 +200,6 @@ class CSV:
         self._file.close()
 
 
-_WHERE = {"step": "train", "evaluate": "evaluate"}
 LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
     "wandb": WandB,
     "mlflow": MLflow,
