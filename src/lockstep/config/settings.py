@@ -24,7 +24,7 @@ from lockstep.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
 Split = Literal["time", "parameters"]
-Logger = Literal["wandb", "mlflow", "tensorboard", "csv"]
+LoggerName = Literal["wandb", "mlflow", "tensorboard", "csv"]
 
 FILE = "settings.json"
 SCHEDULE = "1f1b"
@@ -72,7 +72,7 @@ class Config(Parallelism):
     """What the stages of a pipeline have in equal parts."""
     log: Annotated[
         Sequence[str],
-        Knob("run", unit="|".join(get_args(Logger)), default="tensorboard, if it is installed"),
+        Knob("run", unit="|".join(get_args(LoggerName)), default="tensorboard, if it is installed"),
     ] = ()
     """Log metrics there; may be repeated, or several with commas."""
     checkpoint_every: Annotated[
@@ -239,7 +239,7 @@ def _loggers(given: Sequence[str]) -> tuple[str, ...]:
     names = ",".join([given] if isinstance(given, str) else map(str, given))
     found = tuple(name.strip() for name in names.split(",") if name.strip())
     for place, name in enumerate(found):
-        knob.chosen("log", name, get_args(Logger))
+        knob.chosen("log", name, get_args(LoggerName))
         if name in found[:place]:
             raise UsageError("given-twice", where="log", name=name)
     return found

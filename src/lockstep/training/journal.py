@@ -160,12 +160,12 @@ class Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._loggers is not None:
-            stopped = kind in (Preempted, MoreWorkers, KeyboardInterrupt)
-            ended: Ended = "KILLED" if stopped else "FINISHED" if self._result else "FAILED"
-            self._loggers.close(ended, self._result)
-            self._say_problems(self._loggers)
-        self._open.close()
+        with self._open:
+            if self._loggers is not None:
+                stopped = kind in (Preempted, MoreWorkers, KeyboardInterrupt)
+                ended: Ended = "KILLED" if stopped else "FINISHED" if self._result else "FAILED"
+                self._loggers.close(ended, self._result)
+                self._say_problems(self._loggers)
 
     def finished(self, result: Result) -> None:
         """What the training came to: loggers get it when they are closed."""

@@ -9,7 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 KINDS = {"step": "train", "evaluate": "evaluate"}
 """Records that are logged, and what their numbers' names begin with."""
 _FLUSH_EVERY = 1.0  # s
-_PATIENCE = 20.0  # s at the end, while the other ranks wait; a stall is declared after 30
+_PATIENCE = 10.0  # s of each at the end, while other ranks wait; a stall is declared after 30
 _SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
 _NUMBERS = count()  # of this process's event files: two may begin in one second
 _BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000  # what MLflow takes at once, and of one value
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a step or an evaluation, as they are called in every logger."""
     if record["kind"] == "evaluate":
         return {f"evaluate/{name}": float(value) for name, value in record["metrics"].items()}
     found = {f"train/{name}": float(record[name]) for name in _SCALARS if name in record}
@@ -86,7 +87,7 @@ class MLflow:
             kept = self._created(run, artifacts)
             run.keep("mlflow", kept)
         self._id = kept
-        self._client.set_terminated(kept, "RUNNING")
+        self._client.update_run(kept, status="RUNNING")
         self.held = {kind: self._last(f"{where}/loss") for kind, where in KINDS.items()}
         self._waiting: list[Any] = []
         self._send_next = 0.0
@@ -138,7 +139,9 @@ class MLflow:
     def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
         end = self._thread.submit(self._end, ended, summary)
         self._thread.shutdown(wait=False)
-        end.result(_PATIENCE)
+        if wait([end], _PATIENCE).not_done:
+            raise TimeoutError(f"the store has not taken everything within {_PATIENCE:g} s")
+        end.result()
 
     def _end(self, ended: Ended, summary: Mapping[str, Any]) -> None:
         self._sending.result()
