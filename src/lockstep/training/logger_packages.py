@@ -44,26 +44,26 @@ class WandB:
 
         warn_untested("wandb", "0.31", "0.31")
         given = os.environ
+        settings = wandb.Settings(finish_timeout=_PATIENCE)
+        if "WANDB_CONSOLE" not in given:
+            settings.console = "off"  # the ranks' logs are in the run directory
         self._run = wandb.init(
-            id=run.id_of("wandb"),
+            id=run.ids().get("wandb"),
             resume="allow",
             project=given.get("WANDB_PROJECT", run.task),
             name=given.get("WANDB_NAME", run.path.name),
             dir=given.get("WANDB_DIR", str(run.path)),
             config=dict(run.parameters),
-            # the ranks' logs are in the run directory
-            settings=wandb.Settings(
-                console=given.get("WANDB_CONSOLE", "off"), finish_timeout=_PATIENCE
-            ),
+            settings=settings,
         )
         run.keep("wandb", self._run.id)
-        self.held = dict.fromkeys(KINDS, self._run.starting_step - 1)
+        self.held: Mapping[str, int] = dict.fromkeys(KINDS, self._run.starting_step - 1)
 
     def add(self, record: Mapping[str, Any]) -> None:
         self._run.log(scalars(record), step=record["step"])
 
     def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
-        self._run.summary.update(summary)
+        self._run.summary.update(dict(summary))
         if ended == "KILLED":
             self._run.mark_preempting()
         self._run.finish(exit_code=int(ended != "FINISHED"))
@@ -81,14 +81,16 @@ class MLflow:
         elsewhere = mlflow.is_tracking_uri_set()
         uri = None if elsewhere else f"sqlite:///{run.path.absolute()}/mlflow.db"
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        kept = run.id_of("mlflow")
+        kept = run.ids().get("mlflow")
         if kept is None:
             artifacts = None if elsewhere else (run.path.absolute() / "mlartifacts").as_uri()
             kept = self._created(run, artifacts)
             run.keep("mlflow", kept)
         self._id = kept
         self._client.update_run(kept, status="RUNNING")
-        self.held = {kind: self._last(f"{where}/loss") for kind, where in KINDS.items()}
+        self.held: Mapping[str, int] = {
+            kind: self._last(f"{where}/loss") for kind, where in KINDS.items()
+        }
         self._waiting: list[Any] = []
         self._send_next = 0.0
         self._thread = ThreadPoolExecutor(1)
@@ -170,7 +172,7 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
         # has TensorBoard forget what earlier files say of this step and later ones
         self._write(step=run.step, session_log=SessionLog(status=SessionLog.START))
-        self.held = dict.fromkeys(KINDS, run.step - 1)
+        self.held: Mapping[str, int] = dict.fromkeys(KINDS, run.step - 1)
         for part in hparams(dict(run.parameters), {"train/loss": 0.0}):
             self._write(step=0, summary=part)
         self._file.flush()

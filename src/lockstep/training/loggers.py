@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -43,18 +43,14 @@ class LoggedRun:
     parameters: Mapping[str, Any]
     """Hyper-parameters by name."""
 
-    def id_of(self, logger: str) -> str | None:
-        """As an earlier process has kept it."""
-        return self._ids().get(logger)
+    def ids(self) -> dict[str, str]:
+        """Of the runs of earlier processes, by logger."""
+        file = self.path / "loggers.json"
+        return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
 
     def keep(self, logger: str, id: str) -> None:
         """For the processes that resume this training."""
-        write_whole(self.path / "loggers.json", json.dumps(self._ids() | {logger: id}) + "\n")
-
-    def _ids(self) -> dict[str, str]:
-        file = self.path / "loggers.json"
-        found: dict[str, str] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-        return found
+        write_whole(self.path / "loggers.json", json.dumps(self.ids() | {logger: id}) + "\n")
 
     def past(self) -> Iterator[dict[str, Any]]:
         """Steps and evaluations before the one that it resumes from."""
@@ -78,7 +74,7 @@ class Loggers:
     `problems`: training does not end for it.
     """
 
-    def __init__(self, names: tuple[str, ...], run: LoggedRun) -> None:
+    def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
         """No names: TensorBoard, if it is installed.
 
         Raises UsageError where a package is missing, or a logger cannot open at the beginning of a
@@ -87,7 +83,7 @@ class Loggers:
         self.problems: list[str] = []
         self._open: dict[str, Logger] = {}
         check_installed(names)
-        for name in names or ("tensorboard",) * _is_installed("tensorboard"):
+        for name in names or ["tensorboard"] * _is_installed("tensorboard"):
             try:
                 logger = self._open[name] = LOGGERS[name](run)
             except Exception as error:
@@ -153,12 +149,12 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def check_installed(names: tuple[str, ...]) -> None:
+def check_installed(names: Sequence[str]) -> None:
     """Raise a UsageError for a logger whose package is not installed."""
-    for name in names:
-        if name != "csv" and not _is_installed(name):
+    for each in names:
+        if each != "csv" and not _is_installed(each):
             raise UsageError(
-                "missing-extra", what=f"log={name}", package=name, install=install(name)
+                "missing-extra", what=f"log={each}", package=each, install=install(each)
             )
 
 
@@ -174,7 +170,7 @@ class CSV:
     """metrics.csv in the run directory: a row for each step and each evaluation."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self.held = dict.fromkeys(KINDS, 0)
+        self.held: Mapping[str, int] = dict.fromkeys(KINDS, 0)
         self._path = run.path / "metrics.csv"
         self._columns: list[str] = []
         self._write_again([])

@@ -71,7 +71,7 @@ class Training(AssembledTraining):
                     self.settings, self.identity.recipe, self.identity.machine
                 ),
             )
-            loggers = Loggers(tuple(self.settings.log), run)
+            loggers = Loggers(self.settings.log, run)
         return Journal(
             self.task,
             self.world,
