@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KINDS = {"step": "train", "evaluate": "evaluate"}
 """Records that are logged, and what their numbers' names begin with."""
-_FLUSH_EVERY = 1.0  # s
+_SEND_EVERY = 1.0  # s
 _PATIENCE = 10.0  # s of each at the end, while other ranks wait; a stall is declared after 30
 _SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
 _NUMBERS = count()  # of this process's event files: two may begin in one second
@@ -132,7 +132,7 @@ class MLflow:
         if now >= self._send_next and self._sending.done():
             self._sending.result()
             self._sending = self._thread.submit(self._send, self._waiting)
-            self._waiting, self._send_next = [], now + _FLUSH_EVERY
+            self._waiting, self._send_next = [], now + _SEND_EVERY
 
     def _send(self, metrics: list[Any]) -> None:
         for first in range(0, len(metrics), _BATCH):
@@ -175,8 +175,6 @@ class TensorBoard:
         self.held: Mapping[str, int] = dict.fromkeys(KINDS, run.step - 1)
         for part in hparams(dict(run.parameters), {"train/loss": 0.0}):
             self._write(step=0, summary=part)
-        self._file.flush()
-        self._flush_next = 0.0
 
     def add(self, record: Mapping[str, Any]) -> None:
         values = [
@@ -184,9 +182,6 @@ class TensorBoard:
             for tag, value in scalars(record).items()
         ]
         self._write(step=record["step"], summary=self._summary(value=values))
-        if (now := time.monotonic()) > self._flush_next:
-            self._file.flush()
-            self._flush_next = now + _FLUSH_EVERY
 
     def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard.summary import text
@@ -197,3 +192,4 @@ class TensorBoard:
 
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()  # nothing is lost with a process that is killed
