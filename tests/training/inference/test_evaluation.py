@@ -270,6 +270,7 @@ def task_with_torchmetrics(world: lockstep.World) -> dict[str, str]:
 
 
 def test_torchmetrics_objects_of_a_task() -> None:
+    from torchmetrics import MeanMetric
     from torchmetrics.functional.classification import multiclass_accuracy, multiclass_auroc
 
     with lockstep.init(backend="gloo") as world:
@@ -279,6 +280,8 @@ def test_torchmetrics_objects_of_a_task() -> None:
         torch.set_num_threads(before)
         with refused("not-a-metric", name="a", type="int"):
             evaluated(world, net(), metrics={"a": 1})
+        with refused("not-a-metric", name="a", type="tuple"):
+            evaluated(world, net(), metrics={"a": (MeanMetric(),)})
         with refused("metric-named-loss", TaskError):
             evaluated(world, net(), metrics={"loss": toy.metrics})
     x, y = toy.data(toy.HELD_OUT, 2)[:]

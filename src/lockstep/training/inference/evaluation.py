@@ -328,7 +328,9 @@ class Evaluation:
         )
         self._tally = Tally(world, self.rows.count)
         self._objects = {
-            name: given if isinstance(given, tuple) else (given, partial(_default_arguments, name))
+            name: given
+            if isinstance(given, tuple) and len(given) == 2
+            else (given, partial(_default_arguments, name))
             for name, given in (task.metric_objects or {}).items()
         }
         if "loss" in self._objects:
