@@ -90,6 +90,8 @@ def test_there_and_back(tmp_path: Path) -> None:
         ({"precision": "fp16", "sync_every": 2}, "fp16-with-own-steps", {"sync_every": 2}),
         ({"precision": "fp16", "mesh": "tensor=2"}, "fp16-with-mesh", {"mesh": "tensor=2"}),
         ({"compile": True, "mesh": "tensor=2"}, "compile-with-mesh", {"mesh": "tensor=2"}),
+        ({"log": "csv,x"}, "unknown-choice", {"name": "log", "value": "x"}),
+        ({"log": ["csv", "csv"]}, "given-twice", {"where": "log", "name": "csv"}),
         ({"schedule": "gpipe"}, "no-pipeline", {"name": "schedule", "value": "gpipe"}),
         ({"split": "parameters"}, "no-pipeline", {"name": "split", "value": "parameters"}),
     ],

@@ -1,4 +1,4 @@
-"""The example of docs/guide/training.md trains, stops early and calls its callback."""
+"""The examples of docs/guide/training.md and evaluation.md do what the pages say."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def test_the_fields_that_are_easily_missed(
     assert result.stopped_early is not None
     assert result.epochs < 20
     assert capsys.readouterr().out.count("accuracy") == result.epochs
+
+
+def test_torchmetrics_objects(capsys: pytest.CaptureFixture[str]) -> None:
+    page = PAGE.with_name("evaluation.md").read_text()
+    (text,) = re.findall(r"```python\n(.*?)```\n\n```text\n(?:.*?)```", page, re.DOTALL)
+    exec(text, {})
+    assert sorted(eval(capsys.readouterr().out)) == ["auroc", "confidence", "f1", "loss"]

@@ -8,10 +8,10 @@ record of what was asked.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from lockstep.config import knob
 from lockstep.config.balance import Balance
@@ -24,6 +24,7 @@ from lockstep.errors import UsageError
 
 Device = Literal["auto", "cpu", "cuda"]
 Split = Literal["time", "parameters"]
+LoggerName = Literal["wandb", "mlflow", "tensorboard", "csv"]
 
 FILE = "settings.json"
 SCHEDULE = "1f1b"
@@ -69,6 +70,11 @@ class Config(Parallelism):
     """Order in which a pipeline runs micro-batches."""
     split: Annotated[Split, Knob("model split")] = SPLIT
     """What the stages of a pipeline have in equal parts."""
+    log: Annotated[
+        Sequence[str],
+        Knob("run", unit="|".join(get_args(LoggerName)), default="tensorboard, if it is installed"),
+    ] = ()
+    """Log metrics there; may be repeated, or several with commas."""
     checkpoint_every: Annotated[
         int | None,
         Knob(
@@ -89,6 +95,7 @@ class Config(Parallelism):
 
     def __post_init__(self) -> None:
         Parallelism.__post_init__(self)
+        object.__setattr__(self, "log", _loggers(self.log))
         if self.epochs is not None and self.steps is not None:
             raise UsageError("epochs-and-steps", epochs=self.epochs, steps=self.steps)
         PipelineSchedule.read(self.schedule)
@@ -223,6 +230,19 @@ def check_parts(mesh: Mesh, precision: Precision | None, *, compile: bool | None
         raise UsageError("fp16-with-mesh", mesh=str(mesh))
     if not mesh.only_data and compile:
         raise UsageError("compile-with-mesh", mesh=str(mesh))
+
+
+def _loggers(given: Sequence[str]) -> tuple[str, ...]:
+    """Of "wandb,csv" or ["wandb", "csv"]. Raises UsageError for an unknown name, and for one given
+    twice.
+    """
+    names = ",".join([given] if isinstance(given, str) else map(str, given))
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    for place, name in enumerate(found):
+        knob.chosen("log", name, get_args(LoggerName))
+        if name in found[:place]:
+            raise UsageError("given-twice", where="log", name=name)
+    return found
 
 
 def _shown(value: object) -> str:

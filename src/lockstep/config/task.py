@@ -117,9 +117,14 @@ class Task:
     """Evaluated after every epoch, each sample once. Map-style."""
     eval_micro_batch: int | None = None
     """Samples of a forward in evaluation; default: `micro_batch`."""
-    metrics: Callable[[Any, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]] | None = None
-    """(output, batch) -> name -> (sum, weight), on `eval_data`; the loss is always evaluated, as
-    "loss".
+    metrics: (
+        Callable[[Any, Any], Mapping[str, tuple[Tensor | float, Tensor | float]]]
+        | Mapping[str, Any]
+        | None
+    ) = None
+    """(output, batch) -> name -> (sum, weight), on `eval_data`; or torchmetrics objects by name, each
+    alone or as (object, function), with (output, batch) -> the arguments of its update, by default
+    (output, batch[1]). The loss is always evaluated, as "loss".
     """
     best: str | None = None
     """The metric whose best value keeps its checkpoint beside the newest one."""
@@ -135,6 +140,14 @@ class Task:
     """The ranks that call `on_step` and `on_evaluate`."""
     parts: Parts = field(default_factory=Parts)
     """Where the model may be cut when its layers or matrices are split over ranks (--mesh)."""
+
+    @property
+    def metric_objects(self) -> dict[str, Any] | None:
+        """The torchmetrics objects of `metrics` by name; None where it is a function."""
+        found: Any = self.metrics
+        if hasattr(found, "items"):
+            return dict(found.items())
+        return {type(found).__name__: found} if hasattr(found, "compute") else None
 
     def __post_init__(self) -> None:
         self._check_callables()
@@ -158,6 +171,8 @@ class Task:
         needed = ("model", "loss", "optimizer", "inputs")
         for name in (*needed, "collate", "order", "scheduler", "metrics", "on_step", "on_evaluate"):
             value = getattr(self, name)
+            if name == "metrics" and self.metric_objects is not None:
+                continue
             if not callable(value) and (value is not None or name in needed):
                 raise TaskError("not-a-function", name=f"Task.{name}", kind=type(value).__name__)
         if not isinstance(self.model, type) and hasattr(self.model, "named_parameters"):

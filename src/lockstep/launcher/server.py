@@ -55,6 +55,7 @@ FOR_TRAININGS = (
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.record_writer",
+    "torch.utils.tensorboard.summary",
 )
 """All that a rank of `lockstep train` imports until it ends, as far as it is installed.
 

@@ -37,6 +37,7 @@ class Forward:
         self._task = task
         self._device = device
         self._dtype = _AUTOCAST.get(precision)
+        self._metrics: Any = task.metrics if task.metric_objects is None else None
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """The model's arguments, where it is cut into layers: the first of them takes positional
@@ -88,7 +89,7 @@ class Forward:
 
     def metrics(self, output: Any, batch: Any) -> Mapping[str, tuple[Any, Any]]:
         """The task's metrics and "loss", each (sum, weight)."""
-        found: Any = self._task.metrics(output, batch) if self._task.metrics else {}
+        found: Any = self._metrics(output, batch) if self._metrics else {}
         good = isinstance(found, Mapping) and all(
             isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in found.values()
         )

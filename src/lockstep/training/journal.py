@@ -1,5 +1,5 @@
-"""Where a training's records go: metrics.jsonl and the screen on rank 0, the task's callbacks on
-the ranks that asked; and what it says of itself there: how it trains, who holds what, where it
+"""Where a training's records go: metrics.jsonl, loggers and the screen on rank 0, the task's callbacks
+on the ranks that asked; and what it says of itself there: how it trains, who holds what, where it
 goes on from.
 
 The training loop reports what happened and knows none of these places. The screen is stderr: a live
@@ -21,12 +21,16 @@ from lockstep.checkpoints.files import Checkpoint
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.task import Record, Task
 from lockstep.data.windows import Window
+from lockstep.errors import Preempted
 from lockstep.gradients.layout import BUCKET
 from lockstep.launcher.logs import Tee
 from lockstep.step.step_result import StepResult
+from lockstep.training.loggers import Ended, Loggers
 from lockstep.training.metrics import MetricsFile
+from lockstep.training.result import Result
 from lockstep.training.resume import differences
 from lockstep.training.run_directory import RunDirectory
+from lockstep.training.saving import MoreWorkers
 from lockstep.updates.update import AppliedWindow
 from lockstep.world.world import World
 
@@ -41,7 +45,7 @@ class Journal:
     """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody
     else tells of a step that was skipped; `sent()`: bytes.
 
-    `screen` False: nothing is shown.
+    `loggers`: rank 0's. `screen` False: nothing is shown.
     """
 
     def __init__(
@@ -54,12 +58,14 @@ class Journal:
         epochs: int | None,
         says_skips: bool,
         sent: Callable[[], int],
+        loggers: Loggers | None = None,
         screen: bool = True,
     ) -> None:
         self._epochs, self._says_skips, self._bytes_sent = epochs, says_skips, sent
         self._open = ExitStack()
         self._file: MetricsFile | None = None
-        self._run = run
+        self._run, self._loggers = run, loggers
+        self._result: Result | None = None
         self._screen: Progress | None = None
         if world.rank == 0:
             self._file = (
@@ -153,8 +159,17 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._open:
+            if self._loggers is not None:
+                stopped = kind in (Preempted, MoreWorkers, KeyboardInterrupt)
+                ended: Ended = "KILLED" if stopped else "FINISHED" if self._result else "FAILED"
+                self._loggers.close(ended, self._result)
+                self._say_problems(self._loggers)
+
+    def finished(self, result: Result) -> None:
+        """What the training came to: loggers get it when they are closed."""
+        self._result = result
 
     def _start_watch(self) -> None:
         """What passes between here and the next step is that step's."""
@@ -164,6 +179,13 @@ class Journal:
         if self._file is not None and self._run is not None:
             self._run.check()
             self._file.write(record)
+        if self._loggers is not None:
+            self._loggers.add(record)
+            self._say_problems(self._loggers)
+
+    def _say_problems(self, loggers: Loggers) -> None:
+        while loggers.problems:
+            self.event("logger failed", loggers.problems.pop(0))
 
     def _say(self, line: str) -> None:
         if self._screen is not None:

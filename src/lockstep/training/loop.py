@@ -17,6 +17,7 @@ from lockstep.step.forward import matmul_precision
 from lockstep.training.anatomy import AnatomyFile, begins
 from lockstep.training.assembled import AssembledTraining
 from lockstep.training.journal import Journal, mesh_in_words, say_resumed, say_start
+from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import Untimed
@@ -54,10 +55,23 @@ class Training(AssembledTraining):
                 journal.event("idle", idle)
             journal.event("end", step=self.stepper.steps, seconds=seconds)
             result = self._result(seconds)
+            journal.finished(result)
         self.saves.finish(result)
         return result
 
     def _journal(self) -> Journal:
+        loggers = None
+        if self.world.rank == 0 and self.directory is not None:
+            run = LoggedRun(
+                path=self.directory.path,
+                records=self.directory.metrics,
+                task=self.task.name or "task",
+                step=self.stepper.steps,
+                parameters=hyper_parameters(
+                    self.settings, self.identity.recipe, self.identity.machine
+                ),
+            )
+            loggers = Loggers(self.settings.log, run)
         return Journal(
             self.task,
             self.world,
@@ -66,6 +80,7 @@ class Training(AssembledTraining):
             epochs=self.length.epochs,
             says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
             sent=lambda: self.stepper.bytes_sent,
+            loggers=loggers,
         )
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""metrics.jsonl: one JSON object a line, of kind step, evaluate or event; and the same numbers for
-TensorBoard where it is installed.
+"""metrics.jsonl: one JSON object a line, of kind step, evaluate or event. loggers.py passes the
+numbers on.
 
 step       step, epoch (both count from 1), loss (weighted, whole global batch, before the update),
            weight, samples_by_rank,
@@ -17,14 +17,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from itertools import count
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -32,9 +29,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from lockstep.errors import LockstepError, LockstepWarning
 from lockstep.runtime.disk import write_whole
 
-_FLUSH_EVERY = 1.0  # s
 _BUFFER = 2**16  # bytes
-_NUMBERS = count()  # of this process's files: two may begin in one second
 
 
 class MetricsFile:
@@ -46,18 +41,13 @@ class MetricsFile:
         self._file = file
         with self._named():
             self._lines = file.open("ab", buffering=0)
-        self._board = _tensorboard(file.parent)
 
     def write(self, record: Mapping[str, Any]) -> None:
         with self._named():
             self._lines.write((json.dumps(finite(record), allow_nan=False) + "\n").encode())
-        if self._board is not None and "step" in record:
-            self._board.add(_scalars(record), record["step"])
 
     def close(self) -> None:
         self._lines.close()
-        if self._board is not None:
-            self._board.close()
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -73,43 +63,6 @@ class MetricsFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class EventFile:
-    """Appends scalars, by TensorBoard's own package, to a new file in `directory`.
-
-    TensorBoard's own writer opens its file by name for each write, where another may be by then.
-
-    Raises ImportError where the package is not installed.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
-        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
-        self._file = TelemetryFile(directory / name)
-        self._records = RecordWriter(self._file)
-        self._write(file_version="brain.Event:2")
-        self._file.flush()
-        self._flush_next = 0.0
-
-    def add(self, scalars: Mapping[str, float], step: int) -> None:
-        values = [
-            self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()
-        ]
-        self._write(step=step, summary=self._summary(value=values))
-        if (now := time.monotonic()) > self._flush_next:
-            self._file.flush()
-            self._flush_next = now + _FLUSH_EVERY
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, **fields: Any) -> None:
-        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def forget_after(metrics: Path, step: int, evaluated: int) -> None:
@@ -128,23 +81,6 @@ def forget_after(metrics: Path, step: int, evaluated: int) -> None:
         if last is None or record["step"] <= last:
             kept.append(line + "\n")
     write_whole(metrics, "".join(kept))
-
-
-def _tensorboard(directory: Path) -> EventFile | None:
-    try:
-        return EventFile(directory)
-    except ImportError:
-        return None
-
-
-def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    if record["kind"] == "evaluate":
-        return {f"evaluate/{name}": value for name, value in record["metrics"].items()}
-    return {
-        f"train/{name}": record[name]
-        for name in ("loss", "lr", "grad_norm", "samples_per_s")
-        if name in record
-    }
 
 
 def finite(value: Any) -> Any:

@@ -42,6 +42,7 @@ _BEFORE = "before-"
 _CLAIMED = (_LOCK, _MARK, FILE)
 _PASSING = re.compile(
     rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*"
+    r"|loggers\.json|wandb|mlflow\.db|metrics\.csv"
 )
 _START = 2**20  # bytes of metrics.jsonl that a run without a step never has
 _TRIES = 10  # to make a folder that others remove
@@ -220,9 +221,13 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
     """Claim the directory `run` (None: a new one), with its copies elsewhere set aside where it is
     to be `fresh`.
 
-    Raises UsageError where it cannot be used, and SystemExit with 77, after a sentence on stderr,
+    Raises UsageError where it cannot be used or a logger's package is missing, and SystemExit with 77, after a sentence on stderr,
     where `resume` finds nothing to go on from.
     """
+    if settings.log:
+        from lockstep.training.loggers import check_installed  # before anything is made
+
+        check_installed(settings.log)
     directory = RunDirectory.claim(run, short_name(settings.task), fresh=fresh)
     try:
         remote = None

@@ -179,9 +179,11 @@ class Saving(Unsaved):
 def saving_in(
     run: RunDirectory | None, settings: Settings, stepper: Stepper, loader: Loader
 ) -> Unsaved:
-    """Raises UsageError for copies of checkpoints without a run directory."""
+    """Raises UsageError for copies of checkpoints, or loggers, without a run directory."""
     if run is not None:
         return Saving(run, settings, stepper, loader)
+    if settings.log:
+        raise UsageError("log-without-run", log=settings.log)
     if settings.checkpoints is not None:
         raise UsageError("checkpoints-without-run", checkpoints=settings.checkpoints)
     return Unsaved()

@@ -250,6 +250,59 @@ def test_torchmetrics_objects_have_the_same_bits_for_every_number_of_ranks() -> 
         assert run_ranks(with_torchmetrics, workers) == [alone] * workers
 
 
+def task_with_torchmetrics(world: lockstep.World) -> dict[str, str]:
+    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    means: dict[str, Any] = {
+        "mean": (MeanMetric(), lambda output, batch: (output[:, 0],)),
+        "auroc": MulticlassAUROC(3),
+    }
+    accuracies = [MulticlassAccuracy(3, average=how) for how in ("micro", "macro")]
+    named = MetricCollection(dict(zip(("micro", "macro"), accuracies, strict=True)))
+    found = (
+        evaluated(world, net(), metrics=means)
+        | evaluated(world, net(), metrics=named)
+        | evaluated(world, net(), metrics=accuracies[0])
+    )
+    assert not any(metric.update_called for metric in accuracies)
+    return {name: value.hex() for name, value in found.items()}
+
+
+def test_torchmetrics_objects_of_a_task() -> None:
+    from torchmetrics import MeanMetric
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_auroc
+
+    with lockstep.init(backend="gloo") as world:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        alone = task_with_torchmetrics(world)
+        torch.set_num_threads(before)
+        with refused("not-a-metric", name="a", type="int"):
+            evaluated(world, net(), metrics={"a": 1})
+        with refused("not-a-metric", name="a", type="tuple"):
+            evaluated(world, net(), metrics={"a": (MeanMetric(),)})
+        with refused("metric-named-loss", TaskError):
+            evaluated(world, net(), metrics={"loss": toy.metrics})
+    x, y = toy.data(toy.HELD_OUT, 2)[:]
+    with torch.no_grad():
+        output = net().eval()(x)
+    micro = multiclass_accuracy(output, y, 3, average="micro")
+    expected = {
+        "mean": output[:, 0].mean(),
+        "auroc": multiclass_auroc(output, y, 3),
+        "micro": micro,
+        "macro": multiclass_accuracy(output, y, 3, average="macro"),
+        "MulticlassAccuracy": micro,
+    }
+    found = {name: float.fromhex(value) for name, value in alone.items()}
+    assert list(found)[:2] == ["loss", "mean"]
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value.item(), rel=1e-6), name
+    for workers in (2, 3, 8):  # 6 batches: ragged shares, and ranks that have none
+        assert run_ranks(task_with_torchmetrics, workers) == [alone] * workers
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

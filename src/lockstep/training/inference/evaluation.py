@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -279,7 +280,7 @@ def evaluate(
                         (
                             measured[name]
                             if name in measured
-                            else (output, _target(name, piece.batch))
+                            else _default_arguments(name, output, piece.batch)
                         ),
                     )
                 mine[piece.number] = tally.pairs(
@@ -326,20 +327,39 @@ class Evaluation:
             share=self._placed.share,
         )
         self._tally = Tally(world, self.rows.count)
+        self._objects = {
+            name: given
+            if isinstance(given, tuple) and len(given) == 2
+            else (given, partial(_default_arguments, name))
+            for name, given in (task.metric_objects or {}).items()
+        }
+        if "loss" in self._objects:
+            raise TaskError("metric-named-loss")
+        self._states()  # what is no metric is found before the training, not after an epoch
+
+    def _states(self) -> dict[str, States]:
+        device = self._world.device
+        return {name: States(name, metric, device) for name, (metric, _) in self._objects.items()}
 
     def __call__(self) -> dict[str, float] | None:
         """None where a rank was asked to stop meanwhile (World.heed_signals): then nobody waits
         for its end.
         """
-        mine = {}
+        mine, states = {}, self._states()
         with evaluating(self._forward.model):
             for piece, output in self._placed.outputs(self._forward, self.rows, self._seed):
                 if self._world.asked_to_stop and self._placed.walks_alone:
                     break
                 mine[piece.number] = self._tally.pairs(self._forward.metrics(output, piece.batch))
+                for name, state in states.items():
+                    _, arguments = self._objects[name]
+                    state.update(piece.number, arguments(output, piece.batch))
         if self._world.agree(self._world.asked_to_stop):
             return None
-        return self._tally.totals(mine)
+        totals = self._tally.totals(mine)
+        for state in states.values():
+            totals |= state.compute(self._world)
+        return totals
 
 
 def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -355,9 +375,9 @@ def checked(found: Any, what: str, free: Mapping[str, Any]) -> Mapping[str, Any]
     return found
 
 
-def _target(name: str, batch: Any) -> Any:
+def _default_arguments(name: str, output: Any, batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return batch[1]
+        return output, batch[1]
     raise UsageError("metric-target-missing", name=name, type=type(batch).__name__)
 
 

@@ -1,0 +1,195 @@
+"""Weights & Biases, MLflow and TensorBoard as loggers (loggers.py), each by its own package, which is
+imported when it is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from lockstep.runtime.extras import warn_untested
+from lockstep.training.metrics import TelemetryFile
+
+if TYPE_CHECKING:
+    from lockstep.training.loggers import Ended, LoggedRun
+
+KINDS = {"step": "train", "evaluate": "evaluate"}
+"""Records that are logged, and what their numbers' names begin with."""
+_SEND_EVERY = 1.0  # s
+_PATIENCE = 10.0  # s of each at the end, while other ranks wait; a stall is declared after 30
+_SCALARS = ("loss", "lr", "grad_norm", "gradient_age", "samples_per_s", "epoch")
+_NUMBERS = count()  # of this process's event files: two may begin in one second
+_BATCH, _PARAMETERS, _LONGEST = 1000, 100, 6000  # what MLflow takes at once, and of one value
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a step or an evaluation, as they are called in every logger."""
+    if record["kind"] == "evaluate":
+        return {f"evaluate/{name}": float(value) for name, value in record["metrics"].items()}
+    found = {f"train/{name}": float(record[name]) for name in _SCALARS if name in record}
+    return {**found, "train/workers": len(record["samples_by_rank"])}
+
+
+class WandB:
+    """Its variables are honoured: WANDB_MODE, WANDB_PROJECT, WANDB_NAME, WANDB_DIR and others."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        import wandb
+
+        warn_untested("wandb", "0.31", "0.31")
+        given = os.environ
+        settings = wandb.Settings(finish_timeout=_PATIENCE)
+        if "WANDB_CONSOLE" not in given:
+            settings.console = "off"  # the ranks' logs are in the run directory
+        self._run = wandb.init(
+            id=run.ids().get("wandb"),
+            resume="allow",
+            project=given.get("WANDB_PROJECT", run.task),
+            name=given.get("WANDB_NAME", run.path.name),
+            dir=given.get("WANDB_DIR", str(run.path)),
+            config=dict(run.parameters),
+            settings=settings,
+        )
+        run.keep("wandb", self._run.id)
+        self.held: Mapping[str, int] = dict.fromkeys(KINDS, self._run.starting_step - 1)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self._run.log(scalars(record), step=record["step"])
+
+    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(summary))
+        if ended == "KILLED":
+            self._run.mark_preempting()
+        self._run.finish(exit_code=int(ended != "FINISHED"))
+
+
+class MLflow:
+    """In the store of MLFLOW_TRACKING_URI, else in mlflow.db in the run directory. Numbers are
+    sent by a thread, because a store that does not answer would hold the training up.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import mlflow
+
+        warn_untested("mlflow-skinny", "3.17", "3.17")
+        elsewhere = mlflow.is_tracking_uri_set()
+        uri = None if elsewhere else f"sqlite:///{run.path.absolute()}/mlflow.db"
+        self._client = mlflow.MlflowClient(tracking_uri=uri)
+        kept = run.ids().get("mlflow")
+        if kept is None:
+            artifacts = None if elsewhere else (run.path.absolute() / "mlartifacts").as_uri()
+            kept = self._created(run, artifacts)
+            run.keep("mlflow", kept)
+        self._id = kept
+        self._client.update_run(kept, status="RUNNING")
+        self.held: Mapping[str, int] = {
+            kind: self._last(f"{where}/loss") for kind, where in KINDS.items()
+        }
+        self._waiting: list[Any] = []
+        self._send_next = 0.0
+        self._thread = ThreadPoolExecutor(1)
+        self._sending: Future[None] = self._thread.submit(self._send, [])
+
+    def _created(self, run: LoggedRun, artifacts: str | None) -> str:
+        from mlflow.entities import Param
+
+        given = os.environ
+        experiment = given.get("MLFLOW_EXPERIMENT_ID")
+        if experiment is None:
+            name = given.get("MLFLOW_EXPERIMENT_NAME", run.task)
+            found = self._client.get_experiment_by_name(name)
+            experiment = (
+                self._client.create_experiment(name, artifacts)
+                if found is None
+                else found.experiment_id
+            )
+        id: str = self._client.create_run(experiment, run_name=run.path.name).info.run_id
+        parameters = [Param(name, str(value)[:_LONGEST]) for name, value in run.parameters.items()]
+        for first in range(0, len(parameters), _PARAMETERS):
+            self._client.log_batch(id, params=parameters[first : first + _PARAMETERS])
+        return id
+
+    def _last(self, name: str) -> int:
+        return max(
+            (each.step for each in self._client.get_metric_history(self._id, name)), default=0
+        )
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        now = time.time()
+        self._waiting += [
+            # the only characters that a name may have there
+            Metric(re.sub(r"[^\w\-. :/]", "_", name), value, int(now * 1000), record["step"])
+            for name, value in scalars(record).items()
+        ]
+        if now >= self._send_next and self._sending.done():
+            self._sending.result()
+            self._sending = self._thread.submit(self._send, self._waiting)
+            self._waiting, self._send_next = [], now + _SEND_EVERY
+
+    def _send(self, metrics: list[Any]) -> None:
+        for first in range(0, len(metrics), _BATCH):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _BATCH])
+
+    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
+        end = self._thread.submit(self._end, ended, summary)
+        self._thread.shutdown(wait=False)
+        if wait([end], _PATIENCE).not_done:
+            raise TimeoutError(f"the store has not taken everything within {_PATIENCE:g} s")
+        end.result()
+
+    def _end(self, ended: Ended, summary: Mapping[str, Any]) -> None:
+        self._sending.result()
+        self._send(self._waiting)
+        for name, value in summary.items():
+            self._client.set_tag(self._id, name, str(value))
+        self._client.set_terminated(self._id, ended)
+
+
+class TensorBoard:
+    """An event file of each process in the run directory, by TensorBoard's own package.
+
+    TensorBoard's own writer opens its file by name for each write, where another may be by then.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
+        self._file = TelemetryFile(run.path / name)
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        # has TensorBoard forget what earlier files say of this step and later ones
+        self._write(step=run.step, session_log=SessionLog(status=SessionLog.START))
+        self.held: Mapping[str, int] = dict.fromkeys(KINDS, run.step - 1)
+        for part in hparams(dict(run.parameters), {"train/loss": 0.0}):
+            self._write(step=0, summary=part)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        values = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in scalars(record).items()
+        ]
+        self._write(step=record["step"], summary=self._summary(value=values))
+
+    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard.summary import text
+
+        for name, value in summary.items():
+            self._write(step=0, summary=text(name, str(value)))
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()  # nothing is lost with a process that is killed

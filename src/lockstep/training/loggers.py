@@ -1,0 +1,204 @@
+"""The numbers of metrics.jsonl in Weights & Biases, MLflow, TensorBoard and a CSV file: `--log`.
+
+Rank 0 logs, so all ranks are one run. The run directory keeps the ids, so a resumed training is
+the same run. A logger that opens says up to which step it has each kind of record. It is given the
+later ones from metrics.jsonl first, so no step is missing and none is there twice after a kill.
+
+It is here and not in integrations/, because the training loop opens it and imports go down.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lockstep.config.settings import Settings
+from lockstep.errors import UsageError
+from lockstep.runtime.disk import write_whole
+from lockstep.runtime.extras import install
+from lockstep.training.logger_packages import KINDS, MLflow, TensorBoard, WandB, scalars
+from lockstep.training.result import Result
+
+Ended = Literal["FINISHED", "KILLED", "FAILED"]
+"""KILLED: stopped as asked, to be resumed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedRun:
+    """What loggers are told of a training."""
+
+    path: Path
+    """The run directory."""
+    records: Path
+    """metrics.jsonl."""
+    task: str
+    step: int
+    """That it resumes from; 0 at the beginning."""
+    parameters: Mapping[str, Any]
+    """Hyper-parameters by name."""
+
+    def ids(self) -> dict[str, str]:
+        """Of the runs of earlier processes, by logger."""
+        file = self.path / "loggers.json"
+        return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
+
+    def keep(self, logger: str, id: str) -> None:
+        """For the processes that resume this training."""
+        write_whole(self.path / "loggers.json", json.dumps(self.ids() | {logger: id}) + "\n")
+
+    def past(self) -> Iterator[dict[str, Any]]:
+        """Steps and evaluations before the one that it resumes from."""
+        if self.step:
+            with self.records.open(encoding="utf-8") as lines:
+                yield from (each for each in map(json.loads, lines) if each["kind"] in KINDS)
+
+
+class Logger(Protocol):
+    """Opened by its constructor, which is given the LoggedRun."""
+
+    held: Mapping[str, int]
+    """The last step of each kind of record that it has."""
+
+    def add(self, record: Mapping[str, Any]) -> None: ...
+    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None: ...
+
+
+class Loggers:
+    """Those of one training. One that fails is left out from then on, with a sentence in
+    `problems`: training does not end for it.
+    """
+
+    def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
+        """No names: TensorBoard, if it is installed.
+
+        Raises UsageError where a package is missing, or a logger cannot open at the beginning of a
+        training.
+        """
+        self.problems: list[str] = []
+        self._open: dict[str, Logger] = {}
+        check_installed(names)
+        for name in names or ["tensorboard"] * _is_installed("tensorboard"):
+            try:
+                logger = self._open[name] = LOGGERS[name](run)
+            except Exception as error:
+                if not run.step:
+                    self.close("FAILED")
+                    raise UsageError("logger-not-opened", name=name, reason=_line(error)) from error
+                self._failed(name, error)
+                continue
+            for record in run.past():
+                self._add(name, logger, record)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A step or an evaluation; of anything else nothing is logged."""
+        if record["kind"] in KINDS:
+            for name, logger in list(self._open.items()):
+                self._add(name, logger, record)
+
+    def close(self, ended: Ended, result: Result | None = None) -> None:
+        # metrics are logged, and the headline is one of them
+        known = {} if result is None else result.as_json() | {"metrics": {}, "headline": {}}
+        summary = dict(_flat(known))
+        for name, logger in list(self._open.items()):
+            self._attempt(name, partial(logger.close, ended, summary))
+        self._open.clear()
+
+    def _add(self, name: str, logger: Logger, record: Mapping[str, Any]) -> None:
+        if record["step"] > logger.held[record["kind"]]:
+            self._attempt(name, partial(logger.add, record))
+
+    def _attempt(self, name: str, call: Callable[[], None]) -> None:
+        if name in self._open:
+            try:
+                call()
+            except Exception as error:
+                self._failed(name, error)
+
+    def _failed(self, name: str, error: Exception) -> None:
+        self._open.pop(name, None)
+        self.problems.append(
+            f"warning: logger {name} failed and is left out from here on: {_line(error)}"
+        )
+
+
+def hyper_parameters(
+    settings: Settings, recipe: Mapping[str, Any], machine: Mapping[str, str]
+) -> dict[str, Any]:
+    """By name, such as "global_batch", "optimizer.0.lr", and "set.width" of `--set width=8`."""
+    chosen = settings.as_json()
+    for name in ("log", "grow", "grow_if_wanted", "settings_file"):
+        del chosen[name]
+    given = {"set": chosen.pop("overrides"), "machine": machine}
+    return dict(_flat({**chosen, **recipe, **given}))
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and "!" in value:  # a tuple, as a checkpoint has it
+        yield name, str(value["of"])
+    elif isinstance(value, Mapping | list):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in pairs:
+            yield from _flat(part, f"{name}.{key}".lstrip("."))
+    elif value is not None:
+        yield name, value
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise a UsageError for a logger whose package is not installed."""
+    for each in names:
+        if each != "csv" and not _is_installed(each):
+            raise UsageError(
+                "missing-extra", what=f"log={each}", package=each, install=install(each)
+            )
+
+
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+class CSV:
+    """metrics.csv in the run directory: a row for each step and each evaluation."""
+
+    def __init__(self, run: LoggedRun) -> None:
+        self.held: Mapping[str, int] = dict.fromkeys(KINDS, 0)
+        self._path = run.path / "metrics.csv"
+        self._columns: list[str] = []
+        self._write_again([])
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        row = {"step": record["step"], **scalars(record)}
+        if row.keys() - self._columns:
+            self._file.close()
+            with self._path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+            self._columns += [name for name in row if name not in self._columns]
+            self._write_again(rows)
+        self._rows.writerow(row)
+
+    def _write_again(self, rows: list[dict[str, str]]) -> None:
+        self._file = self._path.open("w", encoding="utf-8", newline="", buffering=1)
+        self._rows = csv.DictWriter(self._file, self._columns)
+        if self._columns:
+            self._rows.writeheader()
+        self._rows.writerows(rows)
+
+    def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
+        self._file.close()
+
+
+LOGGERS: dict[str, Callable[[LoggedRun], Logger]] = {
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "tensorboard": TensorBoard,
+    "csv": CSV,
+}
