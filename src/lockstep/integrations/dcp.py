@@ -1,0 +1,270 @@
+"""torch.distributed.checkpoint (DCP) on Lockstep's checkpoints, at any number of ranks:
+
+state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+dcp.load(state, storage_reader=LockstepReader("runs/mine"))
+dcp.save(state, storage_writer=LockstepWriter("checkpoints/step-0000100"))
+
+Nothing that is read is unpickled. DCP's planner unpickles values that are not tensors: it gets
+bytes that the reader has just made of JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.files import Checkpoint
+from lockstep.checkpoints.manifest import MANIFEST, MODEL_PART, STATE, believed, check
+from lockstep.checkpoints.pieces import METHOD, StoredTensor, TensorPiece, image
+from lockstep.checkpoints.plain import decoded, encoded
+from lockstep.errors import UsageError
+from lockstep.runtime.disk import remove_tree
+
+_SAVED = "dcp"  # in the state of what LockstepWriter wrote: by key, what is no tensor
+
+
+class LockstepReader(dcp.StorageReader):
+    """For `dcp.load(..., storage_reader=...)`: plain tensors and DTensors, at any number of ranks.
+
+    Each rank maps the files and reads only what it needs of each tensor. Before that, DCP's
+    coordinator (rank 0) compares every byte with the manifest, once for all ranks. DCP raises what
+    goes wrong on one rank as CheckpointException on all; its `failures` has the rank's own error.
+
+    Args:
+        path: a checkpoint's folder; or that of a run or of checkpoints, for the newest in it.
+        model: the key of the model's state dict; "" where its tensors have no key above them.
+        optimizer: the key of the optimizer's, as torch's `get_optimizer_state_dict` makes it.
+
+    Raises:
+        UsageError: there is no checkpoint; ranks found different ones.
+        DamagedCheckpoint: a file is not as it was written, naming it.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], *, model: str = "model", optimizer: str = "optimizer"
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._folder = folders.found(Path(checkpoint_id))[-1]
+
+    def read_metadata(self) -> dcp.Metadata:
+        model, optimizer, others = _state_dict(files.read(self._folder, trusted=True))
+        by_name = {  # as flatten_optimizer_state_dict=True has the groups
+            name: group for group in optimizer.get("param_groups", ()) for name in group["params"]
+        }
+        self._found = {
+            **dict(_flat({"param_groups": by_name}, self._optimizer)),
+            **dict(_flat(optimizer, self._optimizer)),
+            **dict(_flat(model, self._model)),
+            **others,
+        }
+        return dcp.Metadata({key: _described(each) for key, each in self._found.items()})
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool) -> None:
+        if is_coordinator:
+            check(self._folder)
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        return replace(plan, storage_data=self._folder.name)
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        names = sorted({plan.storage_data for plan in plans})
+        if len(names) > 1:  # a training has saved meanwhile
+            raise UsageError("ranks-read-other-checkpoints", checkpoints=names)
+        return plans
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            stored = self._found[item.storage_index.fqn]
+            if isinstance(stored, StoredTensor):
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(stored.read(item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
+            else:
+                torch.save(stored, stream := io.BytesIO())
+                stream.seek(0)
+                planner.load_bytes(item, stream)
+        return _done(None)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+
+class LockstepWriter(dcp.StorageWriter):
+    """For `dcp.save(..., storage_writer=...)`: a checkpoint of Lockstep's, without pickle, there
+    whole or not at all. `lockstep checkpoints` and LockstepReader read it.
+
+    All ranks write their parts into a folder beside `path` that is renamed at the end. It replaces
+    a checkpoint that is there. A Stepper cannot resume from it: it has no scheduler and no place in
+    the data.
+
+    Args:
+        path: the folder to write, which all ranks see. The name step-0000100 says the step.
+        model: the key of the model's state dict in what is saved; "": all tensors are the model's.
+
+    Raises:
+        UsageError: a value that is neither a tensor nor plain data; a tensor that is divided along
+            several dims; nothing of the model; a folder that is no checkpoint has the name.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, model: str = "model") -> None:
+        self._prefix = f"{model}." if model else ""
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._place = Path(checkpoint_id)
+            self._folder = self._place.with_name(f".{self._place.name}.dcp.unfinished")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs["rank"]
+        if not kwargs["use_collectives"]:
+            raise UsageError("dcp-cannot-save", what="with use_collectives=False")
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        if self._place.exists() and not (self._place / MANIFEST).is_file():
+            why = "something that is no checkpoint has this name"
+            raise UsageError("cannot-write", name="checkpoint", file=self._place, reason=why)
+        remove_tree(self._folder, ignore_errors=True)  # of a process that was killed
+        self._folder.mkdir(parents=True)
+        return plans
+
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> Future[list[WriteResult]]:
+        model: list[TensorPiece] = []
+        others: list[TensorPiece] = []
+        values = {}
+        for item in plan.items:
+            key = item.index.fqn
+            if item.tensor_data is None:
+                if not isinstance(planner, dcp.DefaultSavePlanner):  # others only have it pickled
+                    raise UsageError("dcp-cannot-save", what=f"{key} of a {type(planner)}")
+                values[key] = encoded(planner.lookup_object(item.index), key)
+            elif key.startswith(self._prefix):
+                model += _pieces(key.removeprefix(self._prefix), item, planner.resolve_data(item))
+            else:
+                others += _pieces(f"/{key}", item, planner.resolve_data(item))
+        images = {file.name: image(file) for file in files.parts(model, others, self._rank)}
+        size = sum(map(len, images.values()))
+        files.check_room(self._folder, size)
+        written = files.write_parts(self._folder, images), values
+        return _done([WriteResult(item.index, size, written) for item in plan.items[:1]])
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        written = [result.storage_data for each in results for result in each]
+        entries = [entry for found, _ in written for entry in found]
+        values = {key: value for _, found in written for key, value in found.items()}
+        if not any(entry.name.startswith(MODEL_PART) for entry in entries):
+            remove_tree(self._folder)
+            keys = list(metadata.state_dict_metadata)[:3]
+            raise UsageError("state-without-model", prefix=self._prefix, keys=keys)
+        step = folders.step_in(self._place.name) or 0
+        files.commit_at(self._folder, self._place, step, entries, {_SAVED: values})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+
+def export(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the model and the optimizer into `folder` by torch's own writer, for `dcp.load` with
+    torch's own reader, which unpickles.
+    """
+
+    def read(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: read(each) for name, each in value.items()}
+        return value.read() if isinstance(value, StoredTensor) else value
+
+    model, optimizer, others = _state_dict(checkpoint)
+    state = read({"model": model, "optimizer": optimizer, **others})
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def _state_dict(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The model; the optimizer as `get_optimizer_state_dict` has it; what LockstepWriter was given
+    beside the model, by whole keys.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    with believed(checkpoint.folder / STATE):
+        others = decoded(checkpoint.state.get(_SAVED, {}))
+        for key, tensor in checkpoint.optimizer().items():
+            state, _, name = key.partition("/")
+            if not state:
+                others[name] = tensor
+            elif not key.startswith(METHOD):
+                states.setdefault(name, {})[state] = tensor
+        optimizer: dict[str, Any] = {}
+        if (training := checkpoint.state.get("training")) is not None:
+            for name, numbers in training["optimizer"]["numbers"].items():
+                states.setdefault(name, {}).update(decoded(numbers))
+            groups = training["optimizer"]["groups"]
+            groups = [{**decoded(one["options"]), "params": one["parameters"]} for one in groups]
+            optimizer = {"state": states, "param_groups": groups}
+    return dict(checkpoint.model(every_name=True)), optimizer, others
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """By the keys that DCP gives to what is nested."""
+    nested = value
+    if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        nested = dict(enumerate(value))
+    if isinstance(nested, Mapping):
+        for name, each in nested.items():
+            yield from _flat(each, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _described(stored: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    if not isinstance(stored, StoredTensor):
+        return dcp.BytesStorageMetadata()
+    size = torch.Size(stored.shape)
+    whole = dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return dcp.TensorStorageMetadata(TensorProperties(dtype=stored.dtype), size, [whole])
+
+
+def _pieces(name: str, item: dcp.WriteItem, data: Any) -> list[TensorPiece]:
+    """A tensor, or the interval that one rank has of it, if any: the dim along which the tensor is
+    divided is the first in the order of memory.
+    """
+    assert item.tensor_data is not None
+    whole, chunk = item.tensor_data.size, item.tensor_data.chunk
+    divided = [dim for dim, size in enumerate(whole) if chunk.sizes[dim] != size]
+    if not divided:
+        return [TensorPiece(name, data)]
+    if len(divided) > 1:
+        raise UsageError("dcp-cannot-save", what=f"{item.index.fqn}, divided along dims {divided}")
+    data = data.movedim(divided[0], 0)
+    strides = torch.empty([whole[divided[0]], *data.shape[1:]], device="meta")
+    strides = strides.movedim(0, divided[0]).stride()
+    start = chunk.offsets[divided[0]] * strides[divided[0]]
+    found = TensorPiece(name, data.flatten(), start, tuple(whole), strides)
+    return [found] if data.numel() else []
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
