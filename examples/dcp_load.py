@@ -17,7 +17,7 @@ import lockstep
 from lockstep.integrations.dcp import LockstepReader, LockstepWriter
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 1))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 

@@ -76,7 +76,8 @@ def config_of(model: nn.Module) -> dict[str, Any] | None:
     if "transformers.modeling_utils.PreTrainedModel" not in kinds:
         return None
     config: Any = model.config
-    return {**json.loads(config.to_json_string()), "architectures": [type(model).__name__]}
+    name = type(model).__name__.removeprefix("FSDP")  # of a class that fully_shard has made
+    return {**json.loads(config.to_json_string()), "architectures": [name]}
 
 
 def sha256(tensors: Mapping[str, Tensor]) -> str:

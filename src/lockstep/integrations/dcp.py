@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -43,7 +42,8 @@ class LockstepReader(dcp.StorageReader):
     Args:
         path: a checkpoint's folder; or that of a run or of checkpoints, for the newest in it.
         model: the key of the model's state dict; "" where its tensors have no key above them.
-        optimizer: the key of the optimizer's, as torch's `get_optimizer_state_dict` makes it.
+        optimizer: the key of the optimizer's, as torch's `get_optimizer_state_dict` makes it. What
+            LockstepWriter wrote keeps the key that it had.
 
     Raises:
         UsageError: there is no checkpoint; ranks found different ones.
@@ -60,16 +60,8 @@ class LockstepReader(dcp.StorageReader):
         if checkpoint_id is None:
             return
         self._folder = folders.found(Path(checkpoint_id))[-1]
-        model, optimizer, others = _state_dict(files.read(self._folder, trusted=True))
-        by_name = {  # as flatten_optimizer_state_dict=True has the groups
-            name: group for group in optimizer.get("param_groups", ()) for name in group["params"]
-        }
-        self._found = {
-            **dict(_flat({"param_groups": by_name}, self._optimizer)),
-            **dict(_flat(optimizer, self._optimizer)),
-            **dict(_flat(model, self._model)),
-            **others,
-        }
+        checkpoint = files.read(self._folder, trusted=True)
+        self._found = _contents(checkpoint, self._model, self._optimizer)
 
     def read_metadata(self) -> dcp.Metadata:
         return dcp.Metadata({key: _described(each) for key, each in self._found.items()})
@@ -109,51 +101,40 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model and the optimizer into `folder` by torch's own writer, for `dcp.load` with
     torch's own reader, which unpickles.
     """
-
-    def read(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: read(each) for name, each in value.items()}
-        return value.read() if isinstance(value, StoredTensor) else value
-
-    model, optimizer, others = _state_dict(checkpoint)
-    state = read({"model": model, "optimizer": optimizer, **others})
+    state = {
+        key: found.read() if isinstance(found, StoredTensor) else found
+        for key, found in _contents(checkpoint, "model", "optimizer").items()
+    }
     with warnings.catch_warnings(action="ignore"):  # that there is one process
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
-def _state_dict(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The model; the optimizer as `get_optimizer_state_dict` has it; what LockstepWriter was given
-    beside the model, by whole keys.
-    """
-    states: dict[str, dict[str, Any]] = {}
+def _contents(checkpoint: Checkpoint, model: str, optimizer: str) -> dict[str, Any]:
+    """Tensors and other values, by the keys that DCP gives them in a state of both."""
+    found: dict[str, Any] = {
+        f"{model}.{name}" if model else name: tensor
+        for name, tensor in checkpoint.model(every_name=True).items()
+    }
     with believed(checkpoint.folder / STATE):
-        others = decoded(checkpoint.state.get(VALUES, {}))
         for key, tensor in checkpoint.optimizer().items():
             state, _, name = key.partition("/")
-            if not state:
-                others[name] = tensor
-            elif not key.startswith(METHOD):
-                states.setdefault(name, {})[state] = tensor
-        optimizer: dict[str, Any] = {}
-        if (training := checkpoint.state.get("training")) is not None:
-            for name, numbers in training["optimizer"]["numbers"].items():
-                states.setdefault(name, {}).update(decoded(numbers))
-            groups = training["optimizer"]["groups"]
-            groups = [{**decoded(one["options"]), "params": one["parameters"]} for one in groups]
-            optimizer = {"state": states, "param_groups": groups}
-    return dict(checkpoint.model(every_name=True)), optimizer, others
-
-
-def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """By the keys that DCP gives to what is nested."""
-    nested = value
-    if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
-        nested = dict(enumerate(value))
-    if isinstance(nested, Mapping):
-        for name, each in nested.items():
-            yield from _flat(each, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
+            if not key.startswith(METHOD):
+                found[f"{optimizer}.state.{name}.{state}" if state else name] = tensor
+        found |= decoded(checkpoint.state.get(VALUES, {}))
+        if (training := checkpoint.state.get("training")) is None:
+            return found
+        for name, numbers in training["optimizer"]["numbers"].items():
+            for state, value in decoded(numbers).items():
+                found[f"{optimizer}.state.{name}.{state}"] = value
+        groups = [
+            {**decoded(group["options"]), "params": group["parameters"]}
+            for group in training["optimizer"]["groups"]
+        ]
+        by_name = [(name, group) for group in groups for name in group["params"]]
+        for place, group in [*by_name, *enumerate(groups)]:  # torch has them in both ways
+            for option, value in group.items():
+                found[f"{optimizer}.param_groups.{place}.{option}"] = value
+    return found
 
 
 def _described(stored: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:

@@ -115,10 +115,11 @@ def _pieces(name: str, item: dcp.WriteItem, data: Any) -> list[TensorPiece]:
         return [TensorPiece(name, data)]
     if len(divided) > 1:
         raise UsageError("dcp-cannot-save", what=f"{item.index.fqn}, divided along dims {divided}")
-    data = data.movedim(divided[0], 0)
-    strides = torch.empty([whole[divided[0]], *data.shape[1:]], device="meta")
-    strides = strides.movedim(0, divided[0]).stride()
-    start = chunk.offsets[divided[0]] * strides[divided[0]]
+    [dim] = divided
+    data = data.movedim(dim, 0)
+    order = torch.empty([whole[dim], *data.shape[1:]], device="meta")
+    strides = order.movedim(0, dim).stride()
+    start = chunk.offsets[dim] * strides[dim]
     found = TensorPiece(name, data.flatten(), start, tuple(whole), strides)
     return [found] if data.numel() else []
 
