@@ -273,9 +273,7 @@ class StoredTensor:
                 part.data.flatten()[max(0, begin - part.start) : max(0, end - part.start)]
                 for part in self.parts
             ]
-            if len(found) == 1:  # mapped: a box with gaps is read without them
-                mapped = found[0].as_strided(sizes, strides)
-                return mapped.clone(memory_format=torch.contiguous_format)
+            # as bytes: in a file they need not be aligned
             octets = torch.cat([each.view(torch.uint8) for each in found])
             return octets.view(self.dtype).as_strided(sizes, strides).contiguous()
 
