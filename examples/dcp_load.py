@@ -17,14 +17,14 @@ import lockstep
 from lockstep.integrations.dcp import LockstepReader, LockstepWriter
 
 
-def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 1))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+def made() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(10, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def trained(folder: Path) -> nn.Module:
     """Five steps, of which the last is saved."""
-    model, optimizer = made()
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     stepper = lockstep.Stepper(model, optimizer, update="sharded")
     inputs = torch.randn(320, 10, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, inputs[:, :5].sum(1, keepdim=True).sin())
@@ -45,9 +45,10 @@ def main() -> None:
         folder = Path("runs/dcp-load")
         model = trained(folder / "trained")
 
-        sharded, optimizer = made()
+        sharded = made()
         for layer in sharded:
             fully_shard(layer)
+        optimizer = torch.optim.AdamW(sharded.parameters())  # of the parameters as they are now
         weights, states = get_state_dict(sharded, optimizer)
         state = {"model": weights, "optimizer": states}
         dcp.load(state, storage_reader=LockstepReader(folder / "trained"))
@@ -55,7 +56,7 @@ def main() -> None:
 
         saved = folder / "step-0000005"
         dcp.save(state, storage_writer=LockstepWriter(saved))
-        again, _ = made()
+        again = made()
         dcp.load({"model": again.state_dict()}, storage_reader=LockstepReader(saved))
         for name, tensor in model.state_dict().items():
             part = sharded.state_dict()[name]
