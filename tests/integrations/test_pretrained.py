@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
@@ -61,6 +62,8 @@ def trains_and_exports(_: World, folder: Path) -> list[list[str]]:
             read.eval()(words).logits, model.eval()(words).logits, rtol=0, atol=0
         )
         weights = load_file(out / "model.safetensors")
+        with safe_open(out / "model.safetensors", framework="pt") as header:
+            assert header.metadata()["format"] == "pt"
         head(config).load_state_dict(weights)  # strict
         names.append(sorted(weights))
         assert json.loads((out / "config.json").read_text())["architectures"] == [head.__name__]

@@ -147,7 +147,7 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
     notes = {_SHAPES: shapes, _TIED: file.tied, _COMPLEX: as_real}
     header: dict[str, Any] = {
         _NOTES: {
-            "format": "pt",  # transformers reads no file without it
+            "format": "pt",  # as PyTorch's own programs write it, and some look for
             **{name: json.dumps(note) for name, note in notes.items() if note},
         }
     }
