@@ -99,18 +99,12 @@ def load(state: State, reader: dcp.StorageReader) -> State:
     return state
 
 
-def loaded(
-    path: Path, *, shard: bool = False, options: StateDictOptions | None = None, **keys: str
-) -> State:
+def loaded(path: Path, *, shard: bool = False) -> State:
     """The state of another model and optimizer that have taken over what lies there."""
     model, optimizer = made(7, shard=shard)
-    state = load(state_of(model, optimizer, options), LockstepReader(path, **keys))
+    state = load(state_of(model, optimizer), LockstepReader(path))
     set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=options,
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     return whole(state_of(model, optimizer))
 
@@ -180,6 +174,10 @@ def test_states_come_back_at_other_world_sizes_and_in_other_formats(tmp_path: Pa
     for each in (found for rank in run_ranks(loads, 3, (tmp_path,)) for found in rank):
         check_same(each, expected)
     check_same(loaded(tmp_path / "run"), expected)
+    flat = state_of(*made(7), BY_NAME)
+    rate = "param_groups.gain.lr"
+    assert flat["optimizer"][rate] == 0.07
+    assert load(flat, LockstepReader(tmp_path / "run"))["optimizer"][rate] == 0.03
     check_same(loaded(tmp_path / "step-0000003"), expected)
     called = CliRunner().invoke(app, ["verify", str(tmp_path / "step-0000003")])
     assert (called.exit_code, called.stdout.split()[:2]) == (0, ["whole:", "step-0000003"])

@@ -61,7 +61,7 @@ class LockstepReader(dcp.StorageReader):
             return
         self._folder = folders.found(Path(checkpoint_id))[-1]
         checkpoint = files.read(self._folder, trusted=True)
-        self._found = _contents(checkpoint, self._model, self._optimizer)
+        self._found = _contents(checkpoint, self._model, self._optimizer, by_name=True)
 
     def read_metadata(self) -> dcp.Metadata:
         return dcp.Metadata({key: _described(each) for key, each in self._found.items()})
@@ -103,14 +103,19 @@ def export(checkpoint: Checkpoint, folder: Path) -> None:
     """
     state = {
         key: found.read() if isinstance(found, StoredTensor) else found
-        for key, found in _contents(checkpoint, "model", "optimizer").items()
+        for key, found in _contents(checkpoint, "model", "optimizer", by_name=False).items()
     }
     with warnings.catch_warnings(action="ignore"):  # that there is one process
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
-def _contents(checkpoint: Checkpoint, model: str, optimizer: str) -> dict[str, Any]:
-    """Tensors and other values, by the keys that DCP gives them in a state of both."""
+def _contents(
+    checkpoint: Checkpoint, model: str, optimizer: str, *, by_name: bool
+) -> dict[str, Any]:
+    """Tensors and other values, by the keys that DCP gives them in a state of both. `by_name`: the
+    options of the optimizer's groups also by parameter, as flatten_optimizer_state_dict=True has
+    them.
+    """
     found: dict[str, Any] = {
         f"{model}.{name}" if model else name: tensor
         for name, tensor in checkpoint.model(every_name=True).items()
@@ -130,8 +135,8 @@ def _contents(checkpoint: Checkpoint, model: str, optimizer: str) -> dict[str, A
             {**decoded(group["options"]), "params": group["parameters"]}
             for group in training["optimizer"]["groups"]
         ]
-        by_name = [(name, group) for group in groups for name in group["params"]]
-        for place, group in [*by_name, *enumerate(groups)]:  # torch has them in both ways
+        each = [(name, group) for group in groups for name in group["params"] if by_name]
+        for place, group in [*each, *enumerate(groups)]:
             for option, value in group.items():
                 found[f"{optimizer}.param_groups.{place}.{option}"] = value
     return found
