@@ -23,6 +23,7 @@ SCRIPTS = {
     "data_parallel.py": ["epoch 4: loss 0."],
     "accumulation.py": ["the last step had 44 samples"],
     "lightning_trainer.py": ["2 ranks, 24 steps: equal=True", "weights -1.65367"],
+    "dcp_load.py": ["2 ranks, 5 steps: the same weights, sharded and saved again"],
     "no_sync.py": ["rank 1: stepped after 2 micro-batches"],
     "replicas.py": [
         "central: 4 replicas and one process differ by less than 1e-12",

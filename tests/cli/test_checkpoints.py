@@ -71,6 +71,14 @@ def test_verify_names_what_is_damaged(run: Path) -> None:
     assert whole.startswith("whole: step-0000008 (2 files, ")
 
 
+def test_one_checkpoint_alone(run: Path, tmp_path: Path) -> None:
+    folder = run / "checkpoints" / "step-0000004"
+    assert called("verify", folder).stdout.startswith("whole: step-0000004 ")
+    assert called("ls", folder).stdout.startswith("step-0000004 ")
+    called("export", folder, "--out", tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors")["n"].item() == 4
+
+
 def test_diff_goes_by_bits(run: Path) -> None:
     one, two = (run / "checkpoints" / name for name in ("step-0000004", "step-0000008"))
     same = called("diff", one, one)
@@ -137,6 +145,17 @@ def test_export(run: Path, tmp_path: Path) -> None:
             "wrong-ending",
             {"file": "{}/model.bin", "endings": [".safetensors", ".pt", ".pth"]},
         ),
+        (
+            ("export", "{}/run", "--out", "{}/new", "--format", "onnx"),
+            "unknown-choice",
+            {"name": "--format", "value": "onnx", "choices": ["hf", "dcp"]},
+        ),
+        (
+            ("export", "{}/run", "--out", "{}/run", "--format", "dcp"),
+            "cannot-write",
+            {"name": "--out", "file": "{}/run"},
+        ),
+        (("export", "{}/run", "--out", "{}/new", "--format", "hf"), "no-model-config", {}),
     ],
 )
 def test_what_cannot_work_is_refused(

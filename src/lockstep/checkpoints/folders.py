@@ -10,6 +10,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.errors import UsageError
 from lockstep.runtime.disk import force, remove_tree
 
 BEST = "best.json"  # which of them has the best metric
@@ -51,6 +52,19 @@ def written(directory: Path) -> list[Path]:
         else []
     )
     return sorted(found, key=step_of)
+
+
+def found(path: Path) -> list[Path]:
+    """The checkpoint whose folder `path` is; or those of a run or in a folder, oldest step first.
+    Raises UsageError where there is none.
+    """
+    if (path / "manifest.json").exists():
+        return [path]
+    inner = path / "checkpoints"
+    every = written(inner if inner.is_dir() else path)
+    if not every:
+        raise UsageError("no-checkpoint", run=path)
+    return every
 
 
 def newest(directory: Path) -> Path | None:

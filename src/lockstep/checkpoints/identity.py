@@ -5,7 +5,9 @@ from a checkpoint's file.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,18 @@ def under_all_names(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str
     for name, value in sorted(model.state_dict(keep_vars=True).items()):
         found[name] = tensors[first.setdefault(id(value), name)]
     return found
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """What `save_pretrained` of transformers would write into config.json; None where `model` is
+    none of its models.
+    """
+    kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
+    if "transformers.modeling_utils.PreTrainedModel" not in kinds:
+        return None
+    config: Any = model.config
+    name = type(model).__name__.removeprefix("FSDP")  # of a class that fully_shard has made
+    return {**json.loads(config.to_json_string()), "architectures": [name]}
 
 
 def sha256(tensors: Mapping[str, Tensor]) -> str:

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import json
 import mmap
+import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,10 @@ def image(file: TensorFile, memory: Tensor | None = None) -> Tensor:
     as_real = [name for name, tensor in tensors.items() if tensor.dtype in _AS_REAL]
     notes = {_SHAPES: shapes, _TIED: file.tied, _COMPLEX: as_real}
     header: dict[str, Any] = {
-        _NOTES: {name: json.dumps(note) for name, note in notes.items() if note}
+        _NOTES: {
+            "format": "pt",  # as PyTorch's own programs write it, and some look for
+            **{name: json.dumps(note) for name, note in notes.items() if note},
+        }
     }
     ordered = sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0]))
     end = 0
@@ -250,17 +254,28 @@ class StoredTensor:
     dtype: torch.dtype
     parts: Sequence[_Part]
 
-    def read(self) -> Tensor:
-        """In memory of its own: what becomes of the files is all the same then. Raises
+    def read(
+        self, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None
+    ) -> Tensor:
+        """All of it, or the box of `lengths` elements from `offsets` on, a number for each dim; in
+        memory of its own: what becomes of the files is all the same then.
+
+        Of the files only what lies between the box's first and last element is read. Raises
         DamagedCheckpoint.
         """
         with believed(self.parts[0].file):
-            octets = torch.cat([part.data.flatten().view(torch.uint8) for part in self.parts])
-            flat, strides = octets.view(self.dtype), self.strides
-            whole = (
-                flat.view(self.shape) if strides is None else flat.as_strided(self.shape, strides)
-            )
-            return whole.contiguous()
+            strides = self.strides or torch.empty(self.shape, device="meta").stride()
+            sizes = self.shape if lengths is None else tuple(lengths)
+            begin = sum(map(operator.mul, offsets or (), strides))
+            reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+            end = begin + reach + 1 if all(sizes) else begin
+            found = [
+                part.data.flatten()[max(0, begin - part.start) : max(0, end - part.start)]
+                for part in self.parts
+            ]
+            # as bytes: in a file they need not be aligned
+            octets = torch.cat([each.view(torch.uint8) for each in found])
+            return octets.view(self.dtype).as_strided(sizes, strides).contiguous()
 
 
 def read_all(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:

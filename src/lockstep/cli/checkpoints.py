@@ -8,14 +8,19 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
+from lockstep.config.knob import chosen
 from lockstep.errors import DamagedCheckpoint, ExitCode, LockstepError, UsageError
 
+if TYPE_CHECKING:
+    from lockstep.checkpoints.files import Checkpoint
+
 _TORCH = (".pt", ".pth")
+_FOLDERS = ("hf", "dcp")
 
 app = typer.Typer(help="Look at the checkpoints of a run.", no_args_is_help=True)
 
@@ -23,7 +28,8 @@ Run = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",
-        help="A run directory, or a folder of checkpoints; latest: the newest run under runs/.",
+        help="A run directory, a folder of checkpoints, or one checkpoint's folder; latest: the"
+        " newest run under runs/.",
     ),
 ]
 Step = Annotated[
@@ -44,9 +50,9 @@ def ls(run: Run, json_file: JsonFile = None) -> None:
     from lockstep.checkpoints.folders import best_name
     from lockstep.tools.timing.output_files import table, write_json
 
-    directory = _directory(run)
-    best = best_name(directory)
-    rows = [_row(folder, best=folder.name == best) for folder in _every(directory)]
+    every = _every(run)
+    best = best_name(every[0].parent)
+    rows = [_row(folder, best=folder.name == best) for folder in every]
     shown = [
         [
             row["name"],
@@ -69,7 +75,7 @@ def verify(run: Run) -> None:
     from lockstep.checkpoints import files
 
     damaged = 0
-    for folder in _every(_directory(run)):
+    for folder in _every(run):
         try:
             found = files.read(folder)
         except DamagedCheckpoint as error:
@@ -125,19 +131,31 @@ def export(
         Path,
         typer.Option(
             "--out",
-            metavar="FILE",
-            help="Where the model goes: a .safetensors file, or .pt or .pth for torch.load.",
+            metavar="PATH",
+            help="Where it goes: a .safetensors file, a .pt or .pth for torch.load; with --format a"
+            " new folder.",
         ),
     ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="Write a folder for other tools. hf: the model, for from_pretrained of"
+            " transformers. dcp: model and optimizer, for torch.distributed.checkpoint.",
+        ),
+    ] = None,
     step: Step = None,
     best: Annotated[
         bool, typer.Option("--best", help="The checkpoint with the best metric.")
     ] = False,
 ) -> None:
-    """Copy a whole checkpoint's model to a file of its own, with plain names: safetensors, or a
-    dict of tensors that torch.load reads.
+    """Copy a whole checkpoint's model to a file of its own, with plain names; or write a folder
+    that transformers or torch.distributed.checkpoint reads.
     """
-    if out.suffix not in (".safetensors", *_TORCH):
+    if form is not None:
+        chosen("--format", form, _FOLDERS)
+    elif out.suffix not in (".safetensors", *_TORCH):
         raise UsageError(
             "wrong-ending", option="--out", file=out, endings=[".safetensors", *_TORCH]
         )
@@ -148,53 +166,70 @@ def export(
             other=f"--step {step}",
             reason="each names a checkpoint",
         )
-    directory = _directory(run)
-    folder = _checkpoint(directory, step=step, best=best)
-    import torch
-
+    folder = _checkpoint(run, step=step, best=best)
     from lockstep.checkpoints import files
-    from lockstep.checkpoints.manifest import MODEL
-    from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
 
     found = files.read(folder)
     try:
-        if out.suffix in _TORCH:
-            torch.save(read_all(found.model(every_name=True)), out)
-        elif found.in_parts:
-            whole = [TensorPiece(name, tensor) for name, tensor in found.tensors.items()]
-            write(out, image(TensorFile(out.name, whole)))
-        else:
-            shutil.copyfile(folder / MODEL, out)
+        size = _write_model(found, out) if form is None else _write_folder(found, out, form)
     except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
         if isinstance(error, LockstepError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError("cannot-write", name="--out", file=out, reason=reason) from None
-    print(f"{out}: the model of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")
+    print(f"{out}: the model of step {found.step}, {size / 2**20:.2f} MiB")
 
 
-def _directory(run: Path) -> Path:
-    run = existing_run(run)
-    inner = run / "checkpoints"
-    return inner if inner.is_dir() else run
+def _write_model(found: Checkpoint, out: Path) -> int:
+    """As one file; its bytes."""
+    from lockstep.checkpoints.manifest import MODEL
+    from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
+
+    if out.suffix in _TORCH:
+        import torch
+
+        torch.save(read_all(found.model(every_name=True)), out)
+    elif found.in_parts:
+        whole = [TensorPiece(name, tensor) for name, tensor in found.tensors.items()]
+        write(out, image(TensorFile(out.name, whole)))
+    else:
+        shutil.copyfile(found.folder / MODEL, out)
+    return out.stat().st_size
 
 
-def _every(directory: Path) -> list[Path]:
-    from lockstep.checkpoints.folders import written
+def _write_folder(found: Checkpoint, out: Path, form: str) -> int:
+    """For other tools; its bytes."""
+    from lockstep.checkpoints.files import CONFIG, put_in_place
+    from lockstep.checkpoints.manifest import MODEL
+    from lockstep.runtime.disk import remove_tree
 
-    found = written(directory)
-    if not found:
-        raise UsageError("no-checkpoint", run=directory)
-    return found
+    config = found.state.get(CONFIG)
+    if out.exists():
+        raise UsageError("cannot-write", name="--out", file=out, reason="it exists already")
+    if form == "hf" and config is None:
+        raise UsageError("no-model-config", checkpoint=found.folder)
+    folder = out.with_name(f".{out.name}.unfinished")
+    folder.mkdir()
+    try:
+        if form == "dcp":
+            from lockstep.integrations.dcp import export
+
+            export(found, folder)
+        else:
+            _write_model(found, folder / MODEL)
+            (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        put_in_place(folder, out)
+    finally:
+        remove_tree(folder, ignore_errors=True)
+    return size
 
 
-def _checkpoint(path: Path, *, step: int | None = None, best: bool = False) -> Path:
+def _checkpoint(run: Path, *, step: int | None = None, best: bool = False) -> Path:
     from lockstep.checkpoints.folders import best_name, folder_of
 
-    if (path / "manifest.json").exists():
-        return path
-    directory = _directory(path)
-    every = _every(directory)
+    every = _every(run)
+    directory = every[0].parent
     if best:
         named = best_name(directory)
         if named is None:
@@ -208,6 +243,12 @@ def _checkpoint(path: Path, *, step: int | None = None, best: bool = False) -> P
             "no-such-step", step=step, run=directory, there=[each.name for each in every]
         )
     return folder
+
+
+def _every(run: Path) -> list[Path]:
+    from lockstep.checkpoints.folders import found
+
+    return found(existing_run(run))
 
 
 def _row(folder: Path, *, best: bool) -> dict[str, Any]:

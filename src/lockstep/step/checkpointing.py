@@ -24,8 +24,8 @@ from weakref import WeakMethod
 import torch
 
 from lockstep.checkpoints import files, folders
-from lockstep.checkpoints.files import COMPARED, WITNESSED, Checkpoint
-from lockstep.checkpoints.identity import check_storable
+from lockstep.checkpoints.files import COMPARED, CONFIG, WITNESSED, Checkpoint
+from lockstep.checkpoints.identity import check_storable, config_of
 from lockstep.checkpoints.manifest import STATE, believed
 from lockstep.checkpoints.pieces import storable
 from lockstep.checkpoints.plain import decoded, encoded
@@ -278,6 +278,7 @@ class Checkpoints:
             COMPARED: compared,
             WITNESSED: witnessed,
             "training": taken.state,
+            CONFIG: config_of(self._stepper.model),
             "data": (
                 None
                 if self._loader is None

@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -314,16 +313,18 @@ class Shards:
         """Of which pieces there is what state, and its dtype, parameter by parameter, in the
         same order on all ranks.
         """
-        ours = {
-            place: {name: torch.as_tensor(value).dtype for name, value in state.items()}
+        ours = [
+            [place, {name: str(torch.as_tensor(value).dtype) for name, value in state.items()}]
             for place, state in mine.items()
             if state
+        ]
+        joined = {
+            place: {
+                name: getattr(torch, dtype.removeprefix("torch.")) for name, dtype in names.items()
+            }
+            for known in everybodys(ours, self._group.host, "for the optimizer's state")
+            for place, names in known
         }
-        self._group.say("all_gather of what optimizer state there is")
-        self._group.wait_for_all(self._group.number)
-        everybodys: list[Any] = [None] * self._group.size
-        dist.all_gather_object(everybodys, ours, group=self._group.host.process_group)
-        joined = {place: names for known in everybodys for place, names in known.items()}
         return {
             place: joined[place]
             for place in sorted(joined, key=lambda place: (self.all_pieces[place].parameter, place))

@@ -1,0 +1,131 @@
+"""DCP's writer of Lockstep's checkpoints (dcp.py has the reader):
+
+model-00000.safetensors      the model's tensors by their plain names, or this rank's intervals
+optimizer-00000.safetensors  all other tensors: "/" and the whole key that DCP gives them
+state.json                   "dcp": what is no tensor, by its whole key
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from lockstep.checkpoints import files, folders
+from lockstep.checkpoints.manifest import MANIFEST, MODEL_PART
+from lockstep.checkpoints.pieces import TensorPiece, image
+from lockstep.checkpoints.plain import encoded
+from lockstep.errors import UsageError
+from lockstep.runtime.disk import remove_tree
+
+VALUES = "dcp"  # in the state
+
+
+class LockstepWriter(dcp.StorageWriter):
+    """For `dcp.save(..., storage_writer=...)`: a checkpoint of Lockstep's, without pickle, there
+    whole or not at all. `lockstep checkpoints` and LockstepReader read it.
+
+    All ranks write their parts into a folder beside `path` that is renamed at the end. It replaces
+    a checkpoint that is there. A Stepper cannot resume from it: it has no scheduler and no place in
+    the data.
+
+    Args:
+        path: the folder to write, which all ranks see. The name step-0000100 says the step.
+        model: the key of the model's state dict in what is saved; "": all tensors are the model's.
+
+    Raises:
+        UsageError: a value that is neither a tensor nor plain data; a tensor that is divided along
+            several dims; nothing of the model; a folder that is no checkpoint has the name.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, model: str = "model") -> None:
+        self._prefix = f"{model}." if model else ""
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self._place = Path(checkpoint_id)
+            self._folder = self._place.with_name(f".{self._place.name}.dcp.unfinished")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs["rank"]
+        if not kwargs["use_collectives"]:
+            raise UsageError("dcp-cannot-save", what="with use_collectives=False")
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        if self._place.exists() and not (self._place / MANIFEST).is_file():
+            why = "something that is no checkpoint has this name"
+            raise UsageError("cannot-write", name="checkpoint", file=self._place, reason=why)
+        remove_tree(self._folder, ignore_errors=True)  # of a process that was killed
+        self._folder.mkdir(parents=True)
+        return plans
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        model: list[TensorPiece] = []
+        others: list[TensorPiece] = []
+        values = {}
+        for item in plan.items:
+            key = item.index.fqn
+            if item.tensor_data is None:
+                if not isinstance(planner, dcp.DefaultSavePlanner):  # others only have it pickled
+                    raise UsageError("dcp-cannot-save", what=f"{key} of a {type(planner)}")
+                values[key] = encoded(planner.lookup_object(item.index), key)
+            elif key.startswith(self._prefix):
+                model += _pieces(key.removeprefix(self._prefix), item, planner.resolve_data(item))
+            else:
+                others += _pieces(f"/{key}", item, planner.resolve_data(item))
+        images = {file.name: image(file) for file in files.parts(model, others, self._rank)}
+        size = sum(map(len, images.values()))
+        files.check_room(self._folder, size)
+        written = files.write_parts(self._folder, images), values
+        return done([WriteResult(item.index, size, written) for item in plan.items[:1]])
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        written = [result.storage_data for each in results for result in each]
+        entries = [entry for found, _ in written for entry in found]
+        values = {key: value for _, found in written for key, value in found.items()}
+        if not any(entry.name.startswith(MODEL_PART) for entry in entries):
+            remove_tree(self._folder)
+            keys = list(metadata.state_dict_metadata)[:3]
+            raise UsageError("state-without-model", prefix=self._prefix, keys=keys)
+        step = folders.step_in(self._place.name) or 0
+        files.commit_at(self._folder, self._place, step, entries, {VALUES: values})
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return "://" not in str(checkpoint_id)
+
+
+def _pieces(name: str, item: dcp.WriteItem, data: Any) -> list[TensorPiece]:
+    """A tensor, or the interval that one rank has of it, if any: the dim along which the tensor is
+    divided is the first in the order of memory.
+    """
+    assert item.tensor_data is not None
+    whole, chunk = item.tensor_data.size, item.tensor_data.chunk
+    divided = [dim for dim, size in enumerate(whole) if chunk.sizes[dim] != size]
+    if not divided:
+        return [TensorPiece(name, data)]
+    if len(divided) > 1:
+        raise UsageError("dcp-cannot-save", what=f"{item.index.fqn}, divided along dims {divided}")
+    [dim] = divided
+    data = data.movedim(dim, 0)
+    order = torch.empty([whole[dim], *data.shape[1:]], device="meta")
+    strides = order.movedim(0, dim).stride()
+    start = chunk.offsets[dim] * strides[dim]
+    found = TensorPiece(name, data.flatten(), start, tuple(whole), strides)
+    return [found] if data.numel() else []
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has this value."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
