@@ -98,7 +98,10 @@ def parity() -> None:
     hooks = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     for options in ({}, {"kwargs_handlers": [hooks]}):
         ours = with_their_loader(LockstepAccelerator, **options)
-        same(ours.state_dict().values(), with_their_loader(Accelerator, **options).state_dict().values())
+        same(
+            ours.state_dict().values(),
+            with_their_loader(Accelerator, **options).state_dict().values(),
+        )
 
 
 def with_our_loader(
@@ -109,9 +112,7 @@ def with_our_loader(
     bare = net()
     optimizer, scheduler = trained(bare)
     found: dict[str, Any] = {"seen": []}
-    model, optimizer, scheduler, batches = accelerator.prepare(
-        bare, optimizer, scheduler, loader()
-    )
+    model, optimizer, scheduler, batches = accelerator.prepare(bare, optimizer, scheduler, loader())
     if resume:
         accelerator.load_state(folder)
     for _ in range(batches.epoch, EPOCHS):
@@ -164,10 +165,11 @@ def refusals(folder: Path) -> None:
         else:
             accelerator.save_state(folder / "changed")
             break
-    with refused("state-of-other-training", difference="seed was 3 and is 4"):
-        other = LockstepAccelerator()
-        other.prepare(net(), loader(seed=4))
+    other = LockstepAccelerator()
+    other.prepare(net(), loader(seed=4))
+    with refused("state-of-other-training") as caught:
         other.load_state(folder / "changed")
+    assert caught.value.values["difference"].endswith("seed was 3 and is 4")
     accelerator.wait_for_everyone()
     (folder / "changed" / "lockstep.json").unlink(missing_ok=True)
     accelerator.wait_for_everyone()

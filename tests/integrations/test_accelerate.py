@@ -8,6 +8,7 @@ import importlib
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def run(workers: int, folder: Path) -> list[dict[str, Any]]:
 
 def joined(ranks: list[dict[str, Any]], of: str) -> list[list[int]]:
     """The samples of each step, of all ranks."""
-    return [sum(each, []) for each in zip(*(rank[of]["seen"] for rank in ranks), strict=True)]
+    steps = zip(*(rank[of]["seen"] for rank in ranks), strict=True)
+    return [list(chain.from_iterable(each)) for each in steps]
 
 
 def test_two_ranks_train_as_one_process_and_three_resume_as_one(tmp_path: Path) -> None:

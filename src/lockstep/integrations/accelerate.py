@@ -13,7 +13,6 @@ what a loop walks batch by batch. All else is Accelerate's.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -142,7 +141,9 @@ class LockstepAccelerator(Accelerator):
         with nullcontext() if self._walked else super().accumulate(*models):
             yield
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any) -> None:
+    def backward(
+        self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any
+    ) -> None:
         """As Accelerate's, and for batches of a Loader weighted: the gradient is that of the mean
         over all samples of the global batch.
 

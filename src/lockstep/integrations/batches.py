@@ -42,7 +42,9 @@ class Batches:
     @property
     def epoch(self) -> int:
         """The epoch that is walked next."""
-        return int(self.loader.state_dict()["epoch"]) if self._resumes else self._epoch - self._ahead
+        return (
+            int(self.loader.state_dict()["epoch"]) if self._resumes else self._epoch - self._ahead
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Walk this epoch next, as the host counts them."""
