@@ -56,12 +56,16 @@ def loader(**options: Any) -> lockstep.Loader:
     return lockstep.Loader(data(), **options)
 
 
-def loss_of(model: nn.Module, batch: Any, *, weighing: bool) -> tuple[Tensor, int]:
-    """The mean, and what it is over; class 0 counts for nothing where that is asked for."""
+def labels(batch: Any) -> Tensor:
+    return (batch[1] > 0).sum()
+
+
+def loss_of(model: nn.Module, batch: Any, *, weighing: bool) -> Tensor:
+    """The mean; class 0 counts for nothing where that is asked for."""
     x, y, _ = batch
     counted = y > 0 if weighing else y >= 0
     losses = F.cross_entropy(model(x), y, reduction="none")[counted]
-    return losses.sum() / max(len(losses), 1), len(losses)
+    return losses.sum() / max(len(losses), 1)
 
 
 def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
@@ -80,7 +84,7 @@ def with_their_loader(kind: type[Accelerator], **options: Any) -> nn.Module:
     steps = 0
     for batch in batches:
         with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, batch, weighing=False)[0])
+            accelerator.backward(loss_of(model, batch, weighing=False))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 steps += 1
@@ -105,10 +109,10 @@ def parity() -> None:
 
 
 def with_our_loader(
-    folder: Path, *, weighing: bool = False, resume: bool = False, accumulate: bool = True
+    folder: Path, *, weighing: bool = False, resume: bool = False
 ) -> dict[str, Any]:
     """Two epochs; the weights, the samples of each step and the learning rate at the end."""
-    accelerator = LockstepAccelerator()
+    accelerator = LockstepAccelerator(weigh=labels if weighing else None)
     bare = net()
     optimizer, scheduler = trained(bare)
     found: dict[str, Any] = {"seen": []}
@@ -118,10 +122,9 @@ def with_our_loader(
     for _ in range(batches.epoch, EPOCHS):
         seen: list[int] = []
         for batch in batches:
-            seen += batch[2].tolist() if batches.samples else []
+            seen += batch[2].tolist() if batches.weight or weighing else []
             with accelerator.accumulate(model):
-                loss, weight = loss_of(model, batch, weighing=weighing)
-                accelerator.backward(loss, weight=weight if weighing else None)
+                accelerator.backward(loss_of(model, batch, weighing=weighing))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

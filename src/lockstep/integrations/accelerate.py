@@ -6,34 +6,36 @@
     loader = lockstep.Loader(dataset, global_batch=64, micro_batch=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-It is a subclass: `prepare` wraps models in `lockstep.DistributedDataParallel`, and a Loader in
-what a loop walks batch by batch. All else is Accelerate's.
+It is a subclass: `prepare` makes a Loader what a loop walks batch by batch, and torch's wrapper of
+the model averages through the memory of the host. All else is Accelerate's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.checkpoints.manifest import believed
 from lockstep.checks.divergence import ReplicaCheck
 from lockstep.data.window_loader import WindowLoader
+from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 from lockstep.integrations.batches import Batches
 from lockstep.runtime import extras, status
 from lockstep.runtime.disk import write_whole
-from lockstep.step.data_parallel import DistributedDataParallel
+from lockstep.step.comm_hook import shared_memory_hook
 from lockstep.world.world import World, init
 
 try:
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType, InitProcessGroupKwargs
+    from accelerate.utils import DDPCommunicationHookType, DistributedType, InitProcessGroupKwargs
 except ImportError as error:
     raise UsageError(
         "missing-extra",
@@ -44,16 +46,22 @@ except ImportError as error:
 extras.warn_untested("accelerate", "1.15", "1.15")
 _PLACES = "lockstep.json"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_OTHERS = "shard a model by lockstep.Stepper and --mesh, or use Accelerate's own class"
 
 
 class LockstepAccelerator(Accelerator):
-    """accelerate.Accelerator with Lockstep's wrapper and Loader. It takes the same arguments, all
-    by name; without an accelerator in the host `cpu` is True.
+    """accelerate.Accelerator, with Lockstep's Loader. It takes the same arguments, by name; without
+    an accelerator in the host `cpu` is True.
 
-    A Loader given to `prepare` decides about gradient accumulation: gradients are summed over the
-    ranks, and the optimizer steps, at the last batch of a global batch. `save_state` keeps the
-    Loaders' places, and compares the replicas first; so does `end_training`.
+    A Loader given to `prepare` decides about gradient accumulation: gradients are averaged over the
+    ranks, and the optimizer and schedulers step, at the last micro-batch of a global batch.
+    `backward` takes the mean over a batch; the gradient is that of the mean over the global batch.
+    `save_state` and `load_state` keep the Loader's place. Replicas are compared after the first two
+    steps, then every 100, before each save and in `end_training`.
+
+    Args:
+        weigh: batch -> what its loss is a mean over, where that is not samples: tokens. Then ranks
+            wait for each other before each step's first micro-batch.
+        options: Accelerate's.
 
     Raises:
         UsageError: Accelerate sees another number of ranks than the launcher started; DeepSpeed,
@@ -61,133 +69,80 @@ class LockstepAccelerator(Accelerator):
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, weigh: Callable[[Any], Any] | None = None, **options: Any) -> None:
         options.setdefault("cpu", not torch.accelerator.is_available())
-        handlers = options.get("kwargs_handlers") or []
-        opening = [each for each in handlers if isinstance(each, InitProcessGroupKwargs)]
-        given = opening[0].to_kwargs() if opening else {}
-        self.world: World = init(device="cpu" if options["cpu"] else None, **given)
-        self._wrapped: list[DistributedDataParallel] = []
-        self._loaders: list[_Prepared] = []
-        self._schedulers_of_ours: list[Any] = []
-        self._walked: _Prepared | None = None
-        self._weights, self._divisor = 0.0, float(self.world.size)
+        handlers = options.get("kwargs_handlers") or ()
+        given = [each.to_kwargs() for each in handlers if isinstance(each, InitProcessGroupKwargs)]
+        self.world: World = init(device="cpu" if options["cpu"] else None, **dict(*given))
+        self.weigh = weigh
+        self._trained: list[nn.Module] = []
+        self._loaders: list[_Walked] = []
+        self._scheduling: list[Any] = []
+        self._check = ReplicaCheck()
+        self._step = 0
+        self._at: _Walked | None = None  # what is walked now
         super().__init__(**options)
         check_ranks("Accelerate", self.num_processes, self.world)
-        for name, value, plain in (
-            ("distributed_type", self.distributed_type, self.distributed_type in _TYPES),
-            ("parallelism_config", self.parallelism_config, self.parallelism_config is None),
-        ):
-            if not plain:
-                raise UsageError("keyword-without-meaning", name=name, value=value, instead=_OTHERS)
-        self.register_save_state_pre_hook(self._on_save)
-        self.register_load_state_pre_hook(self._on_load)
+        if self.distributed_type not in _TYPES or self.parallelism_config is not None:
+            _refuse("distributed_type", self.distributed_type, "use Accelerate's own class")
+        self.register_save_state_pre_hook(self._save)
+        self.register_load_state_pre_hook(self._load)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's; a `lockstep.Loader` becomes what gives this rank's batches."""
-        ours = [self._prepared(each) if isinstance(each, WindowLoader) else each for each in args]
+        ours = [self._batches(each) if isinstance(each, WindowLoader) else each for each in args]
         return super().prepare(*ours, device_placement=device_placement)
 
-    def _prepared(self, loader: WindowLoader[Any]) -> _Prepared:
+    def _batches(self, loader: WindowLoader[Any]) -> _Walked:
         if (steps := self.gradient_accumulation_steps) != 1:
             instead = "give the Loader global_batch and micro_batch"
-            name = "gradient_accumulation_steps"
-            raise UsageError("keyword-without-meaning", name=name, value=steps, instead=instead)
-        self._loaders.append(_Prepared(loader, self))
+            _refuse("gradient_accumulation_steps", steps, instead)
+        self._loaders.append(_Walked(loader, self))
         self._count_steps()
         return self._loaders[-1]
 
-    def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
-    ) -> nn.Module:
-        if isinstance(model, DistributedDataParallel):
-            return model
-        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
-        if evaluation_mode or not any(each.requires_grad for each in prepared.parameters()):
-            return prepared
-        handler = self.ddp_handler
-        options = {} if handler is None else handler.to_kwargs()
-        wrapped = DistributedDataParallel(prepared, world=self.world, **options)
-        if handler is not None:
-            handler.register_comm_hook(wrapped)
-        self._wrapped.append(wrapped)
-        return wrapped
+    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        prepared: nn.Module = super().prepare_model(model, *args, **options)
+        if prepared is not model and isinstance(prepared, DistributedDataParallel):
+            self._trained.append(prepared)
+            hook = None if self.ddp_handler is None else self.ddp_handler.comm_hook
+            if hook in (None, DDPCommunicationHookType.NO):
+                share_memory(prepared, self.world)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        prepared = super().prepare_scheduler(scheduler)
-        self._schedulers_of_ours.append(prepared)
+        self._scheduling.append(super().prepare_scheduler(scheduler))
         self._count_steps()
-        return prepared
+        return self._scheduling[-1]
 
     def _count_steps(self) -> None:
         """Accelerate's scheduler steps once for each rank, for a global batch that grows with
         their number. A Loader's does not.
         """
-        for each in self._schedulers_of_ours:
-            each.split_batches = bool(self._loaders) or each.split_batches
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> Any:
-        return super().unwrap_model(_bare(model), *args, **options)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        return super().get_state_dict(_bare(model), unwrap)
+        for each in self._scheduling if self._loaders else ():
+            each.split_batches = True
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """As Accelerate's. Where a Loader is walked, it has decided already."""
-        with nullcontext() if self._walked else super().accumulate(*models):
+        with nullcontext() if self._at else super().accumulate(*models):
             yield
 
-    def backward(
-        self, loss: Tensor, *, weight: float | Tensor | None = None, **options: Any
-    ) -> None:
-        """As Accelerate's, and for batches of a Loader weighted: the gradient is that of the mean
-        over all samples of the global batch.
-
-        Args:
-            loss: the mean over the batch.
-            weight: what it is a mean over, where that is not samples: tokens. Then each batch has
-                one backward, and ranks wait for each other before a step's last.
-            options: for torch's backward.
-        """
-        batches, divisor = self._walked, float(self.world.size)
-        if batches is None:
-            factor = 1.0
-        elif weight is None:
-            factor = batches.samples * divisor / batches.total
-        else:
-            factor = float(weight) if batches.samples else 0.0
-            self._weights += factor
-            if batches.closes:
-                total = torch.tensor(self._weights, dtype=torch.float64)
-                self.world.control.all_reduce(total, place="for the weight of a step").wait()
-                divisor, self._weights = total.item() or 1.0, 0.0
-        if divisor != self._divisor:
-            self._divisor = divisor
-            for model in self._wrapped:
-                model.divisor = divisor
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        at = self._at
+        factor = 1.0 if at is None else at.weight * self.num_processes / at.total
         super().backward(loss * factor, **options)
-
-    def walk(self, batches: _Prepared | None) -> None:
-        """`batches` has fetched its next batch; None: nothing is walked."""
-        self._walked = batches
-        self.sync_gradients = batches is None or batches.closes
-        for model in self._wrapped:
-            model.require_backward_grad_sync = self.sync_gradients
-        if batches is not None:
-            status.step(batches.step + 1)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         if isinstance(dataloader, Batches):
             instead = "load_state has put the Loader where it was"
-            name = "skip_first_batches"
-            raise UsageError(
-                "keyword-without-meaning", name=name, value=num_batches, instead=instead
-            )
+            _refuse("skip_first_batches", num_batches, instead)
         return super().skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> Any:
+        for each in (self._trained, self._loaders, self._scheduling):
+            each.clear()
+        return super().free_memory(*objects)
 
     def end_training(self) -> None:
         self.check_replicas("at the end of the training")
@@ -199,11 +154,24 @@ class LockstepAccelerator(Accelerator):
         Args:
             when: what the error begins with.
         """
-        for model in self._wrapped:
-            named = list(model.module.named_parameters())
-            ReplicaCheck().compare([(self.world.group, named)], 0, when)
+        named = [list(self.unwrap_model(each).named_parameters()) for each in self._trained]
+        self._check.compare([(self.world.group, each) for each in named], self._step, when)
 
-    def _on_save(self, models: Any, weights: Any, folder: str) -> None:
+    def begin(self, step: int) -> None:
+        """Step number `step` begins. Every rank calls it."""
+        self._step = step
+        if step and self._check.due(step):
+            self.check_replicas(f"after step {step}")
+        status.step(step + 1)
+
+    def walk(self, batches: _Walked | None) -> None:
+        """`batches` has its next batch; None: nothing is walked."""
+        self._at = batches
+        self.sync_gradients = batches is None or batches.closes
+        for model in self._trained:
+            model.require_backward_grad_sync = self.sync_gradients
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
         if not all(each.closes for each in self._loaders):
             raise UsageError("saved-inside-a-step")
         self.check_replicas("before a checkpoint")
@@ -211,7 +179,7 @@ class LockstepAccelerator(Accelerator):
             places = [each.state_dict() for each in self._loaders]
             write_whole(Path(folder, _PLACES), json.dumps(places))
 
-    def _on_load(self, models: Any, folder: str) -> None:
+    def _load(self, models: Any, folder: str) -> None:
         file = Path(folder, _PLACES)
         with believed(file):
             places = json.loads(file.read_text()) if self._loaders else []
@@ -219,7 +187,7 @@ class LockstepAccelerator(Accelerator):
                 loader.load_state_dict(place)
 
 
-class _Prepared(Batches):
+class _Walked(Batches):
     host = "Accelerate"
 
     def __init__(self, loader: WindowLoader[Any], accelerator: LockstepAccelerator) -> None:
@@ -234,12 +202,32 @@ class _Prepared(Batches):
         finally:
             self._accelerator.walk(None)
 
+    def begin(self, window: Window) -> tuple[Sequence[float], float]:
+        self._accelerator.begin(window.step)
+        if (weigh := self._accelerator.weigh) is None:
+            return super().begin(window)
+        weights = [float(weigh(batch)) for batch in window]
+        return weights, summed(weights, self._accelerator.world)
 
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
+
+def summed(weights: Sequence[float], world: World) -> float:
+    """Over all ranks; 1 where all are 0."""
+    total = torch.tensor(sum(weights), dtype=torch.float64)
+    world.control.all_reduce(total, place="for the weight of a step").wait()
+    return total.item() or 1.0
+
+
+def share_memory(model: DistributedDataParallel, world: World) -> None:
+    """Have gradients averaged through the host's memory, where all ranks are on one."""
+    if world.group.memory is not None:
+        model.register_comm_hook(None, shared_memory_hook)
 
 
 def check_ranks(host: str, seen: int, world: World) -> None:
     """Refuse to have each rank train alone. `seen`: the ranks that the host counts."""
     if seen != world.size:
         raise UsageError("host-sees-other-ranks", host=host, seen=seen, size=world.size)
+
+
+def _refuse(name: str, value: object, instead: str) -> None:
+    raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)

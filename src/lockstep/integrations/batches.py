@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from lockstep.data.loader import Loader
 from lockstep.data.window_loader import WindowLoader
+from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 
 
 class Batches:
     """This rank's batches of one epoch after the other. Saved and loaded as the Loader's place.
 
-    A rank that has no sample in a short last step gets one batch of rank 0's, with `samples` 0.
+    A rank that has no sample in a short last step gets one batch of rank 0's, with weight 0.
 
     Raises:
         UsageError: the Loader's data set is a stream.
@@ -21,10 +22,10 @@ class Batches:
 
     host: ClassVar[str]
     """Whose loop walks it, for messages."""
-    samples = 0
-    """Of the batch at hand."""
-    total = 0
-    """Samples of its step, of all ranks."""
+    weight = 0.0
+    """Of the batch at hand: its samples."""
+    total = 0.0
+    """Of all batches of its step, on all ranks."""
     step = 0
     """The step's number over all epochs, counted from 0."""
     closes = True
@@ -42,9 +43,7 @@ class Batches:
     @property
     def epoch(self) -> int:
         """The epoch that is walked next."""
-        return (
-            int(self.loader.state_dict()["epoch"]) if self._resumes else self._epoch - self._ahead
-        )
+        return self.state_dict()["epoch"] if self._resumes else self._epoch - self._ahead
 
     def set_epoch(self, epoch: int) -> None:
         """Walk this epoch next, as the host counts them."""
@@ -55,19 +54,22 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._resumes:
-            # a host may count an epoch that was cut short as a whole one
-            self._ahead = self._epoch - self.epoch
         epoch, start = self.epoch, None if self._resumes else self.epoch
-        self._resumes, self._epoch = False, self._epoch + 1
+        # a host may count an epoch that was cut short as a whole one
+        self._ahead, self._epoch, self._resumes = self._epoch - epoch, self._epoch + 1, False
         rank, size = self.loader.rank, self.loader.size
         for window in next(self.loader.epochs(epoch + 1, start)):
-            self.step, self.total = window.step, sum(window.samples_by_rank(rank, size))
-            counts = window.counts or [0]
+            weights, self.total = self.begin(window)
+            self.step = window.step
             batches = window if len(window) else window.turned(size - rank, rank, size)
-            for number, self.samples in enumerate(counts):
-                self.closes = number + 1 == len(counts)
+            for number, self.weight in enumerate(weights or [0.0]):
+                self.closes = number + 1 >= len(weights)
                 yield batches[number]
+
+    def begin(self, window: Window) -> tuple[Sequence[float], float]:
+        """What each of the window's batches counts for, and all of them on all ranks."""
+        loader = self.loader
+        return window.counts, sum(window.samples_by_rank(loader.rank, loader.size))
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict()

@@ -182,7 +182,7 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loader = self._trainer.train_dataloader
-        self._weight = float(loader.samples) if isinstance(loader, Batches) else None
+        self._weight = loader.weight if isinstance(loader, Batches) else None
         output = super().training_step(*args, **kwargs)
         if isinstance(output, Mapping) and "weight" in output and self._weight != 0:
             self._weight = float(output["weight"])
@@ -251,7 +251,7 @@ class Batches(_Batches):
 
     host = "Lightning's Trainer"
     weighted = False
-    """Whether a strategy asks for `samples`."""
+    """Whether a strategy asks for `weight`."""
 
     def __init__(self, loader: WindowLoader[Any]) -> None:
         super().__init__(loader)

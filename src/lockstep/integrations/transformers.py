@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lockstep.checks.divergence import ReplicaCheck
 from lockstep.data.keyed import KeyedDataset, Keys, worker_setup
 from lockstep.data.loader import Loader
 from lockstep.errors import UsageError
-from lockstep.integrations.accelerate import check_ranks
+from lockstep.integrations.accelerate import check_ranks, share_memory, summed
 from lockstep.runtime import extras, randomness, status
-from lockstep.step.comm_hook import shared_memory_hook
 from lockstep.world.world import World, init
 
 try:
@@ -84,8 +84,8 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
     loss_is_scaled_for_ga = True  # by compute_loss, as transformers wants it said
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
         _check(args)
-        args = copy.copy(args)
         self.world: World = init(device=args.device)
         check_ranks(_HOST, args.world_size, self.world)
         self._micro_batches = args.gradient_accumulation_steps
@@ -115,14 +115,12 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             drop_last=args.dataloader_drop_last,
         )
         if args.should_log:
-            _log.info(self._loader.describe())
+            idle = self._micro_batches < self.world.size
+            _log.log(logging.WARNING if idle else logging.INFO, self._loader.describe())
         return _DataLoader(self._loader, args.gradient_accumulation_steps, theirs)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return args.per_device_train_batch_size * self._micro_batches
-
-    def num_examples(self, dataloader: Any) -> int:
-        return self._loader.plan.samples
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -139,15 +137,15 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             elif count is None:
                 count = len(cut.positions(self._filled[number]))
             self._counts.append(float(count))
-        total = torch.tensor(sum(self._counts), dtype=torch.float64)
-        self.world.control.all_reduce(total, place="for the weight of a step").wait()
-        self._total = total.item() or 1.0
+        self._total = summed(self._counts, self.world)
         return batches, None
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        self._share_memory(model)
+        if isinstance(model, DistributedDataParallel) and model is not self._hooked:
+            self._hooked = model
+            share_memory(model, self.world)
         count = self._counts[self._place]
         slot = self._filled[self._place] if self._place < len(self._filled) else 0
         # the mean over this batch's count, of models that divide by it and of those that do not
@@ -169,13 +167,6 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
             return found
         factor, self._factor = self._factor, None
         return (found[0] * factor, *found[1:]) if return_outputs else found * factor
-
-    def _share_memory(self, model: nn.Module) -> None:
-        """Have gradients averaged through the host's memory, where all ranks are on one."""
-        if isinstance(model, nn.parallel.DistributedDataParallel) and model is not self._hooked:
-            self._hooked = model
-            if self.world.group.memory is not None:
-                model.register_comm_hook(None, shared_memory_hook)
 
 
 class LockstepTrainer(LockstepTraining, Trainer):
