@@ -53,9 +53,9 @@ def gpt2(dropout: float = 0.1) -> nn.Module:
     set_seed(0)
     sizes = {"vocab_size": SAMPLES, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return GPT2LMHeadModel(
-        GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLMLoss")
-    )
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
+    model.loss_type = "ForCausalLM"  # else a sample's first label counts, which is not predicted
+    return model
 
 
 def bert() -> nn.Module:
