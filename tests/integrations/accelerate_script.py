@@ -98,10 +98,12 @@ def with_their_loader(kind: type[Accelerator], **options: Any) -> nn.Module:
     return bare
 
 
-def parity() -> None:
+def parity(world: lockstep.World) -> None:
     hooks = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
     for options in ({}, {"kwargs_handlers": [hooks]}):
+        before = world.group.number
         ours = with_their_loader(LockstepAccelerator, **options)
+        assert (world.group.number - before >= 20) == (not options)  # through shared memory
         same(
             ours.state_dict().values(),
             with_their_loader(Accelerator, **options).state_dict().values(),
@@ -194,7 +196,7 @@ def main(folder: Path) -> None:
     assert world.timeout == timedelta(seconds=123)
     found: dict[str, Any] = {}
     if world.size == 2:
-        parity()
+        parity(world)
         refusals(folder)
         found["weighing"] = with_our_loader(folder / "weighing", weighing=True)
         found["whole"] = with_our_loader(folder / "saved")

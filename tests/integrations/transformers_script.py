@@ -187,14 +187,17 @@ def parity(folder: Path) -> None:
         "optim": "sgd",
         "learning_rate": 0.1,
     }
+    group = lockstep.World.current().group
     for options in ({}, {"bf16": True}):
         models = []
         for kind, count in ((LockstepTrainer, 4), (Trainer, 2)):
+            before = group.number
             given = arguments(folder, gradient_accumulation_steps=count, **common, **options)
             # as many samples as whole steps hold: theirs repeats some to fill the last one
             data = torch.utils.data.Subset(Text(), range(48))
             models.append(gpt2(0.0))
             kind(models[-1], given, train_dataset=data).train()
+            assert (group.number - before >= 20) == (kind is LockstepTrainer)  # by shared memory
         for ours, theirs in zip(*(each.parameters() for each in models), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 

@@ -201,6 +201,14 @@ class LockstepCallback(TrainerCallback, ExportableState):
         if control.should_save or self._check.due(state.global_step):
             self._compare(state, f"after step {state.global_step}", more["model"])
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if control.should_save:
+            self._compare(state, f"after epoch {state.epoch:.0f}", more["model"])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if args.save_strategy == "best":  # what is saved next, perhaps
+            self._compare(state, "before a checkpoint", more["model"])
+
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._compare(state, "at the end of the training", more["model"])
 
