@@ -132,7 +132,7 @@ def by_transformers(model: nn.Module, data: Data, ours: bool) -> list[float]:
     ends: list[float] = []
     size = lockstep.World.current().size
 
-    class Timed(TrainerCallback):  # type: ignore[misc]
+    class Timed(TrainerCallback):
         def on_step_end(self, *given: Any, **more: Any) -> None:
             ends.append(perf_counter())
 

@@ -34,8 +34,15 @@ class Counting(Dataset[dict[str, Tensor]]):
 
 def train(folder: str, *, resume: str | None = None) -> LockstepTrainer:
     set_seed(0)
-    sizes = {"n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes)
+    config = GPT2Config(
+        vocab_size=WORDS,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # else a sample's first label counts, which is not predicted
     arguments = TrainingArguments(

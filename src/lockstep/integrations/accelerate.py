@@ -48,7 +48,7 @@ _PLACES = "lockstep.json"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class LockstepAccelerator(Accelerator):
+class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
     """accelerate.Accelerator, with Lockstep's Loader. It takes the same arguments, by name; without
     an accelerator in the host `cpu` is True.
 
@@ -75,7 +75,7 @@ class LockstepAccelerator(Accelerator):
         given = [each.to_kwargs() for each in handlers if isinstance(each, InitProcessGroupKwargs)]
         self.world: World = init(device="cpu" if options["cpu"] else None, **dict(*given))
         self.weigh = weigh
-        self._trained: list[nn.Module] = []
+        self._trained: list[DistributedDataParallel] = []
         self._loaders: list[_Walked] = []
         self._scheduling: list[Any] = []
         self._check = ReplicaCheck()

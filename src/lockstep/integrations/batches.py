@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from lockstep.data.loader import Loader
 from lockstep.data.window_loader import WindowLoader
@@ -37,7 +37,7 @@ class Batches:
         self.loader: Loader = loader
         self._epoch, self._ahead, self._resumes = 0, 0, False
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> NoReturn:
         raise UsageError("trainer-loader", host=self.host, reason=reason)
 
     @property

@@ -49,7 +49,7 @@ _OWN_CLASS = "use transformers' own Trainer"
 
 def _check(args: TrainingArguments) -> None:
     """Refuse what would make the training another one than that of one process."""
-    config = args.accelerator_config
+    config: Any = args.accelerator_config
     for name, value, plain, instead in (
         ("ignore_data_skip", args.ignore_data_skip, False, "skipping reads no sample here"),
         ("auto_find_batch_size", args.auto_find_batch_size, False, "state the batch size"),
@@ -81,7 +81,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         ReplicaDivergence: on all ranks, naming the parameter and the ranks.
     """
 
-    loss_is_scaled_for_ga = True  # by compute_loss, as transformers wants it said
+    loss_is_scaled_for_ga: bool | None = True  # by compute_loss, as transformers wants it said
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         args = TrainingArguments("tmp_trainer") if args is None else copy.copy(args)
@@ -120,7 +120,7 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return _DataLoader(self._loader, args.gradient_accumulation_steps, theirs)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        return args.per_device_train_batch_size * self._micro_batches
+        return int(args.per_device_train_batch_size * self._micro_batches)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -160,9 +160,13 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         return loss
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **options: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._factor is None:  # an evaluation
             return found
         factor, self._factor = self._factor, None
