@@ -41,7 +41,6 @@ def train(folder: str, *, resume: str | None = None) -> LockstepTrainer:
         n_layer=2,
         n_head=2,
         bos_token_id=0,
-        eos_token_id=0,
     )
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # else a sample's first label counts, which is not predicted
@@ -56,7 +55,6 @@ def train(folder: str, *, resume: str | None = None) -> LockstepTrainer:
         save_steps=SAVED,
         report_to="none",
         disable_tqdm=True,
-        log_level="error",
     )
     trainer = LockstepTrainer(model, arguments, train_dataset=Counting())
     trainer.train(resume_from_checkpoint=resume)

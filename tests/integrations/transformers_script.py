@@ -139,7 +139,7 @@ def by_hand(kind: str) -> dict[str, list[Any]]:
     """
     make, collate = MODELS[kind]
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     loader = lockstep.Loader(
         Text(),
         global_batch=MICRO_BATCH * MICRO_BATCHES,
