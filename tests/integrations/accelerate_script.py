@@ -115,7 +115,7 @@ def with_our_loader(
 ) -> dict[str, Any]:
     """Two epochs; the weights, the samples of each step and the learning rate at the end."""
     accelerator = LockstepAccelerator(weigh=labels if weighing else None)
-    bare = net()
+    bare = net(norm=True)
     optimizer, scheduler = trained(bare)
     found: dict[str, Any] = {"seen": []}
     model, optimizer, scheduler, batches = accelerator.prepare(bare, optimizer, scheduler, loader())

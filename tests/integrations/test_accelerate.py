@@ -30,17 +30,20 @@ def one_process(*, weighing: bool) -> tuple[list[torch.Tensor], list[list[int]],
     x = torch.randn(SAMPLES, 10, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x[:, :3].argmax(1), torch.arange(SAMPLES))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 3))
+    model = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-    loader = lockstep.Loader(data, global_batch=GLOBAL_BATCH, seed=3, rank=0, size=1)
+    sizes = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH}
+    loader = lockstep.Loader(data, **sizes, seed=3, rank=0, size=1)
     seen = []
     for epoch in loader.epochs(EPOCHS):
         for window in epoch:
-            for x, y, which in window:
-                seen.append(which.tolist())
+            losses = []
+            for x, y, _ in window:
                 counted = y > 0 if weighing else y >= 0
-                F.cross_entropy(model(x), y, reduction="none")[counted].mean().backward()
+                losses.append(F.cross_entropy(model(x), y, reduction="none")[counted])
+            torch.cat(losses).mean().backward()
+            seen.append([int(each) for _, _, which in window for each in which])
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
