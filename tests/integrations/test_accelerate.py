@@ -52,7 +52,7 @@ def one_process(*, weighing: bool) -> tuple[list[torch.Tensor], list[list[int]],
 
 def close(found: Any, expected: list[torch.Tensor]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(ours), theirs.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(ours), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
 def run(workers: int, folder: Path) -> list[dict[str, Any]]:
