@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import lockstep
 from cases import cnn, images, small_mlp
@@ -105,7 +105,82 @@ def by_fabric(model: nn.Module, data: Data, ours: bool) -> list[float]:
     return ends
 
 
-HOSTS: dict[str, Fit] = {"lightning": by_lightning, "fabric": by_fabric}
+def by_accelerate(model: nn.Module, data: Data, ours: bool) -> list[float]:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    from lockstep.integrations.accelerate import LockstepAccelerator
+
+    keywords = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    kind = LockstepAccelerator if ours else Accelerator
+    accelerator = kind(cpu=True, kwargs_handlers=[keywords])
+    wrapped, optimizer = accelerator.prepare(model, optimizer_of(model))
+    ends = []
+    for x, y in data:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(wrapped(x), y))
+        optimizer.step()
+        ends.append(perf_counter())
+    return ends
+
+
+def by_transformers(model: nn.Module, data: Data, ours: bool) -> list[float]:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from lockstep.integrations.transformers import LockstepTrainer
+
+    ends: list[float] = []
+    size = lockstep.World.current().size
+
+    class Timed(TrainerCallback):
+        def on_step_end(self, *given: Any, **more: Any) -> None:
+            ends.append(perf_counter())
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": loss_of(self.net(x), labels)}
+
+    def collated(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        x, labels = (torch.stack(each) for each in zip(*samples, strict=True))
+        return {"x": x, "labels": labels}
+
+    arguments = TrainingArguments(
+        "unused",
+        use_cpu=True,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=size if ours else 1,  # over all ranks; of each
+        train_sampling_strategy="sequential",
+        num_train_epochs=1,
+        max_grad_norm=0,
+        ddp_find_unused_parameters=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+    )
+    whole: Any = ConcatDataset([data.dataset] * size)
+    (LockstepTrainer if ours else Trainer)(
+        WithLoss(),
+        arguments,
+        train_dataset=whole,
+        data_collator=collated,
+        optimizers=(optimizer_of(model), None),
+        callbacks=[Timed()],
+    ).train()
+    return ends
+
+
+HOSTS: dict[str, Fit] = {
+    "lightning": by_lightning,
+    "fabric": by_fabric,
+    "accelerate": by_accelerate,
+    "transformers": by_transformers,
+}
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": small_mlp, "cnn": cnn}
 
 

@@ -22,6 +22,8 @@ SCRIPTS = {
     "gradients_by_hand.py": ["over 2 ranks"],
     "data_parallel.py": ["epoch 4: loss 0."],
     "accumulation.py": ["the last step had 44 samples"],
+    "accelerate_loop.py": ["2 ranks: equal=True", "weights -1.65367"],
+    "hf_trainer.py": ["2 ranks, 16 steps: same=True", "loss 4.2017, 2.6321"],
     "lightning_trainer.py": ["2 ranks, 24 steps: equal=True", "weights -1.65367"],
     "dcp_load.py": ["2 ranks, 5 steps: the same weights, sharded and saved again"],
     "no_sync.py": ["rank 1: stepped after 2 micro-batches"],

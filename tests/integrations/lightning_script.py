@@ -178,12 +178,12 @@ def refusals() -> None:
     with refused("sync-batch-norm-on-cpu"):
         fitted(Module(plain, net(norm=True)), sync_batchnorm=True)
     loader = lockstep.Loader(data(), global_batch=8, micro_batch=2)
-    with refused("lightning-loader", reason="a step has 4 micro-batches for 2 ranks"):
+    with refused("trainer-loader", reason="a step has 4 micro-batches for 2 ranks"):
         fitted(Module(lambda: Batches(loader), net()))
-    with refused("lightning-loader", reason="it is one of several train loaders"):
+    with refused("trainer-loader", reason="it is one of several train loaders"):
         fitted(Module(lambda: {"a": windows(), "b": plain()}, net()))
     tail = lockstep.Loader(data(81), global_batch=8)  # a last step of one sample
-    with refused("lightning-loader", reason="its last step leaves ranks without samples"):
+    with refused("trainer-loader", reason="its last step leaves ranks without samples"):
         next(iter(Batches(tail)))
     with refused("replicas-differ", ReplicaDivergence, parameter="net.0.weight"):
         fitted(Module(plain, net()), callbacks=[Drifting()], max_steps=4)

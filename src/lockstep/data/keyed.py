@@ -63,6 +63,9 @@ class KeyedDataset(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_process": None}
 
+    def __len__(self) -> int:
+        return len(self._dataset)
+
     def __getitems__(self, keys: Keys) -> Any:
         if self._process is None or self._process[0] != os.getpid():
             worker = get_worker_info()

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.checks.divergence import ReplicaCheck
-from lockstep.data.loader import Loader
 from lockstep.data.window_loader import WindowLoader
 from lockstep.errors import UsageError
+from lockstep.integrations.batches import Batches as _Batches
 from lockstep.runtime import extras, status
 from lockstep.runtime.environment import Placement, placement
 from lockstep.step.data_parallel import DistributedDataParallel
@@ -174,14 +174,15 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         if isinstance(loaders, Batches):
             loaders.weighted = True
         elif any(isinstance(each, Batches) for each in tree_leaves(loaders)):
-            raise UsageError("lightning-loader", reason="it is one of several train loaders")
+            reason = "it is one of several train loaders"
+            raise UsageError("trainer-loader", host=Batches.host, reason=reason)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         status.step(self._trainer.global_step + 1)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loader = self._trainer.train_dataloader
-        self._weight = float(loader.samples) if isinstance(loader, Batches) else None
+        self._weight = loader.weight if isinstance(loader, Batches) else None
         output = super().training_step(*args, **kwargs)
         if isinstance(output, Mapping) and "weight" in output and self._weight != 0:
             self._weight = float(output["weight"])
@@ -232,7 +233,7 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         return self.lightning_module.trainer
 
 
-class Batches:
+class Batches(_Batches):
     """A `lockstep.Loader` as the Trainer walks one: this rank's batch of each step.
 
         def train_dataloader(self):
@@ -248,48 +249,22 @@ class Batches:
             training.
     """
 
+    host = "Lightning's Trainer"
     weighted = False
-    """Whether a strategy asks for `samples`."""
-    samples = 0
-    """Of the batch at hand."""
+    """Whether a strategy asks for `weight`."""
 
     def __init__(self, loader: WindowLoader[Any]) -> None:
-        if not isinstance(loader, Loader):
-            raise UsageError("lightning-loader", reason="its data set is a stream")
-        if loader.plan.slots > loader.size:
-            reason = f"a step has {loader.plan.slots} micro-batches for {loader.size} ranks"
-            raise UsageError("lightning-loader", reason=reason)
-        self.loader = loader
+        super().__init__(loader)
+        plan, size = self.loader.plan, self.loader.size
+        if plan.slots > size:
+            self.refuse(f"a step has {plan.slots} micro-batches for {size} ranks")
         self.sampler = self  # Lightning calls its set_epoch
-        self._epoch, self._ahead, self._resumes = 0, 0, False
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._resumes:
-            # Lightning counts an epoch that max_steps has cut short as a whole one
-            self._ahead = self._epoch - self.loader.state_dict()["epoch"]
-        epoch = self._epoch - self._ahead
-        start, self._resumes = None if self._resumes else epoch, False
-        rank, size = self.loader.rank, self.loader.size
+        size = self.loader.size
         if not self.weighted and not self.loader.plan.cut(len(self) - 1).filled(size - 1, size):
-            raise UsageError(
-                "lightning-loader", reason="its last step leaves ranks without samples"
-            )
-        for window in next(self.loader.epochs(epoch + 1, start)):
-            self.samples = window.samples
-            yield (window if len(window) else window.turned(size - rank, rank, size))[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-        self._resumes = True
+            self.refuse("its last step leaves ranks without samples")
+        yield from super().__iter__()
 
 
 class LockstepFabricStrategy(_OnLockstep, FabricDDP):

@@ -1,0 +1,233 @@
+"""Accelerate on Lockstep: `lockstep run --workers 2 train.py`.
+
+    from lockstep.integrations.accelerate import LockstepAccelerator
+
+    accelerator = LockstepAccelerator()          # in place of accelerate.Accelerator
+    loader = lockstep.Loader(dataset, global_batch=64, micro_batch=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+It is a subclass: `prepare` makes a Loader what a loop walks batch by batch, and torch's wrapper of
+the model averages through the memory of the host. All else is Accelerate's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.checkpoints.manifest import believed
+from lockstep.checks.divergence import ReplicaCheck
+from lockstep.data.window_loader import WindowLoader
+from lockstep.data.windows import Window
+from lockstep.errors import UsageError
+from lockstep.integrations.batches import Batches
+from lockstep.runtime import extras, status
+from lockstep.runtime.disk import write_whole
+from lockstep.step.comm_hook import shared_memory_hook
+from lockstep.world.world import World, init
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType, DistributedType, InitProcessGroupKwargs
+except ImportError as error:
+    raise UsageError(
+        "missing-extra",
+        what="lockstep.integrations.accelerate",
+        package=f"Accelerate ({error})",
+        install=extras.install("accelerate"),
+    ) from None
+extras.warn_untested("accelerate", "1.15", "1.15")
+_PLACES = "lockstep.json"
+_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
+    """accelerate.Accelerator, with Lockstep's Loader. It takes the same arguments, by name; without
+    an accelerator in the host `cpu` is True.
+
+    A Loader given to `prepare` decides about gradient accumulation: gradients are averaged over the
+    ranks, and the optimizer and schedulers step, at the last micro-batch of a global batch.
+    `backward` takes the mean over a batch; the gradient is that of the mean over the global batch.
+    `save_state` and `load_state` keep the Loader's place. Replicas are compared after the first two
+    steps, then every 100, before each save and in `end_training`.
+
+    Args:
+        weigh: batch -> what its loss is a mean over, where that is not samples: tokens. Then ranks
+            wait for each other before each step's first micro-batch.
+        options: Accelerate's.
+
+    Raises:
+        UsageError: Accelerate sees another number of ranks than the launcher started; DeepSpeed,
+            FSDP and other ways to divide a model; a Loader that is a stream.
+        ReplicaDivergence: on all ranks, naming the parameter and the ranks.
+    """
+
+    def __init__(self, *, weigh: Callable[[Any], Any] | None = None, **options: Any) -> None:
+        options.setdefault("cpu", not torch.accelerator.is_available())
+        handlers = options.get("kwargs_handlers") or ()
+        given = [each.to_kwargs() for each in handlers if isinstance(each, InitProcessGroupKwargs)]
+        self.world: World = init(device="cpu" if options["cpu"] else None, **dict(*given))
+        self.weigh = weigh
+        self._trained: list[DistributedDataParallel] = []
+        self._loaders: list[_Walked] = []
+        self._scheduling: list[Any] = []
+        self._check = ReplicaCheck()
+        self._step = 0
+        self._at: _Walked | None = None  # what is walked now
+        super().__init__(**options)
+        check_ranks("Accelerate", self.num_processes, self.world)
+        if self.distributed_type not in _TYPES or self.parallelism_config is not None:
+            _refuse("distributed_type", self.distributed_type, "use Accelerate's own class")
+        self.register_save_state_pre_hook(self._save)
+        self.register_load_state_pre_hook(self._load)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; a `lockstep.Loader` becomes what gives this rank's batches."""
+        ours = [self._batches(each) if isinstance(each, WindowLoader) else each for each in args]
+        return super().prepare(*ours, device_placement=device_placement)
+
+    def _batches(self, loader: WindowLoader[Any]) -> _Walked:
+        if (steps := self.gradient_accumulation_steps) != 1:
+            instead = "give the Loader global_batch and micro_batch"
+            _refuse("gradient_accumulation_steps", steps, instead)
+        self._loaders.append(_Walked(loader, self))
+        self._count_steps()
+        return self._loaders[-1]
+
+    def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        prepared: nn.Module = super().prepare_model(model, *args, **options)
+        if prepared is not model and isinstance(prepared, DistributedDataParallel):
+            self._trained.append(prepared)
+            hook = None if self.ddp_handler is None else self.ddp_handler.comm_hook
+            if hook in (None, DDPCommunicationHookType.NO):
+                share_memory(prepared, self.world)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        self._scheduling.append(super().prepare_scheduler(scheduler))
+        self._count_steps()
+        return self._scheduling[-1]
+
+    def _count_steps(self) -> None:
+        """Accelerate's scheduler steps once for each rank, for a global batch that grows with
+        their number. A Loader's does not.
+        """
+        for each in self._scheduling if self._loaders else ():
+            each.split_batches = True
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """As Accelerate's. Where a Loader is walked, it has decided already."""
+        with nullcontext() if self._at else super().accumulate(*models):
+            yield
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        at = self._at
+        factor = 1.0 if at is None else at.weight * self.num_processes / at.total
+        super().backward(loss * factor, **options)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, Batches):
+            instead = "load_state has put the Loader where it was"
+            _refuse("skip_first_batches", num_batches, instead)
+        return super().skip_first_batches(dataloader, num_batches)
+
+    def free_memory(self, *objects: Any) -> Any:
+        for each in (self._trained, self._loaders, self._scheduling):
+            each.clear()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        self.check_replicas("at the end of the training")
+        super().end_training()
+
+    def check_replicas(self, when: str) -> None:
+        """Compare the weights of all ranks now, every bit. Every rank calls it.
+
+        Args:
+            when: what the error begins with.
+        """
+        named = [list(self.unwrap_model(each).named_parameters()) for each in self._trained]
+        self._check.compare([(self.world.group, each) for each in named], self._step, when)
+
+    def begin(self, step: int) -> None:
+        """Step number `step` begins. Every rank calls it."""
+        self._step = step
+        if step and self._check.due(step):
+            self.check_replicas(f"after step {step}")
+        status.step(step + 1)
+
+    def walk(self, batches: _Walked | None) -> None:
+        """`batches` has its next batch; None: nothing is walked."""
+        self._at = batches
+        self.sync_gradients = batches is None or batches.closes
+        for model in self._trained:
+            model.require_backward_grad_sync = self.sync_gradients
+
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
+        if not all(each.closes for each in self._loaders):
+            raise UsageError("saved-inside-a-step")
+        self.check_replicas("before a checkpoint")
+        if self.is_main_process:
+            places = [each.state_dict() for each in self._loaders]
+            write_whole(Path(folder, _PLACES), json.dumps(places))
+
+    def _load(self, models: Any, folder: str) -> None:
+        file = Path(folder, _PLACES)
+        with believed(file):
+            places = json.loads(file.read_text()) if self._loaders else []
+            for loader, place in zip(self._loaders, places, strict=True):
+                loader.load_state_dict(place)
+
+
+class _Walked(Batches):
+    host = "Accelerate"
+
+    def __init__(self, loader: WindowLoader[Any], accelerator: LockstepAccelerator) -> None:
+        super().__init__(loader)
+        self._accelerator = accelerator
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for batch in super().__iter__():
+                self._accelerator.walk(self)
+                yield batch
+        finally:
+            self._accelerator.walk(None)
+
+    def begin(self, window: Window) -> tuple[Sequence[float], float]:
+        self._accelerator.begin(window.step)
+        if (weigh := self._accelerator.weigh) is None:
+            return super().begin(window)
+        weights = [float(weigh(batch)) for batch in window]
+        return weights, summed(weights, self._accelerator.world)
+
+
+def summed(weights: Sequence[float], world: World) -> float:
+    """Over all ranks; 1 where all are 0."""
+    total = torch.tensor(sum(weights), dtype=torch.float64)
+    world.control.all_reduce(total, place="for the weight of a step").wait()
+    return total.item() or 1.0
+
+
+def share_memory(model: DistributedDataParallel, world: World) -> None:
+    """Have gradients averaged through the host's memory, where all ranks are on one."""
+    if world.group.memory is not None:
+        model.register_comm_hook(None, shared_memory_hook)
+
+
+def check_ranks(host: str, seen: int, world: World) -> None:
+    """Refuse to have each rank train alone. `seen`: the ranks that the host counts."""
+    if seen != world.size:
+        raise UsageError("host-sees-other-ranks", host=host, seen=seen, size=world.size)
+
+
+def _refuse(name: str, value: object, instead: str) -> None:
+    raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)

@@ -1,0 +1,79 @@
+"""A `lockstep.Loader` as a trainer's own loop walks one: batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from lockstep.data.loader import Loader
+from lockstep.data.window_loader import WindowLoader
+from lockstep.data.windows import Window
+from lockstep.errors import UsageError
+
+
+class Batches:
+    """This rank's batches of one epoch after the other. Saved and loaded as the Loader's place.
+
+    A rank that has no sample in a short last step gets one batch of rank 0's, with weight 0.
+
+    Raises:
+        UsageError: the Loader's data set is a stream.
+    """
+
+    host: ClassVar[str]
+    """Whose loop walks it, for messages."""
+    weight = 0.0
+    """Of the batch at hand: its samples."""
+    total = 0.0
+    """Of all batches of its step, on all ranks."""
+    step = 0
+    """The step's number over all epochs, counted from 0."""
+    closes = True
+    """Whether it is this rank's last batch of its step."""
+
+    def __init__(self, loader: WindowLoader[Any]) -> None:
+        if not isinstance(loader, Loader):
+            self.refuse("its data set is a stream")
+        self.loader: Loader = loader
+        self._epoch, self._ahead, self._resumes = 0, 0, False
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise UsageError("trainer-loader", host=self.host, reason=reason)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is walked next."""
+        return self.state_dict()["epoch"] if self._resumes else self._epoch - self._ahead
+
+    def set_epoch(self, epoch: int) -> None:
+        """Walk this epoch next, as the host counts them."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self.epoch, None if self._resumes else self.epoch
+        # a host may count an epoch that was cut short as a whole one
+        self._ahead, self._epoch, self._resumes = self._epoch - epoch, self._epoch + 1, False
+        rank, size = self.loader.rank, self.loader.size
+        for window in next(self.loader.epochs(epoch + 1, start)):
+            weights, self.total = self.begin(window)
+            self.step = window.step
+            batches = window if len(window) else window.turned(size - rank, rank, size)
+            for number, self.weight in enumerate(weights or [0.0]):
+                self.closes = number + 1 >= len(weights)
+                yield batches[number]
+
+    def begin(self, window: Window) -> tuple[Sequence[float], float]:
+        """What each of the window's batches counts for, and all of them on all ranks."""
+        loader = self.loader
+        return window.counts, sum(window.samples_by_rank(loader.rank, loader.size))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+        self._resumes = True

@@ -1,0 +1,209 @@
+"""What a user of Accelerate runs by `lockstep run`: two ranks train and save, three resume.
+
+python accelerate_script.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    set_seed,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lockstep
+from lockstep.errors import DamagedCheckpoint, ReplicaDivergence
+from lockstep.integrations.accelerate import LockstepAccelerator
+from tests.refused import refused
+
+SAMPLES, GLOBAL_BATCH, MICRO_BATCH, EPOCHS, SAVED = 83, 12, 3, 2, 9
+
+
+def data(count: int = SAMPLES) -> TensorDataset:
+    """Inputs, classes, and which sample it is."""
+    x = torch.randn(count, 10, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x[:, :3].argmax(1), torch.arange(count))
+
+
+def net(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    between = nn.BatchNorm1d(32) if norm else nn.Identity()
+    return nn.Sequential(nn.Linear(10, 32), between, nn.ReLU(), nn.Linear(32, 3))
+
+
+def trained(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+
+
+def loader(**options: Any) -> lockstep.Loader:
+    options = {"global_batch": GLOBAL_BATCH, "micro_batch": MICRO_BATCH, "seed": 3, **options}
+    return lockstep.Loader(data(), **options)
+
+
+def labels(batch: Any) -> Tensor:
+    return (batch[1] > 0).sum()
+
+
+def loss_of(model: nn.Module, batch: Any, *, weighing: bool) -> Tensor:
+    """The mean; class 0 counts for nothing where that is asked for."""
+    x, y, _ = batch
+    counted = y > 0 if weighing else y >= 0
+    losses = F.cross_entropy(model(x), y, reduction="none")[counted]
+    return losses.sum() / max(len(losses), 1)
+
+
+def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def with_their_loader(kind: type[Accelerator], **options: Any) -> nn.Module:
+    """20 steps, in Accelerate's own way."""
+    accelerator = kind(cpu=True, gradient_accumulation_steps=2, **options)
+    bare = net(norm=True)
+    optimizer, scheduler = trained(bare)
+    plain = DataLoader(data(160), batch_size=2, shuffle=True)
+    model, optimizer, scheduler, batches = accelerator.prepare(bare, optimizer, scheduler, plain)
+    set_seed(0)
+    steps = 0
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch, weighing=False))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                steps += 1
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert steps == 20
+    assert accelerator.unwrap_model(model) is bare
+    assert accelerator.get_state_dict(model).keys() == bare.state_dict().keys()
+    assert len(accelerator.gather(torch.zeros(3))) == 3 * accelerator.num_processes
+    return bare
+
+
+def parity(world: lockstep.World) -> None:
+    hooks = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    for options in ({}, {"kwargs_handlers": [hooks]}):
+        before = world.group.number
+        ours = with_their_loader(LockstepAccelerator, **options)
+        assert (world.group.number - before >= 20) == (not options)  # through shared memory
+        same(
+            ours.state_dict().values(),
+            with_their_loader(Accelerator, **options).state_dict().values(),
+        )
+
+
+def with_our_loader(
+    folder: Path, *, weighing: bool = False, resume: bool = False
+) -> dict[str, Any]:
+    """Two epochs; the weights, the samples of each step and the learning rate at the end."""
+    accelerator = LockstepAccelerator(weigh=labels if weighing else None)
+    bare = net(norm=True)
+    optimizer, scheduler = trained(bare)
+    found: dict[str, Any] = {"seen": []}
+    model, optimizer, scheduler, batches = accelerator.prepare(bare, optimizer, scheduler, loader())
+    if resume:
+        accelerator.load_state(folder)
+    for _ in range(batches.epoch, EPOCHS):
+        seen: list[int] = []
+        for batch in batches:
+            seen += batch[2].tolist() if batches.weight or weighing else []
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch, weighing=weighing))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                found["seen"].append(seen)
+                seen = []
+                if batches.step + 1 == SAVED and accelerator.num_processes == 2:
+                    accelerator.save_state(folder)
+    accelerator.end_training()
+    found["weights"] = [each.tolist() for each in bare.parameters()]
+    found["rate"] = scheduler.get_last_lr()
+    return found
+
+
+def refusals(folder: Path) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(100))
+
+    with refused("keyword-without-meaning", name="gradient_accumulation_steps", value=2):
+        LockstepAccelerator(gradient_accumulation_steps=2).prepare(loader())
+    accelerator = LockstepAccelerator(
+        gradient_accumulation_steps=1,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    with refused("trainer-loader", reason="its data set is a stream"):
+        accelerator.prepare(lockstep.Loader(Stream(), global_batch=4))
+    model, batches = accelerator.prepare(net(), loader())
+    assert model.find_unused_parameters
+    assert accelerator.prepare(model) is model
+    with refused("keyword-without-meaning", name="skip_first_batches"):
+        accelerator.skip_first_batches(batches, 3)
+    assert accelerator.prepare_scheduler(trained(model)[1]).split_batches
+    next(iter(batches))
+    for number, _ in enumerate(batches):
+        assert accelerator.sync_gradients == (number == 1)
+        if number == 0:
+            with refused("saved-inside-a-step"):
+                accelerator.save_state(folder / "never")
+        else:
+            accelerator.save_state(folder / "changed")
+            break
+    other = LockstepAccelerator()
+    other.prepare(net(), loader(seed=4))
+    with refused("state-of-other-training") as caught:
+        other.load_state(folder / "changed")
+    assert caught.value.values["difference"].endswith("seed was 3 and is 4")
+    accelerator.wait_for_everyone()
+    (folder / "changed" / "lockstep.json").unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
+    with refused("checkpoint-file-unreadable", DamagedCheckpoint, file="lockstep.json"):
+        accelerator.load_state(folder / "changed")
+    if accelerator.process_index == 1:
+        with torch.no_grad():
+            model.module[0].weight[0, 0] += 1e-3
+    with refused("replicas-differ", ReplicaDivergence, parameter="0.weight"):
+        accelerator.save_state(folder / "never")
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    world = LockstepAccelerator(
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=123))]
+    ).world
+    assert world.timeout == timedelta(seconds=123)
+    found: dict[str, Any] = {}
+    if world.size == 2:
+        parity(world)
+        refusals(folder)
+        found["weighing"] = with_our_loader(folder / "weighing", weighing=True)
+        found["whole"] = with_our_loader(folder / "saved")
+    else:
+        found["resumed"] = with_our_loader(folder / "saved", resume=True)
+    (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,77 @@
+"""transformers.Trainer with the loss curve of one process on 1, 2 and 3 ranks. What the ranks do,
+and refuse, is transformers_script.py's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.testing.ranks import warm_commands
+from tests.refused import refused
+
+SCRIPT = Path(__file__).with_name("transformers_script.py")
+SAVED = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once() -> Iterator[None]:
+    """Ranks are forked from a process that has imported transformers: it takes seconds."""
+    with warm_commands(
+        (
+            "transformers.trainer",
+            "transformers.models.gpt2.modeling_gpt2",
+            "transformers.models.bert.modeling_bert",
+            "lockstep.step.data_parallel",
+            "pytest",
+        )
+    ):
+        yield
+
+
+def run(workers: int, folder: Path) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "--workers", str(workers), str(SCRIPT), folder],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{workers}-{rank}.json").read_text()) for rank in range(workers)]
+
+
+def joined(ranks: list[dict[str, Any]], kind: str) -> list[list[int]]:
+    """The samples of each step, of all ranks."""
+    steps = zip(*(rank[kind]["seen"] for rank in ranks), strict=True)
+    return [list(chain.from_iterable(each)) for each in steps]
+
+
+def test_the_loss_curve_is_that_of_one_process_and_goes_on_after_a_resume(tmp_path: Path) -> None:
+    """More than 5 s: six ranks of transformers."""
+    two, (one,), three = run(2, tmp_path), run(1, tmp_path), run(3, tmp_path)
+    for kind in ("gpt2", "bert"):
+        expected = pytest.approx(one[f"{kind} by hand"]["losses"], rel=1e-5)
+        assert one[kind]["losses"] == expected
+        assert two[0][kind]["losses"] == expected
+        assert three[0][kind]["losses"] == pytest.approx(one[kind]["losses"][SAVED:], rel=1e-5)
+        assert joined(two, kind) == one[kind]["seen"]
+        assert joined(three, kind) == one[kind]["seen"][SAVED:]
+
+
+def test_without_transformers_the_import_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "lockstep.integrations.transformers", raising=False)
+    with refused("missing-extra", what="lockstep.integrations.transformers") as caught:
+        importlib.import_module("lockstep.integrations.transformers")
+    assert "[transformers]" in caught.value.values["install"]

@@ -1,0 +1,283 @@
+"""What a user of transformers.Trainer runs by `lockstep run`, on two ranks, then on one and three.
+
+python transformers_script.py FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+import lockstep
+from lockstep.errors import ReplicaDivergence
+from lockstep.integrations.transformers import LockstepTrainer, LockstepTraining
+from tests.refused import refused
+
+SAMPLES, LENGTH, MICRO_BATCH, MICRO_BATCHES, STEPS, SAVED = 50, 8, 2, 6, 8, 6
+SEED, RATE = 5, 0.01
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """The first token says which sample it is; how many are labels differs."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 40, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        tokens[0] = index
+        labels = tokens.clone()
+        labels[3 + index % 5 :] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def gpt2(dropout: float = 0.1) -> nn.Module:
+    set_seed(0)
+    sizes = {"vocab_size": SAMPLES, "n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
+    model.loss_type = "ForCausalLM"  # else a sample's first label counts, which is not predicted
+    return model
+
+
+def bert() -> nn.Module:
+    set_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=SAMPLES, max_position_embeddings=LENGTH, intermediate_size=16, **sizes
+        )
+    )
+
+
+def batched(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+
+
+def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Draws what is to be guessed, as the collator of a masked language model does."""
+    batch = batched(samples)
+    hidden = torch.rand(batch["input_ids"].shape) < 0.3
+    hidden[:, 1] = True
+    hidden[:, 0] = False
+    labels = batch["input_ids"].masked_fill(~hidden, -100)
+    return {"input_ids": batch["input_ids"].masked_fill(hidden, 1), "labels": labels}
+
+
+MODELS: dict[str, Any] = {"gpt2": (gpt2, batched), "bert": (bert, masked)}
+
+
+def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
+    options = {
+        "use_cpu": True,
+        "per_device_train_batch_size": MICRO_BATCH,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "seed": SEED,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    return TrainingArguments(str(folder), **options)
+
+
+class Seeing(LockstepTrainer):
+    """Notes the samples of each step, by their first tokens."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.seen: list[list[int]] = []
+        super().__init__(*arguments, **options)
+
+    def get_batch_samples(self, *given: Any) -> Any:
+        batches, count = super().get_batch_samples(*given)
+        real = batches[: len(self._filled)]
+        self.seen.append([int(row[0]) for batch in real for row in batch["input_ids"]])
+        return batches, count
+
+
+def curve(
+    kind: str, folder: Path, *, resume: bool = False, save: bool = False
+) -> dict[str, list[Any]]:
+    """The loss and the samples of each step."""
+    make, collate = MODELS[kind]
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVED} if save else {}
+    given = arguments(folder / kind, **saving)
+    trainer = Seeing(make(), given, train_dataset=Text(), data_collator=collate)
+    trainer.train(
+        resume_from_checkpoint=str(folder / kind / f"checkpoint-{SAVED}") if resume else None
+    )
+    assert given.gradient_accumulation_steps == MICRO_BATCHES
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    losses = [each["loss"] for each in logged if not resume or each["step"] > SAVED]
+    return {"losses": losses, "seen": trainer.seen}
+
+
+def by_hand(kind: str) -> dict[str, list[Any]]:
+    """The same in a plain loop: the mean over all labels of a step, AdamW, clipped, a falling
+    rate.
+    """
+    make, collate = MODELS[kind]
+    model = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    loader = lockstep.Loader(
+        Text(),
+        global_batch=MICRO_BATCH * MICRO_BATCHES,
+        micro_batch=MICRO_BATCH,
+        seed=SEED,
+        collate_fn=collate,
+        rank=0,
+        size=1,
+    )
+    lockstep.seed(SEED)
+    found: dict[str, list[Any]] = {"losses": []}
+    for epoch in loader.epochs(2):
+        for window in epoch:
+            if window.step == STEPS:
+                return found
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * (STEPS - window.step) / STEPS
+            sums, count = 0.0, 0
+            for slot, batch in enumerate(window):
+                ids, labels = batch["input_ids"], batch["labels"]
+                with lockstep.stream("step", window.step, slot):
+                    logits = model(input_ids=ids).logits
+                if kind == "gpt2":
+                    logits, labels = logits[:, :-1], labels[:, 1:]
+                loss = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), labels.flatten(), reduction="sum"
+                )
+                loss.backward()
+                sums, count = sums + loss.item(), count + int((labels != -100).sum())
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= count
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            found["losses"].append(sums / count)
+    return found
+
+
+def parity(folder: Path) -> None:
+    """20 steps as with the Trainer's own DDP, on the same samples."""
+    common: dict[str, Any] = {
+        "max_steps": 20,
+        "train_sampling_strategy": "sequential",
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }
+    group = lockstep.World.current().group
+    for options in ({}, {"bf16": True}):
+        models = []
+        for kind, count in ((LockstepTrainer, 4), (Trainer, 2)):
+            before = group.number
+            given = arguments(folder, gradient_accumulation_steps=count, **common, **options)
+            # as many samples as whole steps hold: theirs repeats some to fill the last one
+            data = torch.utils.data.Subset(Text(), range(48))
+            models.append(gpt2(0.0))
+            kind(models[-1], given, train_dataset=data).train()
+            assert (group.number - before >= 20) == (kind is LockstepTrainer)  # by shared memory
+        for ours, theirs in zip(*(each.parameters() for each in models), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+class Drifting(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 3 and args.process_index == 1:
+            with torch.no_grad():
+                more["model"].transformer.wte.weight[0, 0] += 1e-3
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(Text())
+
+
+class Unweighted(LockstepTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+        return model(**inputs).loss
+
+
+class Own(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **options: Any) -> Any:
+        return model(**inputs).loss
+
+
+class Weighted(LockstepTraining, Own):
+    pass
+
+
+def refusals(folder: Path) -> None:
+    def trained(kind: type[Trainer] = LockstepTrainer, /, data: Any = None, **options: Any) -> Any:
+        callbacks = options.pop("callbacks", None)
+        resume = options.pop("resume", None)
+        given = arguments(folder / "refused", **{"max_steps": 4, **options})
+        trainer = kind(gpt2(), given, train_dataset=data or Text(), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    for name, value in (
+        ("ignore_data_skip", True),
+        ("auto_find_batch_size", True),
+        ("average_tokens_across_devices", False),
+        ("train_sampling_strategy", "group_by_length"),
+    ):
+        with refused("keyword-without-meaning", name=name, value=value):
+            trained(**{name: value})
+    for name in ("split_batches", "dispatch_batches"):
+        with refused("keyword-without-meaning", name=name, value=True):
+            trained(accelerator_config={name: True})
+    with refused("host-sees-other-ranks", seen=1, size=2):
+        trained(use_cpu=False)
+    with refused("trainer-loader", reason="its data set is a stream"):
+        trained(data=Stream())
+    with refused("trainer-loss-not-weighted", trainer="Unweighted"):
+        trained(Unweighted)
+    assert trained(Weighted, dataloader_num_workers=1, dataloader_drop_last=True).state.epoch == 1
+    with refused("replicas-differ", ReplicaDivergence, parameter="transformer.wte.weight"):
+        trained(callbacks=[Drifting()])
+    saved = str(folder / "gpt2" / f"checkpoint-{SAVED}")
+    with refused("state-of-other-training") as caught:
+        trained(seed=6, max_steps=STEPS, resume=saved)
+    assert caught.value.values["difference"].endswith("seed was 5 and is 6")
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    world = lockstep.init()
+    found: dict[str, Any] = {}
+    for kind in MODELS:
+        found[kind] = curve(kind, folder, save=world.size == 2, resume=world.size == 3)
+        if world.size == 1:
+            found[f"{kind} by hand"] = by_hand(kind)
+    if world.size == 2:
+        parity(folder / "parity")
+        refusals(folder)
+    (folder / f"{world.size}-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
