@@ -169,11 +169,15 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         assert self.lightning_module is not None
         self.model = self._wrapped(self.lightning_module)
 
+    def process_dataloader(self, dataloader: object) -> object:
+        if isinstance(dataloader, Batches) and self._trainer.training:
+            dataloader.weighted, dataloader.repeated = True, self._trainer.overfit_batches > 0
+        return dataloader
+
     def on_train_start(self) -> None:
         loaders = self._trainer.train_dataloader
-        if isinstance(loaders, Batches):
-            loaders.weighted = True
-        elif any(isinstance(each, Batches) for each in tree_leaves(loaders)):
+        alone = isinstance(loaders, Batches)
+        if not alone and any(isinstance(each, Batches) for each in tree_leaves(loaders)):
             raise UsageError("lightning-loader", reason="it is one of several train loaders")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -250,6 +254,9 @@ class Batches:
 
     weighted = False
     """Whether a strategy asks for `samples`."""
+    repeated = False
+    """Whether every epoch has the order of the first one."""
+    batch_sampler = None  # Lightning looks at it in a validation
     samples = 0
     """Of the batch at hand."""
 
@@ -264,7 +271,7 @@ class Batches:
         self._epoch, self._ahead, self._resumes = 0, 0, False
 
     def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self._epoch = 0 if self.repeated else epoch
 
     def __len__(self) -> int:
         return len(self.loader)
