@@ -186,9 +186,7 @@ def thawing() -> None:
     """Lightning's DDP has to be told that a frozen layer gets no gradient."""
     modules = [Thawing(plain, net(norm=True)) for _ in range(2)]
     ours = fitted(modules[0])
-    theirs = DDPStrategy(
-        cluster_environment=TorchElasticEnvironment(), find_unused_parameters=True
-    )
+    theirs = DDPStrategy(cluster_environment=TorchElasticEnvironment(), find_unused_parameters=True)
     same(ours, fitted(modules[1], theirs, devices=2))
 
 
