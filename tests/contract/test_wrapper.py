@@ -428,6 +428,24 @@ def diverged(world: lockstep.World) -> None:
         zoo.loss_sum(ddp(x), y).backward()
 
 
+def diverged_in_evaluation(world: lockstep.World, whole: bool) -> None:
+    """A fine-tuning in eval mode; or, as in Lightning after a validation, only the wrapper is."""
+    ddp = lockstep.DistributedDataParallel(zoo.build("mlp"))
+    ddp.eval()
+    ddp.module.train(not whole)
+    with torch.no_grad():
+        ddp.module[0].weight += world.rank
+    for number in range(4):
+        x, y = batch(world.rank, number)
+        zoo.loss_sum(ddp(x), y).backward()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_replicas_are_compared_also_in_evaluation_mode(whole: bool) -> None:
+    with pytest.raises(WorkerFailed, match="ReplicaDivergence"):
+        run_ranks(diverged_in_evaluation, 2, args=(whole,))
+
+
 def without_gradients(world: lockstep.World) -> None:
     ddp = lockstep.DistributedDataParallel(Branches())
     x, y = batch(world.rank, 0)

@@ -98,6 +98,19 @@ class Manual(Module):
         optimizer.step()
 
 
+class Thawing(Module):
+    """With a validation in each epoch, after which Lightning leaves the wrapper in eval mode."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)  # type: ignore[index]
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        assert not self.training
+
+    def val_dataloader(self) -> Any:
+        return Batches(lockstep.Loader(data(16), global_batch=GLOBAL_BATCH))
+
+
 class Drifting(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 3 and trainer.global_rank == 1:
@@ -169,6 +182,24 @@ def by_fabric(strategy: Any, folder: Path | None) -> list[Tensor]:
     return [each.detach().clone() for each in bare.parameters()]
 
 
+def thawing() -> None:
+    """Lightning's DDP has to be told that a frozen layer gets no gradient."""
+    modules = [Thawing(plain, net(norm=True)) for _ in range(2)]
+    ours = fitted(modules[0])
+    theirs = DDPStrategy(cluster_environment=TorchElasticEnvironment(), find_unused_parameters=True)
+    same(ours, fitted(modules[1], theirs, devices=2))
+
+
+def walked_otherwise(seen: list[list[int]]) -> None:
+    """Loaders made anew in each epoch; and two batches again and again."""
+    module = Module(windows, net())
+    fitted(module, reload_dataloaders_every_n_epochs=1)
+    assert module.seen == seen
+    module.seen.clear()
+    fitted(module, overfit_batches=2)
+    assert module.seen == seen[:2] * 2
+
+
 def refusals() -> None:
     for name, value in (("start_method", "spawn"), ("ddp_comm_hook", print)):
         with refused("keyword-without-meaning", name=name):
@@ -227,9 +258,17 @@ def checkpoints(folder: Path) -> None:
     (place / "state.json").write_text("{}")
     with refused("checkpoint-file-wrong-size", DamagedCheckpoint, file="state.json"):
         files.load_checkpoint(place)
+    link = place.with_name("last.ckpt")
+    link.symlink_to(place)
+    files.remove_checkpoint(link)
     files.remove_checkpoint(place)
     files.remove_checkpoint(place)
-    assert not place.exists()
+    link.symlink_to(place)  # to nothing
+    files.save_checkpoint(saved, link)
+    files.save_checkpoint(saved, folder / "theirs.ckpt")  # in the place of a file of torch.save
+    assert [each.name for each in place.parent.iterdir()] == [link.name]
+    torch.testing.assert_close(files.load_checkpoint(link), saved, rtol=0, atol=0)
+    assert [each.name for each in folder.glob("*theirs*")] == ["theirs.ckpt"]
 
 
 def main(folder: Path) -> None:
@@ -237,6 +276,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     parity()
+    thawing()
     same(
         by_fabric(LockstepFabricStrategy(checkpoint_io=LockstepCheckpointIO()), folder / "fabric"),
         by_fabric(FabricDDP(cluster_environment=TorchElasticEnvironment()), None),
@@ -249,6 +289,7 @@ def main(folder: Path) -> None:
     options["plugins"] = [LockstepCheckpointIO()]
     found["weights"] = [each.tolist() for each in fitted(whole, **options)]
     found["seen"] = whole.seen
+    walked_otherwise(whole.seen)
     found["accumulated"] = [
         each.tolist() for each in fitted(Weighing(windows, net()), accumulate_grad_batches=4)
     ]

@@ -169,11 +169,15 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         assert self.lightning_module is not None
         self.model = self._wrapped(self.lightning_module)
 
+    def process_dataloader(self, dataloader: object) -> object:
+        if isinstance(dataloader, Batches) and self._trainer.training:
+            dataloader.weighted, dataloader.repeated = True, self._trainer.overfit_batches > 0
+        return dataloader
+
     def on_train_start(self) -> None:
         loaders = self._trainer.train_dataloader
-        if isinstance(loaders, Batches):
-            loaders.weighted = True
-        elif any(isinstance(each, Batches) for each in tree_leaves(loaders)):
+        alone = isinstance(loaders, Batches)
+        if not alone and any(isinstance(each, Batches) for each in tree_leaves(loaders)):
             reason = "it is one of several train loaders"
             raise UsageError("trainer-loader", host=Batches.host, reason=reason)
 
@@ -252,6 +256,9 @@ class Batches(_Batches):
     host = "Lightning's Trainer"
     weighted = False
     """Whether a strategy asks for `weight`."""
+    repeated = False
+    """Whether every epoch has the order of the first one."""
+    batch_sampler = None  # Lightning looks at it in a validation
 
     def __init__(self, loader: WindowLoader[Any]) -> None:
         super().__init__(loader)
@@ -259,6 +266,9 @@ class Batches(_Batches):
         if plan.slots > size:
             self.refuse(f"a step has {plan.slots} micro-batches for {size} ranks")
         self.sampler = self  # Lightning calls its set_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(0 if self.repeated else epoch)
 
     def __iter__(self) -> Iterator[Any]:
         size = self.loader.size

@@ -69,7 +69,9 @@ class LockstepCheckpointIO(CheckpointIO):
             pieces = [TensorPiece(json.dumps(way), tensor) for way, tensor in others.items()]
             images = {part.name: image(part) for part in files.parts(weights, pieces, 0)}
             files.check_room(folder, sum(map(len, images.values())))
-            files.commit_at(folder, place, step, files.write_parts(folder, images), state)
+            entries = files.write_parts(folder, images)
+            _unlink(place)
+            files.commit_at(folder, place, step, entries, state)
         except OSError as error:
             remove_tree(folder, ignore_errors=True)
             raise LockstepError(
@@ -105,8 +107,15 @@ class LockstepCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         place = _local(path)
+        _unlink(place)
         with suppress(FileNotFoundError):
-            place.unlink() if place.is_file() else remove_tree(place)
+            remove_tree(place)
+
+
+def _unlink(place: Path) -> None:
+    """Remove a file of torch.save, and the link of `ModelCheckpoint(save_last="link")`."""
+    if place.is_symlink() or place.is_file():
+        place.unlink()
 
 
 def _lifted(value: Any, way: _Way, found: dict[_Way, Tensor]) -> Any:

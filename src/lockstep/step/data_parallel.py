@@ -331,7 +331,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         reduced = (
             torch.is_grad_enabled()
             and averaging.reducer.hooks.closing
-            and (self.training or joining is not None)
+            # the module's own: Lightning leaves the wrapper in evaluation after a validation; and
+            # two backwards in a row without a forward that trains are a training in eval mode
+            and (self.module.training or averaging.unchecked > 1 or joining is not None)
         )
         if joining is not None:
             Join.notify_join_context(self)

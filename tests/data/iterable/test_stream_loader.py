@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lockstep.data.iterable.stream_loader import StreamLoader
 from lockstep.errors import (
@@ -563,6 +563,8 @@ def test_own_streams_need_a_micro_batch_for_every_rank() -> None:
 def test_what_is_not_iterable_is_refused() -> None:
     with refused("not-a-loaders-dataset", what="object", needs="__iter__"):
         loader(object())
+    with refused("not-a-loaders-dataset", what="DataLoader"):
+        loader(DataLoader(Numbers(3), batch_size=4))
     with refused("loader-iterated", loader="StreamLoader"):
         iter(loader(Numbers(3)))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lockstep.collectives.group import Group
 from lockstep.config.knob import whole
@@ -82,8 +83,10 @@ class StreamLoader(WindowLoader["StreamEpoch"]):
         sharding: Sharding | None = None,
     ) -> None:
         super().__init__(rank, size, seed, device, pin_memory)
-        if not hasattr(dataset, "__iter__"):
-            raise UsageError("not-a-loaders-dataset", what=type(dataset).__name__, needs="__iter__")
+        batches = isinstance(dataset, DataLoader)
+        if batches or not hasattr(dataset, "__iter__"):
+            needs = "single samples, as in its .dataset" if batches else "__iter__"
+            raise UsageError("not-a-loaders-dataset", what=type(dataset).__name__, needs=needs)
         self.sharding = choose_sharding(dataset, sharding)
         own = self.sharding == "dataset"
         total, micro, depends = sizes_of(global_batch, batch_per_rank, micro_batch, self.size)
