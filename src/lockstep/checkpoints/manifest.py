@@ -27,6 +27,7 @@ from lockstep.runtime.disk import write_whole
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
 """What a checkpoint holds at least: its state, and the model in one file or in parts."""
+AVERAGE = "average.safetensors"
 FORMAT = 1
 LARGEST = 64 * 2**20  # bytes of a manifest that are read at all
 _WORTH_THREADS = 2**22  # bytes
