@@ -149,6 +149,9 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The checkpoint with the best metric.")
     ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="The average of the weights (EMA, SWA).")
+    ] = False,
 ) -> None:
     """Copy a whole checkpoint's model to a file of its own, with plain names; or write a folder
     that transformers or torch.distributed.checkpoint reads.
@@ -170,34 +173,49 @@ def export(
     from lockstep.checkpoints import files
 
     found = files.read(folder)
+    if average and not found.averaged:
+        raise UsageError("no-average-in-checkpoint", checkpoint=str(folder))
+    if average and form == "dcp":
+        raise UsageError(
+            "options-exclude-each-other",
+            one="--average",
+            other="--format dcp",
+            reason="a distributed checkpoint holds what training resumes from",
+        )
     try:
-        size = _write_model(found, out) if form is None else _write_folder(found, out, form)
+        size = (
+            _write_model(found, out, average)
+            if form is None
+            else _write_folder(found, out, form, average)
+        )
     except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
         if isinstance(error, LockstepError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError("cannot-write", name="--out", file=out, reason=reason) from None
-    print(f"{out}: the model of step {found.step}, {size / 2**20:.2f} MiB")
+    what = "average" if average else "model"
+    print(f"{out}: the {what} of step {found.step}, {size / 2**20:.2f} MiB")
 
 
-def _write_model(found: Checkpoint, out: Path) -> int:
+def _write_model(found: Checkpoint, out: Path, average: bool) -> int:
     """As one file; its bytes."""
-    from lockstep.checkpoints.manifest import MODEL
+    from lockstep.checkpoints.manifest import AVERAGE, MODEL
     from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
 
     if out.suffix in _TORCH:
         import torch
 
-        torch.save(read_all(found.model(every_name=True)), out)
-    elif found.in_parts:
+        tensors = found.average if average else found.model
+        torch.save(read_all(tensors(every_name=True)), out)
+    elif found.in_parts and not average:
         whole = [TensorPiece(name, tensor) for name, tensor in found.tensors.items()]
         write(out, image(TensorFile(out.name, whole)))
     else:
-        shutil.copyfile(found.folder / MODEL, out)
+        shutil.copyfile(found.folder / (AVERAGE if average else MODEL), out)
     return out.stat().st_size
 
 
-def _write_folder(found: Checkpoint, out: Path, form: str) -> int:
+def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int:
     """For other tools; its bytes."""
     from lockstep.checkpoints.files import CONFIG, put_in_place
     from lockstep.checkpoints.manifest import MODEL
@@ -216,7 +234,7 @@ def _write_folder(found: Checkpoint, out: Path, form: str) -> int:
 
             export(found, folder)
         else:
-            _write_model(found, folder / MODEL)
+            _write_model(found, folder / MODEL, average)
             (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         size = sum(file.stat().st_size for file in folder.iterdir())
         put_in_place(folder, out)

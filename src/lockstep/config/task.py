@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.swa_utils import AveragedModel
     from torch.utils.data import Dataset
 
 Precision = Literal["fp32", "bf16", "fp16", "tf32"]
@@ -89,7 +90,8 @@ class Task:
     """List of samples -> batch; default: torch's."""
     order: Callable[[Any], Any] | None = None
     """train_data -> what comes when: an order of lockstep.data.orders (weighted, mixed, in
-    blocks) or a torch sampler. Default: shuffled.
+    blocks) or a torch sampler. Default: shuffled. One that makes the micro-batches itself (by
+    length, a batch sampler) decides their sizes; a step has global_batch / micro_batch of them.
     """
     epochs: int = 1
     """Passes over train_data; --epochs and --steps come before it."""
@@ -101,6 +103,18 @@ class Task:
     """
     scheduler_per: Literal["step", "epoch"] = "step"
     """When the scheduler is stepped: after every optimizer step, or after every epoch."""
+    average: Callable[[nn.Module], AveragedModel] | None = None
+    """model -> torch's AveragedModel of it: EMA, or SWA. It is evaluated in place of the model, and
+    checkpoints keep it.
+    """
+    average_per: Literal["step", "epoch"] = "step"
+    """When the average is updated: after every optimizer step that was applied, or after every
+    epoch.
+    """
+    average_after: int = 0
+    """Steps, or epochs with average_per="epoch", before the first update; until then the model
+    itself is evaluated.
+    """
     clip: float | None = None
     """The largest norm of the gradient."""
     unused: Unused = "error"
@@ -162,14 +176,19 @@ class Task:
             ("callbacks_on", ("first", "all")),
             ("unused", UNUSED),
             ("scheduler_per", ("step", "epoch")),
+            ("average_per", ("step", "epoch")),
         ):
             knob.chosen(f"Task.{name}", getattr(self, name), choices, error=TaskError)
         if self.scheduler is None and self.scheduler_per != "step":
             raise TaskError("no-scheduler", scheduler_per=self.scheduler_per)
+        after = knob.whole("Task.average_after", self.average_after, 0, error=TaskError)
+        if self.average is None and (self.average_per, after) != ("step", 0):
+            raise TaskError("no-average", average_per=self.average_per, average_after=after)
 
     def _check_callables(self) -> None:
         needed = ("model", "loss", "optimizer", "inputs")
-        for name in (*needed, "collate", "order", "scheduler", "metrics", "on_step", "on_evaluate"):
+        others = ("collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate")
+        for name in (*needed, *others):
             value = getattr(self, name)
             if name == "metrics" and self.metric_objects is not None:
                 continue

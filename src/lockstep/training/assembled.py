@@ -39,6 +39,7 @@ from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
 from lockstep.training.task_digest import compare_tasks, task_digests
+from lockstep.training.weight_average import average_of
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -229,7 +230,8 @@ def place_model(
     grid = settings.mesh
     if grid is None or grid.only_data:
         return WholeModel(forward.model, world, compiles=bool(compiles))
-    check_parts(grid, settings.precision or task.precision, compile=compiles)
+    precision, average = settings.precision or task.precision, task.average is not None
+    check_parts(grid, precision, compile=compiles, average=average)
     if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
         raise UsageError(
             "mesh-with-iterable",
@@ -279,6 +281,7 @@ class AssembledTraining:
         recipe = recipe_of(task, settings, self.optimizer)  # before a scheduler touches it
         self.scheduler = scheduler_of(task, self.optimizer, self.length)
         self.placed.adopt(self.optimizer)
+        self.average = average_of(task, self.model)
         self.stepper = self._new_stepper()
         self.evaluation = self.new_evaluation()
         self.identity = Identity(recipe, machine(), task_digests(task) if run is not None else {})
@@ -300,6 +303,7 @@ class AssembledTraining:
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
             unused=task.unused,
+            average=self.average.model,
             bucket_mb=settings.bucket_mb,
             model_shard=self.placed,
             world=self.world,
@@ -324,7 +328,9 @@ class AssembledTraining:
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""
         self.placed.walk(self.stepper, window, self.forward)
-        return self.stepper.step()
+        result = self.stepper.step()
+        self.average.after_step(result, self.stepper.steps)
+        return result
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint says beside the Stepper's and the Loader's state."""
