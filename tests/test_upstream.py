@@ -81,6 +81,8 @@ def test_the_readme_has_every_script_and_what_it_prints(
     for script, lines in printed.items():
         assert f"({script}.py)" in page
         assert f"| {lines['before']} | {lines['after']} |" in page
-        issue = re.search(r"https://github.com/\S+/issues/\d+", (FOLDER / f"{script}.py").read_text())
+        issue = re.search(
+            r"https://github.com/\S+/issues/\d+", (FOLDER / f"{script}.py").read_text()
+        )
         assert issue is not None
         assert issue[0] in page

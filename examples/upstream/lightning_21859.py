@@ -5,7 +5,7 @@ https://github.com/Lightning-AI/pytorch-lightning/issues/21859 (and 21838, its f
 `self.log(..., sync_dist=True)` divides the mean of the ranks' sums by the mean of their counts.
 With gloo that mean is a whole number: of 3 and 2 batches it is 2, not 2.5.
 
-The line: `Trainer(strategy="lockstep")` for `strategy="ddp"`. Its mean of whole numbers keeps the
+The line: `Trainer(strategy=LockstepStrategy())` for `strategy="ddp"`. Its mean of whole numbers keeps the
 fraction.
 
     lockstep run --workers 2 examples/upstream/lightning_21859.py
@@ -13,6 +13,7 @@ fraction.
 
 import logging
 import warnings
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep
-import lockstep.integrations.lightning
+from lockstep.integrations.lightning import LockstepStrategy
 
 VALUES = ([0.0, 1.0, 2.0], [3.0, 4.0])  # of each rank; their mean is 2
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = dict.fromkeys(OFF, False)
 
 
 class Net(pl.LightningModule):
@@ -34,16 +37,13 @@ class Net(pl.LightningModule):
         self.log("value", batch[0].mean(), on_epoch=True, sync_dist=True, batch_size=len(batch[0]))
 
 
-def logged(strategy: str, rank: int) -> str:
+def logged(strategy: Any, rank: int) -> str:
     trainer = pl.Trainer(
         strategy=strategy,
         devices=2,
         use_distributed_sampler=False,  # each rank has data of its own
         accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     data = DataLoader(TensorDataset(torch.tensor(VALUES[rank])))
     (found,) = trainer.validate(Net(), data, verbose=False)
@@ -55,7 +55,7 @@ def before(world: lockstep.World) -> str:
 
 
 def after(world: lockstep.World) -> str:
-    return logged("lockstep", world.rank)
+    return logged(LockstepStrategy(), world.rank)
 
 
 if __name__ == "__main__":

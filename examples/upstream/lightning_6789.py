@@ -25,6 +25,8 @@ from lockstep.integrations.lightning import Batches
 
 INPUTS = torch.randn(83, 10, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(INPUTS, INPUTS.sum(1, keepdim=True).sin())
+OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+QUIET: dict[str, Any] = dict.fromkeys(OFF, False)
 
 
 class Net(pl.LightningModule):
@@ -47,10 +49,7 @@ def weights(loader: Any, strategy: str, devices: int) -> Tensor:
         devices=devices,
         max_epochs=2,
         accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     ).fit(net, loader)
     return nn.utils.parameters_to_vector(net.parameters()).detach()
 
