@@ -29,7 +29,7 @@ def train() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    patience = timedelta(seconds=4)  # torch's default is 30 minutes
+    patience = timedelta(seconds=6)  # torch's default is 30 minutes
     group = dist.new_group(timeout=patience)
     if dist.get_rank() == 1:
         read_shard()
