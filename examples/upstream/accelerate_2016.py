@@ -5,8 +5,8 @@ https://github.com/huggingface/accelerate/issues/2016
 `load_state` and `skip_first_batches` restore how many batches were done, not the order they came
 in. Some samples of the epoch are trained twice, and as many never.
 
-The line: `lockstep.Loader(data, global_batch=8)` for the DataLoader. Accelerate saves its place
-like any object's, and the order follows from epoch and step.
+The line: `lockstep.Loader(data, global_batch=8)` for the DataLoader. Registered, its place is saved
+with the rest, and the order follows from epoch and step.
 
     lockstep run --workers 2 examples/upstream/accelerate_2016.py
 """
