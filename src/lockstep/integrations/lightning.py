@@ -206,6 +206,14 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
             model.divisor, self._weights = total.item() or 1.0, 0.0
         return super().backward(closure_loss * (weight * whole), optimizer, *args, **kwargs)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's, in which a mean of whole numbers loses its fraction: it divides what is
+        logged by such a mean of counts.
+        """
+        if reduce_op in ("mean", "avg") and isinstance(tensor, Tensor):
+            tensor = tensor if tensor.is_floating_point() else tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
