@@ -36,7 +36,9 @@ SEED, RATE = 5, 0.01
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """The first token says which sample it is; how many are labels differs."""
+    """The first token says which sample it is; how many are labels differs. Of every second sample
+    none is: some micro-batches have none at all.
+    """
 
     def __len__(self) -> int:
         return SAMPLES
@@ -45,7 +47,7 @@ class Text(Dataset[dict[str, Tensor]]):
         tokens = torch.randint(0, 40, (LENGTH,), generator=torch.Generator().manual_seed(index))
         tokens[0] = index
         labels = tokens.clone()
-        labels[3 + index % 5 :] = -100
+        labels[(3 + index % 5) * (index % 2) :] = -100
         return {"input_ids": tokens, "labels": labels}
 
 
