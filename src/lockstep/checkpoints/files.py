@@ -3,6 +3,8 @@ when they are read.
 
     checkpoints/step-0000276/model.safetensors             parameters and buffers by their plain
                                                            names: loads anywhere
+                             average.safetensors           the average of the model, where there is
+                                                           one, by the same names
                              model-00000.safetensors       in its place where no rank holds the
                                                            whole model: what each one wrote of it
                              optimizer-00000.safetensors   the optimizer's state; as many files as
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.folders import BEST, best_name, folder_of, step_in, written
 from lockstep.checkpoints.manifest import (
+    AVERAGE,
     MODEL,
     MODEL_PART,
     STATE,
@@ -96,6 +99,15 @@ class Checkpoint:
         """The model's tensors, whole, to be read; also under further names of tied ones."""
         return self._stored(MODEL_PART if self.in_parts else MODEL, every_name)
 
+    @property
+    def averaged(self) -> bool:
+        """Whether it holds the average of the model's weights."""
+        return any(entry.name == AVERAGE for entry in self.entries)
+
+    def average(self, *, every_name: bool = False) -> dict[str, StoredTensor]:
+        """The average's tensors, by the model's names, to be read."""
+        return self._stored(AVERAGE, every_name)
+
     def optimizer(self) -> dict[str, StoredTensor]:
         """The optimizer's tensors, whole, to be read: "exp_avg/conv.weight", ..."""
         return self._stored(_OPTIMIZER)
@@ -111,26 +123,32 @@ def parts(
     model: Mapping[str, Tensor] | Sequence[TensorPiece] | None,
     pieces: Sequence[TensorPiece],
     rank: int,
+    average: Mapping[str, Tensor] | None = None,
 ) -> list[TensorFile]:
     """The files that this rank writes: of a whole `model`, by name, which one rank has; or of what
-    this rank has of it; and of the optimizer's `pieces`.
+    this rank has of it; of the optimizer's `pieces`; and of the model's `average`, which one has.
 
     A tensor that a whole model has under several names is read back under the first.
     """
-    from lockstep.checkpoints.pieces import TensorFile, TensorPiece
+    from lockstep.checkpoints.pieces import TensorFile
 
-    found = []
+    found = [] if average is None else [_whole(AVERAGE, average)]
     if isinstance(model, Mapping):
-        first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
-        names = {name: first[id(tensor)] for name, tensor in model.items()}
-        whole = [TensorPiece(name, model[name]) for name in first.values()]
-        tied = {name: known for name, known in names.items() if known != name}
-        found.append(TensorFile(MODEL, whole, tied))
+        found.append(_whole(MODEL, model))
     elif model:
         found.append(TensorFile(f"{MODEL_PART}{rank:05d}.safetensors", model))
     if pieces:
         found.append(TensorFile(f"{_OPTIMIZER}{rank:05d}.safetensors", pieces))
     return found
+
+
+def _whole(file: str, model: Mapping[str, Tensor]) -> TensorFile:
+    from lockstep.checkpoints.pieces import TensorFile, TensorPiece
+
+    first = {id(tensor): name for name, tensor in reversed(list(model.items()))}
+    names = {name: first[id(tensor)] for name, tensor in model.items()}
+    tied = {name: known for name, known in names.items() if known != name}
+    return TensorFile(file, [TensorPiece(name, model[name]) for name in first.values()], tied)
 
 
 def write_parts(

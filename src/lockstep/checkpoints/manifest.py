@@ -30,6 +30,7 @@ from lockstep.runtime.disk import write_whole
 MANIFEST, SEAL = "manifest.json", "manifest.sha256"
 MODEL, MODEL_PART, STATE = "model.safetensors", "model-", "state.json"
 """What a checkpoint holds at least: its state, and the model in one file or in parts."""
+AVERAGE = "average.safetensors"
 FORMAT = 2
 _DIGESTS: dict[int, tuple[str, Callable[[], Any]]] = {
     1: ("sha256", hashlib.sha256),

@@ -84,9 +84,10 @@ class Saver:
         pieces: Sequence[TensorPiece],
         state: Mapping[str, Any],
         done: Callable[[Path], str | None] = lambda folder: None,
+        average: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON) and
-        have it written.
+        """Take a snapshot of this rank's part (rank 0 has the `model` and the `state`, JSON, one
+        rank the model's `average`) and have it written.
 
         Of a model that no rank holds whole, every rank gives what it writes of it.
 
@@ -96,7 +97,7 @@ class Saver:
         self.wait()
         self._images = images = {
             part.name: image(part, self._images.get(part.name))
-            for part in files.parts(model, pieces, self._rank)
+            for part in files.parts(model, pieces, self._rank, average)
         }
         self._pace.begin()
         self._under_way = self._thread.submit(lambda: self._write(step, images, dict(state), done))

@@ -133,6 +133,9 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="The checkpoint with the best metric.")
     ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="The average of the weights (EMA, SWA).")
+    ] = False,
 ) -> None:
     """Copy a whole checkpoint's model to a file of its own, with plain names: safetensors, or a
     dict of tensors that torch.load reads.
@@ -153,24 +156,27 @@ def export(
     import torch
 
     from lockstep.checkpoints import files
-    from lockstep.checkpoints.manifest import MODEL
+    from lockstep.checkpoints.manifest import AVERAGE, MODEL
     from lockstep.checkpoints.pieces import TensorFile, TensorPiece, image, read_all, write
 
     found = files.read(folder)
+    if average and not found.averaged:
+        raise UsageError("no-average-in-checkpoint", checkpoint=str(folder))
+    what, tensors = ("average", found.average) if average else ("model", found.model)
     try:
         if out.suffix in _TORCH:
-            torch.save(read_all(found.model(every_name=True)), out)
+            torch.save(read_all(tensors(every_name=True)), out)
         elif found.in_parts:
             whole = [TensorPiece(name, tensor) for name, tensor in found.tensors.items()]
             write(out, image(TensorFile(out.name, whole)))
         else:
-            shutil.copyfile(folder / MODEL, out)
+            shutil.copyfile(folder / (AVERAGE if average else MODEL), out)
     except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
         if isinstance(error, LockstepError):
             raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError("cannot-write", name="--out", file=out, reason=reason) from None
-    print(f"{out}: the model of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")
+    print(f"{out}: the {what} of step {found.step}, {out.stat().st_size / 2**20:.2f} MiB")
 
 
 def _directory(run: Path) -> Path:

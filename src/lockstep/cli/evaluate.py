@@ -148,7 +148,8 @@ class AppliedCheckpoint:
         samples, workers = found["samples"], found["workers"]
         kind = "best" if self.best else "newest"
         counts = f"{samples} sample{'s' * (samples != 1)}, {workers} worker{'s' * (workers != 1)}"
-        return f"{found['task']}: {counts}, {kind} checkpoint (step {found['step']})"
+        step = f"step {found['step']}{', averaged weights' * found['averaged']}"
+        return f"{found['task']}: {counts}, {kind} checkpoint ({step})"
 
 
 def predict(

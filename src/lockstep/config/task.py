@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.optim.swa_utils import AveragedModel
     from torch.utils.data import Dataset
 
 Precision = Literal["fp32", "bf16", "fp16", "tf32"]
@@ -101,6 +102,18 @@ class Task:
     """
     scheduler_per: Literal["step", "epoch"] = "step"
     """When the scheduler is stepped: after every optimizer step, or after every epoch."""
+    average: Callable[[nn.Module], AveragedModel] | None = None
+    """model -> torch's AveragedModel of it: EMA, or SWA. It is evaluated in place of the model, and
+    checkpoints keep it.
+    """
+    average_per: Literal["step", "epoch"] = "step"
+    """When the average is updated: after every optimizer step that was applied, or after every
+    epoch.
+    """
+    average_after: int = 0
+    """Steps, or epochs with average_per="epoch", before the first update; until then the model
+    itself is evaluated.
+    """
     clip: float | None = None
     """The largest norm of the gradient."""
     unused: Unused = "error"
@@ -149,14 +162,19 @@ class Task:
             ("callbacks_on", ("first", "all")),
             ("unused", UNUSED),
             ("scheduler_per", ("step", "epoch")),
+            ("average_per", ("step", "epoch")),
         ):
             knob.chosen(f"Task.{name}", getattr(self, name), choices, error=TaskError)
         if self.scheduler is None and self.scheduler_per != "step":
             raise TaskError("no-scheduler", scheduler_per=self.scheduler_per)
+        after = knob.whole("Task.average_after", self.average_after, 0, error=TaskError)
+        if self.average is None and (self.average_per, after) != ("step", 0):
+            raise TaskError("no-average", average_per=self.average_per, average_after=after)
 
     def _check_callables(self) -> None:
         needed = ("model", "loss", "optimizer", "inputs")
-        for name in (*needed, "collate", "order", "scheduler", "metrics", "on_step", "on_evaluate"):
+        others = ("collate", "order", "scheduler", "average", "metrics", "on_step", "on_evaluate")
+        for name in (*needed, *others):
             value = getattr(self, name)
             if not callable(value) and (value is not None or name in needed):
                 raise TaskError("not-a-function", name=f"Task.{name}", kind=type(value).__name__)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checks.start import model_fields
 from lockstep.checks.unused import UnusedCheck, shortly
@@ -48,6 +49,7 @@ class StepperOptions:
     seed: int
     bucket_mb: float | None
     unused: Unused
+    average: AveragedModel | None
     checks: Checks
     trace_nonfinite: bool
 
@@ -66,6 +68,10 @@ class StepperOptions:
 
     def check(self, method: Parallelism) -> None:
         """Raise a UsageError for what does not go with a method."""
+        split = method.mesh is not None and not method.mesh.only_data
+        if self.average is not None and (method.alone or split):
+            option = _said_alone(method) if method.alone else f"mesh={str(method.mesh)!r}"
+            raise UsageError("average-does-not-fit", option=option)
         if method.server is not None and self.unused == "skip":
             raise UsageError("skip-at-a-server")
         if method.alone and self.scales:

@@ -61,7 +61,7 @@ class Resumable(Protocol):
 
 
 class Checkpoints:
-    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, step) and its Loader in
+    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, average, step) and its Loader in
     `directory`, a folder that all ranks see.
 
     They are written in the background by all ranks, hold no pickled objects and no number of ranks,
@@ -76,7 +76,7 @@ class Checkpoints:
 
     Args:
         directory: a folder that all ranks see.
-        stepper: what is saved: model, optimizer, scheduler, scaler, step.
+        stepper: what is saved: model, optimizer, scheduler, scaler, average, step.
         loader: a Loader, or anything else whose place in the data is its `state_dict`.
         every: steps from one to the next; None: as often as costs less than 2 % of the time.
         keep: how many stay, beside the best.
@@ -290,6 +290,7 @@ class Checkpoints:
             taken.pieces,
             state,
             lambda folder: self._tidy(folder, best, compared if witness is None else witnessed),
+            taken.average,
         )
         self._saved = steps
         if self._every is None:

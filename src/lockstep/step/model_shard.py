@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.checkpoints.identity import under_all_names, weights
@@ -179,13 +179,18 @@ class WholeForm:
         compare_forms(ours, forms_of(checkpoint.model().items()))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        ours = weights(self._stepper.model)
-        with torch.no_grad():
-            for name, tensor in checkpoint.model().items():
-                ours[name].copy_(tensor.read())
+        copy_stored(checkpoint.model(), self._stepper.model)
 
     def optimizer(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
         return read_all(checkpoint.optimizer())
+
+
+@torch.no_grad()
+def copy_stored(tensors: Mapping[str, StoredTensor], model: nn.Module) -> None:
+    """Read tensors into those of a model that have their names."""
+    ours = weights(model)
+    for name, tensor in tensors.items():
+        ours[name].copy_(tensor.read())
 
 
 def forms_of(tensors: Iterable[tuple[str, Tensor | StoredTensor]]) -> Forms:

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
+from lockstep.checkpoints.identity import weights
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.divergence import OverwrittenCheck, ReplicaCheck
 from lockstep.checks.nonfinite import NonFiniteTrace
@@ -37,6 +39,7 @@ from lockstep.config.task import Unused
 from lockstep.data.windows import Window
 from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.bucket import cut_by_buckets
+from lockstep.gradients.buffers import replicate
 from lockstep.gradients.exact import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
@@ -78,6 +81,8 @@ class Stepper:
         bucket_mb: MiB of gradients that travel together (25), for a bare module.
         unused: what a parameter that gets no gradient on any rank is: "error", "zeros", or "skip"
             (its `.grad` stays None).
+        average: a `torch.optim.swa_utils.AveragedModel` of the model, which you update. Its
+            replicas are compared, and `Checkpoints` keep it.
         checks: "full" compares the replicas (`check_replicas`) after steps 1 and 2 and at least
             every 100 steps, and the set-up at the start; "start" only that; "off" nothing.
         trace_nonfinite: look at every gradient before it is summed, so that a skipped step names
@@ -115,6 +120,7 @@ class Stepper:
         seed: int = 0,
         bucket_mb: float | None = None,
         unused: Unused = "error",
+        average: AveragedModel | None = None,
         checks: Checks = "full",
         trace_nonfinite: bool = False,
         model_shard: ModelShard | None = None,
@@ -129,6 +135,7 @@ class Stepper:
             seed=seed,
             bucket_mb=bucket_mb,
             unused=unused,
+            average=average,
             checks=checks,
             trace_nonfinite=trace_nonfinite,
         )
@@ -141,6 +148,9 @@ class Stepper:
         self.world = world or World.current()
         if not isinstance(model, DistributedDataParallel):
             check_trained(model, self.world.device)
+        if average is not None:
+            check_trained(average, self.world.device)
+            replicate(average.module, self.world.group)
         if checks != "off":
             alike = self.model_shard.replicas(self.world.group)
             fields = {**optimizer_fields(optimizer), "clip": clip, "seed": seed}
@@ -233,6 +243,10 @@ class Stepper:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         return self._options.scaler
+
+    @property
+    def average(self) -> AveragedModel | None:
+        return self._options.average
 
     @property
     def place(self) -> int:
@@ -600,6 +614,9 @@ class Stepper:
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
         tensors = [*self.model.named_parameters(), *self._buffers.named()]
+        if self.average is not None:
+            named = weights(self.average.module).items()
+            tensors += [(f"average of {name}", each) for name, each in named]
         return [
             *((name, each) for name, each in tensors if name not in self.reducer.ignored),
             *self.update.replicated(),

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoints.files import Checkpoint
-from lockstep.checkpoints.pieces import METHOD, TensorPiece, method_kept
+from lockstep.checkpoints.identity import under_all_names, weights
+from lockstep.checkpoints.pieces import METHOD, StoredTensor, TensorPiece, method_kept
 from lockstep.checkpoints.plain import decoded, encoded
 from lockstep.errors import DamagedCheckpoint, UsageError
+from lockstep.step.model_shard import compare_forms, copy_stored, forms_of
 from lockstep.step.step_result import allow_scheduler
 from lockstep.step.stepper import Stepper
 
@@ -27,6 +29,8 @@ class Taken:
     """On rank 0; of a split model, what each rank writes."""
     pieces: list[TensorPiece]
     state: dict[str, Any]
+    average: Mapping[str, Tensor] | None
+    """Of the model, on the last rank."""
 
 
 def take(stepper: Stepper) -> Taken:
@@ -42,6 +46,7 @@ def take(stepper: Stepper) -> Taken:
         "steps": stepper.steps,
         "method": stepper.method.recipe(),
         "order of gradients": stepper.reducer.order,
+        "averaged": None if stepper.average is None else int(stepper.average.n_averaged),
         "split": stepper.model_shard.mesh is not None,
         "optimizer": {
             "kind": _kind(stepper.optimizer),
@@ -62,7 +67,15 @@ def take(stepper: Stepper) -> Taken:
             for what, part in _followers(stepper)
         },
     }
-    return Taken(model, pieces, state)
+    return Taken(model, pieces, state, _average(stepper))
+
+
+def _average(stepper: Stepper) -> Mapping[str, Tensor] | None:
+    """What this rank writes of an average: all of it, where another rank writes the model."""
+    average, world = stepper.average, stepper.world
+    if average is None or average.n_averaged == 0 or world.rank != world.size - 1:
+        return None
+    return under_all_names(weights(average.module), average.module)
 
 
 def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
@@ -76,6 +89,7 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
     name_of = _names(stepper)
     form = stepper.model_shard.form(stepper)
     form.compare(checkpoint)
+    average, averaged = _stored_average(stepper, checkpoint, state), state.get("averaged")
     if optimizer["kind"] != _kind(stepper.optimizer):
         raise UsageError(
             "checkpoint-of-another-training",
@@ -102,6 +116,9 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         stepper.reducer.lay(state["order of gradients"])
     stepper.update.follow()
     form.load(checkpoint)  # only now: the layout may have moved the weights
+    if stepper.average is not None:
+        copy_stored(average, stepper.average.module)
+        stepper.average.n_averaged.fill_(int(averaged or 0))
     tensors = form.optimizer(checkpoint)
     stepper.load_optimizer_state_dict(_optimizer_state(checkpoint, tensors, optimizer, names))
     kept = method_kept(
@@ -123,6 +140,23 @@ def restore(stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]) 
         if target is not None:
             target.load_state_dict(decoded(state[what]))
     allow_scheduler(stepper.optimizer)
+
+
+def _stored_average(
+    stepper: Stepper, checkpoint: Checkpoint, state: Mapping[str, Any]
+) -> Mapping[str, StoredTensor]:
+    """The average in a checkpoint; empty where nothing was averaged yet. Raises UsageError where
+    only one side has an average, or it is another model's.
+    """
+    average, count = stepper.average, state.get("averaged")  # not in earlier checkpoints
+    if (average is None) != (count is None):
+        there, here = (f"{'no' if each is None else 'an'} average" for each in (count, average))
+        raise UsageError("checkpoint-of-another-training", there=there, here=here)
+    if average is None or not count:
+        return {}
+    found = checkpoint.average()
+    compare_forms(forms_of(weights(average.module).items()), forms_of(found.items()))
+    return found
 
 
 def _followers(stepper: Stepper) -> list[tuple[str, Any]]:

@@ -39,6 +39,7 @@ from lockstep.training.resume import Identity, machine, recipe_of
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import saving_in
 from lockstep.training.task_digest import compare_tasks, task_digests
+from lockstep.training.weight_average import average_of
 from lockstep.world.world import World
 
 if TYPE_CHECKING:
@@ -279,6 +280,7 @@ class AssembledTraining:
         recipe = recipe_of(task, settings, self.optimizer)  # before a scheduler touches it
         self.scheduler = scheduler_of(task, self.optimizer, self.length)
         self.placed.adopt(self.optimizer)
+        self.average = average_of(task, self.model)
         self.stepper = self._new_stepper()
         self.evaluation = self.new_evaluation()
         self.identity = Identity(recipe, machine(), task_digests(task) if run is not None else {})
@@ -300,6 +302,7 @@ class AssembledTraining:
             scheduler=self.scheduler if task.scheduler_per == "step" else None,
             seed=task.seed,
             unused=task.unused,
+            average=self.average.model,
             bucket_mb=settings.bucket_mb,
             model_shard=self.placed,
             world=self.world,
@@ -324,7 +327,9 @@ class AssembledTraining:
     def step(self, window: Window) -> StepResult:
         """One optimizer step, of which nothing is recorded."""
         self.placed.walk(self.stepper, window, self.forward)
-        return self.stepper.step()
+        result = self.stepper.step()
+        self.average.after_step(result, self.stepper.steps)
+        return result
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint says beside the Stepper's and the Loader's state."""

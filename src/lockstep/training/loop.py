@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from lockstep.checkpoints.identity import sha256, weights
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
@@ -103,6 +104,8 @@ class Training(AssembledTraining):
 
     def _end_of_epoch(self, journal: Journal, epoch: int, *, whole: bool) -> None:
         self.reached.epochs += whole
+        if whole:
+            self.average.after_epoch(self.reached.epochs)
         if self.task.scheduler_per == "epoch" and self.scheduler is not None:
             self.scheduler.step()
         self._evaluate(journal, epoch)
@@ -164,7 +167,8 @@ class Training(AssembledTraining):
             return
         began = time.perf_counter()
         self.reached.unevaluated = epoch
-        metrics = self.evaluation()
+        with self.average.evaluated(self.forward):
+            metrics = self.evaluation()
         if metrics is None:
             self._stop(journal)
         improved = self.reached.note(metrics, steps)
@@ -181,10 +185,12 @@ class Training(AssembledTraining):
     def _result(self, seconds: float) -> Result:
         """The training is over: its last checkpoint, and what it came to."""
         digest = self.placed.digest()
-        reached = self.reached
+        reached, average = self.reached, self.average.found
         return Result(
             task=self.task.name or "task",
             model=self.model,
+            average=average,
+            average_sha256=None if average is None else sha256(weights(average)),
             metrics=reached.metrics,
             best=reached.best.as_json() if reached.best else None,
             loss=reached.loss,

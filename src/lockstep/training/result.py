@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (
     *("task", "epochs", "steps", "workers", "update", "reduce", "metrics", "best", "loss"),
-    *("seconds", "stopped_early", "sha256"),
+    *("seconds", "stopped_early", "sha256", "average_sha256"),
 )
 
 
@@ -29,6 +29,8 @@ class Result:
     task: str
     model: nn.Module
     """As it is after the last step, on this rank's device."""
+    average: nn.Module | None = None
+    """With the average of its weights, where the task has one: what `metrics` was measured on."""
     metrics: dict[str, float]
     """Of the last evaluation; empty without eval_data."""
     best: dict[str, Any] | None
@@ -51,6 +53,8 @@ class Result:
     """Why training ended before its time, if it did."""
     sha256: str
     """Over the weights; see checkpoints/identity.py."""
+    average_sha256: str | None = None
+    """Over their average."""
     run: Path | None
     """The run directory."""
     checkpoint: Path | None
@@ -77,9 +81,10 @@ def last_line(result: Mapping[str, Any]) -> str:
     counts = ", ".join(_count(result[f"{what}s"], what) for what in whole)
     headline = result["headline"]
     metric = f"{headline['name']} {float(headline['value']):.4f}"
+    average = result.get("average_sha256")  # not in results of earlier versions
     return (
         f"{result['task']}: {counts}, {result['update']}, {result['reduce']} | {metric} | weights"
-        f" sha256 {result['sha256']}"
+        f" sha256 {result['sha256']}{f' | average sha256 {average}' if average else ''}"
     )
 
 

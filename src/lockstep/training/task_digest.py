@@ -51,7 +51,10 @@ PYTHON = "python"
 """The name of the version of Python: other versions have other code."""
 DATA = "train_data"
 SHA = "sha256:"
-_FIELDS = ("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler", "metrics")
+_FIELDS = (
+    *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler", "average"),
+    "metrics",
+)
 # bytes of an array, and a tenth of it in parts of a container, that are compared as a value
 _LARGEST = 2**16
 _INNER = 8  # data sets of a list that are looked at

@@ -44,8 +44,8 @@ class InferenceJob:
 
 
 def apply(job: InferenceJob) -> None:
-    """Do it, on this rank of a world that is opened for it. Rank 0 writes {"samples", "workers",
-    "metrics" or "out"} as the answer.
+    """Do it, on this rank of a world that is opened for it: with the average of the weights, where
+    the checkpoint has one. Rank 0 writes {"samples", "workers", "metrics" or "out"} as the answer.
     """
     from lockstep.training.opening import world_for
     from lockstep.training.resolve import resolve
@@ -61,6 +61,7 @@ def apply(job: InferenceJob) -> None:
 
 def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
     from lockstep.checkpoints import files
+    from lockstep.checkpoints.pieces import read_all
     from lockstep.runtime import randomness
     from lockstep.step.forward import Forward, matmul_precision
     from lockstep.training.inference.evaluation import Evaluation
@@ -72,7 +73,7 @@ def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
     checkpoint = files.read(Path(job.checkpoint))
     fill(
         model,
-        checkpoint,
+        read_all(checkpoint.average() if checkpoint.averaged else checkpoint.model()),
         f"checkpoint {job.checkpoint} (of task {checkpoint.state.get('task')!r})",
         f"task {task.name!r}",
     )
@@ -83,6 +84,7 @@ def _on(job: InferenceJob, task: Any, world: Any) -> dict[str, Any]:
         "samples": evaluation.rows.total,
         "workers": world.size,
         "step": checkpoint.state.get("step"),
+        "averaged": checkpoint.averaged,
     }
     with matmul_precision(precision):
         if job.out is None:
@@ -109,13 +111,13 @@ def check_out(path: Path) -> Path:
     return path
 
 
-def fill(model: Any, checkpoint: Any, of: str, into: str) -> None:
-    """Load the checkpoint's weights, all of them or none. Raises TaskError, naming weights,
+def fill(model: Any, theirs: Mapping[str, Any], of: str, into: str) -> None:
+    """Load a checkpoint's weights, all of them or none. Raises TaskError, naming weights,
     where they are another model's.
     """
     from lockstep.checkpoints.identity import weights
 
-    ours, theirs = weights(model), checkpoint.tensors
+    ours = weights(model)
     wrong = {
         "missing": sorted(ours.keys() - theirs.keys()),
         "unexpected": sorted(theirs.keys() - ours.keys()),
