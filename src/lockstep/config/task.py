@@ -90,7 +90,8 @@ class Task:
     """List of samples -> batch; default: torch's."""
     order: Callable[[Any], Any] | None = None
     """train_data -> what comes when: an order of lockstep.data.orders (weighted, mixed, in
-    blocks) or a torch sampler. Default: shuffled.
+    blocks) or a torch sampler. Default: shuffled. One that makes the micro-batches itself (by
+    length, a batch sampler) decides their sizes; a step has global_batch / micro_batch of them.
     """
     epochs: int = 1
     """Passes over train_data; --epochs and --steps come before it."""

@@ -11,10 +11,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import BatchSampler
 
 from lockstep.config.settings import Settings
 from lockstep.config.task import Task
 from lockstep.data.loader import Loader
+from lockstep.data.orders import Batches
 from lockstep.errors import TaskError
 from lockstep.training.resolve import wrong_type
 from lockstep.world.world import World
@@ -61,11 +63,14 @@ def loader_of(
     is not one for every rank.
     """
     number, shares = share or (world.rank, world.size)
+    order = task.order(task.train_data) if task.order is not None else None
+    sizes = {"global_batch": task.global_batch, "micro_batch": task.micro_batch}
+    if isinstance(order, Batches | BatchSampler):
+        sizes = {"micro_batches": -(-task.global_batch // task.micro_batch)}
     return Loader(
         task.train_data,
-        order=task.order(task.train_data) if task.order is not None else None,
-        global_batch=task.global_batch,
-        micro_batch=task.micro_batch,
+        order=order,
+        **sizes,
         seed=task.seed,
         num_workers=loader_workers,
         drop_last=drop_last,

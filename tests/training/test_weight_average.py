@@ -1,0 +1,212 @@
+"""The average of a task's weights (EMA, SWA): when it moves, that it is evaluated, compared, kept
+and resumed; and what it does not go with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import lockstep
+from lockstep import World
+from lockstep.checkpoints.identity import sha256, weights
+from lockstep.errors import ReplicaDivergence, TaskError, UsageError, WorkerFailed
+from lockstep.testing import run_ranks
+from lockstep.training.inference.apply import InferenceJob, apply
+from tests.cli.command import command
+from tests.refused import refused
+from tests.training import toy
+
+FILE = """
+from tests.training import test_weight_average, toy
+
+def task():
+    return toy.task(average=test_weight_average.ema)
+"""
+
+
+def ema(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+
+
+def swa(model: nn.Module) -> AveragedModel:
+    return AveragedModel(model)
+
+
+SWA: dict[str, Any] = {"average": swa, "average_per": "epoch", "average_after": 1, "epochs": 4}
+
+
+def by_hand(
+    average: Any, epochs: int, per: str = "step", after: int = 0
+) -> tuple[str, dict[str, float]]:
+    """The loop that a user would write: the average's SHA-256, and what an evaluation finds."""
+    with lockstep.init(backend="gloo") as world:
+        lockstep.seed(0)
+        model = toy.Net()
+        averaged = average(model)
+        stepper = lockstep.Stepper(model, toy.sgd(model), exact=True)
+        loader = lockstep.Loader(toy.data(toy.SAMPLES, 1), global_batch=11, micro_batch=4, seed=0)
+        for epoch in loader.epochs(epochs):
+            for window in epoch:
+                for batch in stepper.micro_batches(window):
+                    stepper.backward(*toy.loss(model(batch[0]), batch))
+                stepper.step()
+                if per == "step":
+                    averaged.update_parameters(model)
+            if per == "epoch" and epoch.number >= after:
+                averaged.update_parameters(model)
+        found = lockstep.evaluate(
+            averaged.module, toy.data(toy.HELD_OUT, 2), toy.metrics, batch=4, world=world
+        )
+    return sha256(weights(averaged.module)), found
+
+
+def test_it_is_updated_and_evaluated_as_in_a_loop_by_hand() -> None:
+    for changes in ({"average": ema}, SWA):
+        result = lockstep.train(toy.task(**changes), exact=True)
+        digest, metrics = by_hand(
+            changes["average"],
+            changes.get("epochs", 2),
+            changes.get("average_per", "step"),
+            changes.get("average_after", 0),
+        )
+        assert result.average is not None
+        assert result.average_sha256 == digest == sha256(weights(result.average))
+        assert result.average_sha256 != result.sha256
+        assert result.metrics["accuracy"] == metrics["accuracy"]
+    plain = lockstep.train(toy.task(), exact=True)
+    assert (plain.average, plain.average_sha256) == (None, None)
+
+
+def test_before_its_first_update_the_model_itself_is_evaluated(tmp_path: Path) -> None:
+    late = lockstep.train(
+        toy.task(average=ema, average_after=99), exact=True, run=tmp_path / "late"
+    )
+    plain = lockstep.train(toy.task(), exact=True)
+    assert (late.metrics, late.sha256) == (plain.metrics, plain.sha256)
+    assert late.average is None
+    with refused("no-average-in-checkpoint"):
+        command("checkpoints", "export", str(tmp_path / "late"), average=True, out="a.pt")
+
+
+def trained(world: World, folder: str, killed: int | None, changes: dict[str, Any]) -> Any:
+    """The result. `killed`: rank 1 dies after that step."""
+
+    def on_step(record: Any) -> None:
+        if record["step"] == killed and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    update = changes.pop("update", "replicated")
+    task = toy.task(on_step=on_step, callbacks_on="all", **changes)
+    result = lockstep.train(
+        task, run=folder, exact=True, update=update, checkpoint_every=3, world=world
+    )
+    return result.average_sha256, result.metrics, result.sha256
+
+
+@pytest.mark.parametrize(("average", "killed"), [("ema", 5), ("swa", 14)])
+def test_a_killed_training_resumes_with_its_average_at_another_size(
+    average: str, killed: int, tmp_path: Path
+) -> None:
+    changes = {"average": ema} if average == "ema" else dict(SWA)
+    whole, other = tmp_path / "whole", tmp_path / "killed"
+    expected = run_ranks(trained, 1, [str(whole), None, {**changes, "update": "sharded"}])[0]
+    with pytest.raises(WorkerFailed):
+        run_ranks(trained, 2, [str(other), killed, changes])
+    assert run_ranks(trained, 3, [str(other), None, changes]) == [expected] * 3
+    last = max((other / "checkpoints").glob("step-*"))
+    assert sha256(load_file(last / "average.safetensors")) == expected[0]
+    assert (last / "average.safetensors").read_bytes() == (
+        whole / "checkpoints" / last.name / "average.safetensors"
+    ).read_bytes()
+
+
+def test_evaluate_and_export_take_the_average_of_a_checkpoint(tmp_path: Path) -> None:
+    run, file = tmp_path / "run", tmp_path / "averaged.py"
+    file.write_text(FILE)
+    result = lockstep.train(toy.task(average=ema), run=run, exact=True)
+    job = InferenceJob(
+        what="evaluate",
+        task=str(file),
+        checkpoint=str(result.checkpoint),
+        answer=str(tmp_path / "answer"),
+    )
+    apply(job)
+    answer = json.loads((tmp_path / "answer").read_text())
+    assert (answer["metrics"], answer["averaged"]) == (result.metrics, True)
+    for name, model in (("a.safetensors", result.average), ("m.safetensors", result.model)):
+        command("checkpoints", "export", str(run), average=name[0] == "a", out=str(tmp_path / name))
+        assert model is not None
+        model.load_state_dict(load_file(tmp_path / name))
+        assert sha256(weights(model)) in (result.average_sha256, result.sha256)
+    command("checkpoints", "export", str(run), average=True, out=str(tmp_path / "a.pt"))
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert sha256(loaded) == result.average_sha256
+
+
+def stepper_of(average: bool, **method: Any) -> lockstep.Stepper:
+    model = toy.Net()
+    return lockstep.Stepper(
+        model, toy.sgd(model), average=ema(model) if average else None, **method
+    )
+
+
+def compared_and_kept(world: World, folder: str) -> str:
+    """An average in a Stepper of one's own."""
+    for method in ({"sync_every": 2}, {"update": "server"}):
+        with refused("average-does-not-fit"):
+            stepper_of(True, **method)
+    with refused("average-does-not-fit", option="mesh='data=1,pipeline=2'"):
+        lockstep.train(toy.task(average=ema), mesh="data=1,pipeline=2", world=world)
+    saving = stepper_of(True)
+    assert saving.average is not None
+    saving.average.update_parameters(saving.model)
+    lockstep.Checkpoints(f"{folder}/averaged", saving).save()
+    without = stepper_of(False)
+    lockstep.Checkpoints(f"{folder}/plain", without).save()
+    with refused("checkpoint-of-another-training", here="no average"):
+        lockstep.Checkpoints(f"{folder}/averaged", without).resume()
+    with refused("checkpoint-of-another-training", there="no average"):
+        lockstep.Checkpoints(f"{folder}/plain", stepper_of(True)).resume()
+    last = saving.average.module.last
+    assert isinstance(last, nn.Linear)
+    with torch.no_grad():
+        last.weight[0, 0] += world.rank
+    with pytest.raises(ReplicaDivergence) as caught:
+        saving.check_replicas()
+    return str(caught.value.values["parameter"])
+
+
+def test_it_is_compared_and_kept_and_does_not_go_with_everything(tmp_path: Path) -> None:
+    assert run_ranks(compared_and_kept, 2, [str(tmp_path)]) == ["average of last.weight"] * 2
+
+
+def test_what_is_no_average() -> None:
+    with refused("no-average", TaskError, average_per="epoch", average_after=0):
+        toy.task(average_per="epoch")
+    with refused("unknown-choice", TaskError):
+        toy.task(average=ema, average_per="week")
+    with refused("not-a-whole-number", TaskError):
+        toy.task(average=ema, average_after=-1)
+    with refused("wrong-return-type", TaskError, function="Task: average"):
+        lockstep.train(toy.task(average=lambda model: model))
+
+
+def test_a_run_does_not_go_on_with_another_average(tmp_path: Path) -> None:
+    def failing(record: Any) -> None:
+        if record["step"] == 5:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        lockstep.train(toy.task(average=ema, on_step=failing), run=tmp_path, checkpoint_every=2)
+    with refused("another-training", UsageError):
+        lockstep.train(toy.task(average=ema, average_after=3), run=tmp_path)
