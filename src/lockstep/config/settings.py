@@ -217,12 +217,16 @@ class Settings(Config):
         return cls(**found)
 
 
-def check_parts(mesh: Mesh, precision: Precision | None, *, compile: bool | None) -> None:
+def check_parts(
+    mesh: Mesh, precision: Precision | None, *, compile: bool | None, average: bool = False
+) -> None:
     """Raise a UsageError for what a model in parts cannot be trained with."""
     if not mesh.only_data and precision == "fp16":
         raise UsageError("fp16-with-mesh", mesh=str(mesh))
     if not mesh.only_data and compile:
         raise UsageError("compile-with-mesh", mesh=str(mesh))
+    if not mesh.only_data and average:
+        raise UsageError("average-does-not-fit", option=f"mesh={str(mesh)!r}")
 
 
 def _shown(value: object) -> str:

@@ -68,10 +68,8 @@ class StepperOptions:
 
     def check(self, method: Parallelism) -> None:
         """Raise a UsageError for what does not go with a method."""
-        split = method.mesh is not None and not method.mesh.only_data
-        if self.average is not None and (method.alone or split):
-            option = _said_alone(method) if method.alone else f"mesh={str(method.mesh)!r}"
-            raise UsageError("average-does-not-fit", option=option)
+        if self.average is not None and method.alone:
+            raise UsageError("average-does-not-fit", option=_said_alone(method))
         if method.server is not None and self.unused == "skip":
             raise UsageError("skip-at-a-server")
         if method.alone and self.scales:

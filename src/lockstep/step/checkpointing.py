@@ -61,8 +61,8 @@ class Resumable(Protocol):
 
 
 class Checkpoints:
-    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, average, step) and its Loader in
-    `directory`, a folder that all ranks see.
+    """Checkpoints of one Stepper (model, optimizer, scheduler, scaler, average, step) and its
+    Loader in `directory`, a folder that all ranks see.
 
     They are written in the background by all ranks, hold no pickled objects and no number of ranks,
     and are there whole or not at all.

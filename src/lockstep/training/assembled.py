@@ -230,7 +230,8 @@ def place_model(
     grid = settings.mesh
     if grid is None or grid.only_data:
         return WholeModel(forward.model, world, compiles=bool(compiles))
-    check_parts(grid, settings.precision or task.precision, compile=compiles)
+    precision, average = settings.precision or task.precision, task.average is not None
+    check_parts(grid, precision, compile=compiles, average=average)
     if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
         raise UsageError(
             "mesh-with-iterable",

@@ -36,8 +36,8 @@ class NoAverage:
     @contextmanager
     def evaluated(self, forward: Forward) -> Iterator[None]:
         """`forward` runs the average, if there is one, within the block."""
-        trained = forward.model
-        forward.model = self.found or trained
+        trained, found = forward.model, self.found
+        forward.model = trained if found is None else found
         try:
             yield
         finally:
