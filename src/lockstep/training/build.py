@@ -64,7 +64,7 @@ def loader_of(
     """
     number, shares = share or (world.rank, world.size)
     order = task.order(task.train_data) if task.order is not None else None
-    sizes = {"global_batch": task.global_batch, "micro_batch": task.micro_batch}
+    sizes: dict[str, Any] = {"global_batch": task.global_batch, "micro_batch": task.micro_batch}
     if isinstance(order, Batches | BatchSampler):
         sizes = {"micro_batches": -(-task.global_batch // task.micro_batch)}
     return Loader(
