@@ -126,7 +126,7 @@ def test_packed_sequences_have_the_losses_that_they_have_alone() -> None:
     def losses(packed: list[tuple[Tensor]]) -> tuple[float, float]:
         batch = example["packed"](packed)
         total, weight = example["loss"](model(*batch), batch)
-        return float(total), float(weight)
+        return total.item(), weight.item()
 
     alone = [losses([each]) for each in samples]
     total, weight = losses(samples)
