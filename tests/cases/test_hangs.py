@@ -211,17 +211,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[int, st
         return dict(zip(HANGS, pool.map(run, HANGS), strict=True))
 
 
-@pytest.mark.parametrize("name", HANGS)
-def test_a_plain_script_that_hangs_is_named_with_rank_and_line(
-    name: str, runs: Mapping[str, tuple[int, str]]
-) -> None:
-    hang = HANGS[name]
-    code, said = runs[name]
+def sentence(hang: Hang) -> str:
+    """As a pattern, with the numbers of the script's lines."""
     lines = dict(
         (mark, str(number))
         for number, line in enumerate((START + hang.script).splitlines(), 1)
         for mark in re.findall(r"# ([A-Z]+)$", line)
     )
-    expected = re.sub(r"\{([A-Z]+)\}", lambda found: lines[found[1]], hang.says)
-    assert re.search(rf"^STALL \d+ s: {expected}", said, re.MULTILINE), said
-    assert code == hang.code, said
+    return rf"^STALL \d+ s: {re.sub(r'{([A-Z]+)}', lambda found: lines[found[1]], hang.says)}"
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_plain_script_that_hangs_is_named_with_rank_and_line(
+    name: str, runs: Mapping[str, tuple[int, str]]
+) -> None:
+    code, said = runs[name]
+    assert re.search(sentence(HANGS[name]), said, re.MULTILINE), said
+    assert code == HANGS[name].code, said
