@@ -418,7 +418,7 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
 def lives(process: psutil.Process) -> bool:
     """A zombie does not: it waits for the system to take note of its end."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.is_running())
     except psutil.NoSuchProcess:
         return False
 

@@ -70,12 +70,12 @@ def hangs() -> int:
         late = seconds - QUIET
         print(f"{name:<45}{'right' if right else 'WRONG':>6}{late:>6.1f} s", flush=True)
     after = [seconds - QUIET for _, seconds in found.values()]
-    right = sum(right and seconds - QUIET <= LATE for right, seconds in found.values())
+    count = sum(right and seconds - QUIET <= LATE for right, seconds in found.values())
     print(
-        f"{right} of {len(found)} right; told {median(after):.1f} s after --stall-after, at most"
+        f"{count} of {len(found)} right; told {median(after):.1f} s after --stall-after, at most"
         f" {max(after):.1f} s"
     )
-    return int(right != len(found))
+    return int(count != len(found))
 
 
 # -- cost ----------------------------------------------------------------------------------------

@@ -138,27 +138,6 @@ def test_a_worker_that_died_between_two_epochs_is_named_when_the_next_begins() -
     ours.close()
 
 
-def test_a_worker_that_dies_before_it_hears_of_the_next_epoch_is_named() -> None:
-    ours = loader(WorkerPids(64), num_workers=1)
-    (worker,) = set(everything(ours))
-    os.kill(worker, signal.SIGSTOP)  # so that the next epoch waits for it
-    iterator: Any = ours._loader._iterator
-
-    def kill() -> None:
-        while not iterator._worker_pids_set:
-            pass
-        os.kill(worker, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    said = {"pid": worker, "name": "SIGKILL", "what": " between two epochs"}
-    with refused("loader-worker-killed", LockstepError, **said):
-        next(iter(Epoch(ours, 1)))
-    killer.join()
-    assert worker not in everything(ours, 1)
-    ours.close()
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_dataset_that_cannot_be_sent_is_named(
     method: str, monkeypatch: pytest.MonkeyPatch
