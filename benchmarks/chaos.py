@@ -1,7 +1,7 @@
 """Does a training that is killed again and again end with the weights of one that never was?
 
-    python benchmarks/chaos.py --seed 0 --faults 200
-    python benchmarks/chaos.py --seed 0 --faults 2000 --warm
+    python benchmarks/chaos.py --seeds 0 --faults 200
+    python benchmarks/chaos.py --seeds 0 1 2 3 4 5 6 7 --faults 250 --warm
 
 One exact training of this file's task. A SIGKILL from outside hits a rank, two ranks, the launcher,
 the fork server or a rank's loader worker, while it starts, takes steps, saves a checkpoint or
@@ -9,8 +9,9 @@ evaluates; then the same command is given again with another number of workers, 
 from the seed. With --warm the launcher restarts the ranks by itself (--max-restarts) and is hit more
 rarely; a start-up is then a restart, and a rank may be stopped (SIGSTOP) in place of killed
 (--on-stall restart). When the faults are used up the training is left to end. It must have the
-SHA-256 of a run without faults, every restart must go on from a checkpoint, and 5 s after a fault no
-process that it ended may live. Ends with 1 where any of it does not hold.
+SHA-256 of a run without faults, every restart must go on from a checkpoint, and 5 s after a fault
+(--ended-within) no process that it ended may live. Each seed is a training of its own. Ends with 1
+where any of it does not hold.
 
 goodput   the undisturbed run's seconds as a share of this one's; "ideal" is what it would be if a
           fault cost a start-up and nothing else
@@ -50,7 +51,7 @@ STALL_SECONDS = 2.0
 PHASES = ("start-up", "step", "save", "evaluation")
 MOST_STEPS = 9  # that are taken after a start, before a step is hit
 STEPS_PER_FAULT = 12  # of the whole training: it must not be over before the faults are
-WARM_STEPS_PER_FAULT = 25  # it goes on by itself
+WARM_STEPS_PER_FAULT = 16  # it goes on by itself
 EVALUATING = "LOCKSTEP_CHAOS_EVALUATING"
 START, STEP = b'"event": "start"', b'"kind": "step"'  # in metrics.jsonl
 PATIENCE = 120.0  # seconds for a phase to be reached
@@ -168,6 +169,8 @@ class Run:
     directory: Path
     steps: int
     warm: bool = False
+    ended_within: float = 5.0
+    """Seconds."""
     started: float = 0.0
     process: subprocess.Popen[bytes] | None = None
     ended_ranks: set[int] = field(default_factory=set)
@@ -395,10 +398,10 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
         run.processes()["launcher"][0].kill()
     said = "" if stays else run.ended()
     # a restart that is under way can be hit: until then nobody waits for the old ranks
-    check_ended(run, report, 5)
+    check_ended(run, report)
     run.ending, run.hit = ending, f"{victim} was hit ({phase})"
     if not stays:
-        check_ended(run, report, 5)
+        check_ended(run, report)
     if (
         not run.running
         and run.process is not None
@@ -412,9 +415,19 @@ def strike(fault: Fault, run: Run, report: Report) -> None:
     return None
 
 
-def check_ended(run: Run, report: Report, seconds: float) -> None:
-    """What the last fault ended must have ended by now, or within so many seconds."""
-    _, left = psutil.wait_procs(run.ending, timeout=seconds)
+def lives(process: psutil.Process) -> bool:
+    """A zombie does not: it waits for the system to take note of its end."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE and process.is_running())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_ended(run: Run, report: Report) -> None:
+    """What the last fault ended must have ended by now, or soon."""
+    end = time.monotonic() + run.ended_within
+    while (left := [each for each in run.ending if lives(each)]) and time.monotonic() < end:
+        time.sleep(STARTING)
     if left:
         report.problems.append(
             f"long after {run.hit} there still lived {[process.pid for process in left]}"
@@ -475,7 +488,7 @@ def disturbed(run: Run, count: int, seed: int) -> Report:
     if not run.running:
         run.start(4)
     said = run.ended()
-    check_ended(run, report, 5)
+    check_ended(run, report)
     if run.process is None or run.process.returncode:
         report.problems.append(f"the last start did not come to its end:\n{said}")
     elif before and not run.warm and resumed_at(said) != before:
@@ -505,36 +518,50 @@ def show(report: Report, plain: float) -> None:
     )
 
 
+def one_seed(
+    run: Run, options: argparse.Namespace, seed: int, without: tuple[str, float]
+) -> Report:
+    """Print what happened, and return it."""
+    expected, plain = without
+    report = disturbed(run, options.faults, seed)
+    show(report, plain)
+    finished = run.directory / "result.json"
+    found = (
+        json.loads(finished.read_text(encoding="utf-8"))["sha256"]
+        if finished.exists()
+        else "none: it did not end"
+    )
+    if found != expected:
+        report.problems.append(f"its weights have another hash: {found}")
+    print(
+        "\n".join(report.problems) or f"seed {seed}: weights sha256 {found}: the same", flush=True
+    )
+    return report
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--faults", type=int, default=200, help="of each seed")
     parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--ended-within", type=float, default=5.0, metavar="SECONDS")
     options = parser.parse_args()
     steps = (WARM_STEPS_PER_FAULT if options.warm else STEPS_PER_FAULT) * (options.faults + 6)
     with tempfile.TemporaryDirectory() as scratch:
-        expected, plain = undisturbed(Path(scratch, "undisturbed"), steps, workers=2)
-        run = Run(Path(scratch, "disturbed", "run"), steps, warm=options.warm)
-        run.directory.parent.mkdir()
-        report = disturbed(run, options.faults, options.seed)
-        show(report, plain)
-        finished = run.directory / "result.json"
-        found = (
-            json.loads(finished.read_text(encoding="utf-8"))["sha256"]
-            if finished.exists()
-            else "none: it did not end"
-        )
-    if found != expected:
-        report.problems.append(f"its weights have another hash: {found}")
-    print(f"seed {options.seed}: {steps} steps; weights sha256 {expected} without faults")
-    print(
-        "\n".join(report.problems)
-        if report.problems
-        else f"seed {options.seed}: {found} with them: the same"
-    )
-    return bool(report.problems)
+        without = undisturbed(Path(scratch, "undisturbed"), steps, workers=2)
+        print(f"{steps} steps without faults: weights sha256 {without[0]}", flush=True)
+        struck = problems = 0
+        for seed in options.seeds:
+            directory = Path(scratch, f"seed-{seed}", "run")
+            directory.parent.mkdir()
+            run = Run(directory, steps, options.warm, options.ended_within)
+            report = one_seed(run, options, seed, without)
+            struck += sum(report.hits.values())
+            problems += len(report.problems)
+    print(f"{struck} faults with {len(options.seeds)} seeds, {problems} problems")
+    return bool(problems)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,9 @@ def main() -> None:
         method["weights"] = options.weights
     if options.witness is not None:
         method |= {"exact": True, "witness": options.witness}
-    where = WHERE if options.witness is None else (*WHERE, *IN_STEP)
+    # a rank's pieces of a sharded optimizer's state are drawn by no other rank
+    rests = WHERE if options.update == "replicated" else ("weights", "buffers")
+    where = rests if options.witness is None else (*rests, *IN_STEP)
     if options.where:
         where = options.where.split(",")
     arguments = (where, options.flips, options.steps, options.seed)

@@ -30,9 +30,7 @@ x = torch.arange(3.) + 10 * rank
 
 def page():
     from lockstep.runtime import status
-    view = status.read(status.file_of(Path(os.environ["LOCKSTEP_FAILURES"]), rank))
-    assert not view.waits and not view.call, view
-    return view.number, [view.collectives[each] for each in sorted(view.collectives)]
+    return status.read(status.file_of(Path(os.environ["LOCKSTEP_FAILURES"]), rank))
 """
 
 
@@ -83,6 +81,9 @@ except RuntimeError as error:
     assert "invalid root rank" in str(error), error
 else:
     raise AssertionError("torch refuses a root that is not there")
+view = page()
+assert not view.waits and not view.call, view
+texts = [view.collectives[each] for each in sorted(view.collectives)]
 
 def step(x):
     y = x * 2
@@ -96,7 +97,6 @@ assert dist.all_reduce is c10d.all_reduce and dist.all_reduce.__name__ == "all_r
 assert "Reduces the tensor data" in dist.all_reduce.__doc__
 assert pickle.loads(pickle.dumps(dist.all_reduce)) is dist.all_reduce
 assert hasattr(dist.all_reduce, "__wrapped__")
-number, texts = page()
 expected = ["all_reduce sum f32[3]", "all_reduce max f32[3]", "all_gather f32[3]",
             "all_gather_object", "new_group", "monitored_barrier"]
 assert [each.rpartition(" at ")[0] for each in texts[:6]] == expected, texts
@@ -286,6 +286,13 @@ def test_native_code_that_goes_on_is_progress_and_one_that_waits_is_said(plain: 
         "STALL 10 s: the ranks wait for each other, each elsewhere: rank 0 in all_reduce f32[8] in a"
         " backward at a.py:5; rank 1 in #1 (barrier at a.py:9)."
     )
+
+
+def test_who_has_called_something_since_waits_in_native_code_no_more(plain: Pages) -> None:
+    plain.pages[0].in_native(b"all_reduce f32[8] in a backward at a.py:5")
+    plain.pages[0].call(b"barrier at a.py:9", status.EVERYBODY, True)
+    plain.pages[0].called()
+    assert plain.after(99) is None
 
 
 @pytest.mark.parametrize("ranks", [(), (0,), (3, 1023), (1, 1024)])

@@ -135,6 +135,7 @@ class Page:
         self._wait_among(among)
         self._began_to_wait = time.monotonic_ns()
         fields.call, fields.plain, fields.waits = text, 1, 1
+        fields.native = b""  # it has gone on since
         fields.ticks += 1
 
     def called(self) -> None:
