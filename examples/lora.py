@@ -25,17 +25,16 @@ VOCABULARY, LENGTH = 61, 24
 
 def base() -> nn.Module:
     torch.manual_seed(0)  # as a file of weights would be: the same in every process
-    sizes = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2}
-    return GPT2LMHeadModel(
-        GPT2Config(**sizes, n_head=2, initializer_range=0.2, bos_token_id=0, eos_token_id=0)
-    )
+    small = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2)
+    small.initializer_range, small.bos_token_id, small.eos_token_id = 0.2, 0, 0
+    return GPT2LMHeadModel(small)
 
 
 def adapted() -> nn.Module:
     """Its base is frozen by PEFT."""
     layers = ["c_attn", "c_fc", "c_proj"]
     config = LoraConfig(r=8, lora_dropout=0.05, target_modules=layers, fan_in_fan_out=True)
-    return get_peft_model(base(), config)  # type: ignore[arg-type]
+    return get_peft_model(base(), config)
 
 
 def data(count: int, seed: int) -> TensorDataset:

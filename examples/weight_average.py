@@ -54,7 +54,7 @@ def metrics(output: Tensor, batch: Any) -> dict[str, tuple[Tensor, int]]:
 
 
 def task(average: Literal["ema", "swa", "none"] = "ema", swa_after: int = 4) -> lockstep.Task:
-    chosen: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "ema": {"average": ema},
         "swa": {
             "average": swa,
@@ -64,7 +64,7 @@ def task(average: Literal["ema", "swa", "none"] = "ema", swa_after: int = 4) -> 
             "scheduler_per": "epoch",
         },
         "none": {},
-    }[average]
+    }
     return lockstep.Task(
         model=net,
         train_data=data(1024, seed=0),
@@ -75,5 +75,5 @@ def task(average: Literal["ema", "swa", "none"] = "ema", swa_after: int = 4) -> 
         global_batch=64,
         micro_batch=16,
         epochs=8,
-        **chosen,
+        **choices[average],
     )

@@ -27,7 +27,7 @@ from lockstep.checks.divergence import ReplicaCheck
 from lockstep.data.window_loader import WindowLoader
 from lockstep.data.windows import Window
 from lockstep.errors import UsageError
-from lockstep.integrations.batches import Batches
+from lockstep.integrations.batches import RankBatches
 from lockstep.runtime import extras, status
 from lockstep.runtime.disk import write_whole
 from lockstep.step.comm_hook import shared_memory_hook
@@ -134,7 +134,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         super().backward(loss * factor, **options)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        if isinstance(dataloader, Batches):
+        if isinstance(dataloader, RankBatches):
             instead = "load_state has put the Loader where it was"
             _refuse("skip_first_batches", num_batches, instead)
         return super().skip_first_batches(dataloader, num_batches)
@@ -187,7 +187,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
                 loader.load_state_dict(place)
 
 
-class _Walked(Batches):
+class _Walked(RankBatches):
     host = "Accelerate"
 
     def __init__(self, loader: WindowLoader[Any], accelerator: LockstepAccelerator) -> None:

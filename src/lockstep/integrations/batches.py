@@ -11,7 +11,7 @@ from lockstep.data.windows import Window
 from lockstep.errors import UsageError
 
 
-class Batches:
+class RankBatches:
     """This rank's batches of one epoch after the other. Saved and loaded as the Loader's place.
 
     A rank that has no sample in a short last step gets one batch of rank 0's, with weight 0.

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.checks.divergence import ReplicaCheck
 from lockstep.data.window_loader import WindowLoader
 from lockstep.errors import UsageError
-from lockstep.integrations.batches import Batches as _Batches
+from lockstep.integrations.batches import RankBatches
 from lockstep.runtime import extras, status
 from lockstep.runtime.environment import Placement, placement
 from lockstep.step.data_parallel import DistributedDataParallel
@@ -245,7 +245,7 @@ class LockstepStrategy(_OnLockstep, DDPStrategy):
         return self.lightning_module.trainer
 
 
-class Batches(_Batches):
+class Batches(RankBatches):
     """A `lockstep.Loader` as the Trainer walks one: this rank's batch of each step.
 
         def train_dataloader(self):

@@ -114,10 +114,8 @@ def start_ranks(
             place = at_end.enter_context(alone(forking, workers))
         left = _Left(records, dict(zip(place.numbers, answers, strict=True)))
         late: set[int] = set()
-        pipes = None
-        if in_kernel():
-            at_end.enter_context(forwarded(records, place.numbers, cell=Cell()))
-            pipes = str(records)
+        if cell := Cell() if in_kernel() else None:
+            at_end.enter_context(forwarded(records, place.numbers, cell=cell))
 
         def seat(rank: int, given: Mapping[str, str]) -> Seat:
             env = {
@@ -128,6 +126,7 @@ def start_ranks(
             }
             # libraries would take this process for one of torchrun's
             del env["TORCHELASTIC_RUN_ID"]
+            pipes = str(records) if cell else None
             work = Rank(rank=rank, work=call, records=str(records), pipes=pipes)
             return Seat(work=work, environment=env)
 

@@ -4,24 +4,27 @@ its method means.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from lockstep.checkpoints.identity import weights
 from lockstep.checks.start import model_fields
+from lockstep.checks.trainable import check_trained
 from lockstep.checks.unused import UnusedCheck, shortly
 from lockstep.collectives.group import Group
 from lockstep.config import knob
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import UNUSED, Unused
 from lockstep.data.loader import Loader
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepWarning, UsageError
 from lockstep.gradients.buffers import MovingBuffers, replicate
 from lockstep.gradients.compression import compressed, owes
 from lockstep.gradients.compression.power_sgd import check_matrices
@@ -77,6 +80,19 @@ class StepperOptions:
         if method.compression is not None and owes(method.compression) and self.scales:
             raise UsageError("loss-scaler-does-not-fit", option=f"compress={method.compress!r}")
 
+    def check_models(self, model: nn.Module, world: World) -> None:
+        """Raise a UsageError for what cannot be trained. All ranks get rank 0's average."""
+        if not isinstance(model, DistributedDataParallel):
+            check_trained(model, world.device)
+        if self.average is not None:
+            check_trained(self.average, world.device)
+            replicate(self.average.module, world.group)
+
+    def averaged(self) -> list[tuple[str, Tensor]]:
+        """The average's tensors, as comparisons of replicas name them."""
+        named = {} if self.average is None else weights(self.average.module)
+        return [(f"average of {name}", tensor) for name, tensor in named.items()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
@@ -92,6 +108,15 @@ class Assembly:
     """Parameters that are trained by name but not by the optimizer, usually forgotten, always
     paid for; "" for none.
     """
+
+    def warn_of_forgotten(self, stacklevel: int) -> None:
+        if self.forgotten:
+            warnings.warn(
+                f"the optimizer does not hold {self.forgotten}: their gradients are summed, and"
+                " never applied. Give them to the optimizer, or freeze them",
+                LockstepWarning,
+                stacklevel=stacklevel,
+            )
 
     def moving_buffers(self, world: World) -> MovingBuffers:
         return MovingBuffers(self.model, self.reducer.group, world.device, self.reducer.generation)

@@ -13,7 +13,6 @@ with zeros, so no split can hang.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -23,12 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoints.identity import weights
 from lockstep.checkpoints.pieces import Keeps
 from lockstep.checks.divergence import OverwrittenCheck, ReplicaCheck
 from lockstep.checks.nonfinite import NonFiniteTrace
 from lockstep.checks.start import compare_start, optimizer_fields
-from lockstep.checks.trainable import check_kinds, check_trained, summed
+from lockstep.checks.trainable import check_kinds, summed
 from lockstep.checks.witness import Witness
 from lockstep.collectives.group import Group
 from lockstep.config import knob
@@ -37,9 +35,8 @@ from lockstep.config.documented import takes_fields
 from lockstep.config.parallelism import Parallelism
 from lockstep.config.task import Unused
 from lockstep.data.windows import Window
-from lockstep.errors import LockstepWarning, UsageError
+from lockstep.errors import UsageError
 from lockstep.gradients.bucket import cut_by_buckets
-from lockstep.gradients.buffers import replicate
 from lockstep.gradients.exact import check_window
 from lockstep.gradients.facts import Facts, FactsMessage
 from lockstep.gradients.reducer import Reducer
@@ -146,11 +143,7 @@ class Stepper:
             allow_scheduler(optimizer)
         options.check(self.method)
         self.world = world or World.current()
-        if not isinstance(model, DistributedDataParallel):
-            check_trained(model, self.world.device)
-        if average is not None:
-            check_trained(average, self.world.device)
-            replicate(average.module, self.world.group)
+        options.check_models(model, self.world)
         if checks != "off":
             alike = self.model_shard.replicas(self.world.group)
             fields = {**optimizer_fields(optimizer), "clip": clip, "seed": seed}
@@ -191,13 +184,8 @@ class Stepper:
             world=self.world,
             wants_stop=self._wants_stop,
         )
-        if assembly.forgotten and self.world.rank == 0 and self.steps == 0:
-            warnings.warn(
-                f"the optimizer does not hold {assembly.forgotten}: their gradients are summed, and"
-                " never applied. Give them to the optimizer, or freeze them",
-                LockstepWarning,
-                stacklevel=3,
-            )
+        if self.world.rank == 0 and self.steps == 0:
+            assembly.warn_of_forgotten(stacklevel=4)
         self._buffers = assembly.moving_buffers(self.world)
         self._outcomes.trace = NonFiniteTrace(self.reducer, always=self._options.trace_nonfinite)
 
@@ -613,10 +601,11 @@ class Stepper:
                 self.replicas.compare(alike, self.steps, when or f"after step {self.steps}")
 
     def _replicated(self) -> list[tuple[str, Tensor]]:
-        tensors = [*self.model.named_parameters(), *self._buffers.named()]
-        if self.average is not None:
-            named = weights(self.average.module).items()
-            tensors += [(f"average of {name}", each) for name, each in named]
+        tensors = [
+            *self.model.named_parameters(),
+            *self._buffers.named(),
+            *self._options.averaged(),
+        ]
         return [
             *((name, each) for name, each in tensors if name not in self.reducer.ignored),
             *self.update.replicated(),

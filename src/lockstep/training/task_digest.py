@@ -53,8 +53,8 @@ PYTHON = "python"
 DATA = "train_data"
 SHA = "sha256:"
 _FIELDS = (
-    *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler", "average"),
-    "metrics",
+    *("model", "loss", "optimizer", "inputs", "collate", "order", "scheduler"),
+    *("average", "metrics"),
 )
 # bytes of an array, and a tenth of it in parts of a container, that are compared as a value
 _LARGEST = 2**16
@@ -135,16 +135,13 @@ class _CodeWalk:
         self.visit(type(value), role)
         if callable(value) and role in _FIELDS:
             # a loss with settings: nn.CrossEntropyLoss(label_smoothing=0.1)
-            settings = (
-                {name: part for name, part in vars(value).items() if not name.startswith("_")}
-                if hasattr(value, "__dict__")
-                else {}
-            )
+            held = getattr(value, "__dict__", {}).items()
+            settings = {name: part for name, part in held if not name.startswith("_")}
             return f"a {type(value).__qualname__}{_short(self._container(settings, ''))}"
         if is_dataclass(value) and id(value) not in self._open:
             self._open.add(id(value))  # it may hold itself
-            held = {each.name: getattr(value, each.name, None) for each in fields(value)}
-            text = self._container(held, "")
+            members = {each.name: getattr(value, each.name, None) for each in fields(value)}
+            text = self._container(members, "")
             self._open.discard(id(value))
             return f"a {type(value).__qualname__}{_short(text)}"
         return f"a {type(value).__qualname__}"

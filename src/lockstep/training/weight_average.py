@@ -53,20 +53,21 @@ class WeightAverage(NoAverage):
         if not isinstance(found, AveragedModel):
             expected = "a torch.optim.swa_utils.AveragedModel"
             raise wrong_type("Task: average", found, expected)
-        self.model, self._trained = found, trained
+        self.model = self._average = found
+        self._trained = trained
         self._per, self._after = task.average_per, task.average_after
 
     @property
     def found(self) -> nn.Module | None:
-        return self.model.module if self.model.n_averaged > 0 else None
+        return self._average.module if self._average.n_averaged > 0 else None
 
     def after_step(self, result: StepResult, steps: int) -> None:
         if self._per == "step" and steps > self._after and result.applied:
-            self.model.update_parameters(self._trained)
+            self._average.update_parameters(self._trained)
 
     def after_epoch(self, epochs: int) -> None:
         if self._per == "epoch" and epochs > self._after:
-            self.model.update_parameters(self._trained)
+            self._average.update_parameters(self._trained)
 
 
 def average_of(task: Task, trained: nn.Module) -> NoAverage:
