@@ -264,6 +264,16 @@ def test_compile_keeps_the_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert len(compiled) == 2
 
 
+@pytest.mark.parametrize(("exact", "dynamic"), [(True, False), (False, None)])
+def test_in_exact_mode_no_kernel_depends_on_shapes_met_before(
+    monkeypatch: pytest.MonkeyPatch, exact: bool, dynamic: bool | None
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda call, dynamic, **_: asked.append(dynamic) or call)
+    train(toy.task(), compile=True, exact=exact, steps=1)
+    assert asked == [dynamic]
+
+
 def test_a_skipped_step_is_said_once_and_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

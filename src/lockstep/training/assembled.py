@@ -174,8 +174,10 @@ class WholeModel(Whole, OwnRows):
     holder = "rank"
     """Who walks a share of the data; of a split model a "replica", which is several ranks."""
 
-    def __init__(self, model: nn.Module, world: World, *, compiles: bool) -> None:
-        """`compiles`: by torch.compile, in place, so that the weights keep their names."""
+    def __init__(self, model: nn.Module, world: World, *, compiles: bool, exact: bool) -> None:
+        """`compiles`: by torch.compile, in place, so that the weights keep their names. `exact`: each
+        shape gets kernels of its own.
+        """
         super().__init__(world)
         self.module = model.to(world.device)
         """Whose gradients the Stepper sums."""
@@ -183,7 +185,8 @@ class WholeModel(Whole, OwnRows):
         """What is trained, under the names of the whole model: for the task's optimizer."""
         self._activations = Activations(counts=not compiles)
         if compiles:
-            self.module.compile()
+            # else which kernels compute depends on the shapes that this rank has met before
+            self.module.compile(dynamic=False if exact else None)
 
     @property
     def activations(self) -> int | None:
@@ -229,7 +232,7 @@ def place_model(
     compiles = task.compile if settings.compile is None else settings.compile
     grid = settings.mesh
     if grid is None or grid.only_data:
-        return WholeModel(forward.model, world, compiles=bool(compiles))
+        return WholeModel(forward.model, world, compiles=bool(compiles), exact=settings.exact)
     precision, average = settings.precision or task.precision, task.average is not None
     check_parts(grid, precision, compile=compiles, average=average)
     if is_iterable(task.train_data) and grid.replicas not in (1, world.size):
