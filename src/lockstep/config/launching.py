@@ -47,7 +47,7 @@ class RunChoice:
     multirun: Annotated[Mapping[str, str], Knob("run", unit="KEY=V1,V2")] = field(
         default_factory=dict
     )
-    """Train once with each value of a parameter of task(); if repeated, with each combination."""
+    """Train once for each value of a task() parameter; if repeated, for each combination."""
     settings_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--settings",))] = None
     """Load reduce, update, threads, loader workers and bucket size from a `lockstep tune` file."""
 

@@ -22,7 +22,7 @@ Options of `lockstep train`, in their groups; other commands take some of them. 
   where the two disagree. An unknown name, or a value of another type, is an error.
 - **From Python.** `lockstep.train(task, sync_every=8)` takes the same names for the groups training, gradients and model split, and for
   epochs, steps, device, checkpoint_every, checkpoints and allow_changes.
-- **A task's parameters.** [Configuration](configuration.md) says what `--set` and `--multirun` take, also with Hydra.
+- **A task's parameters.** [Configuration](configuration.md) explains the values of `--set` and `--multirun`, with and without Hydra.
 - **In the run directory.** settings.json holds what a run was given.
 """
 

@@ -74,7 +74,7 @@ class Config(Parallelism):
         Sequence[str],
         Knob("run", unit="|".join(get_args(LoggerName)), default="tensorboard, if it is installed"),
     ] = ()
-    """Log metrics there; may be repeated, or several with commas."""
+    """Loggers that get the metrics, separated by commas; may be repeated."""
     checkpoint_every: Annotated[
         int | None,
         Knob(

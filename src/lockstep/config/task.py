@@ -89,9 +89,9 @@ class Task:
     collate: Callable[[list[Any]], Any] | None = None
     """List of samples -> batch; default: torch's."""
     order: Callable[[Any], Any] | None = None
-    """train_data -> what comes when: an order of lockstep.data.orders (weighted, mixed, in
-    blocks) or a torch sampler. Default: shuffled. One that makes the micro-batches itself (by
-    length, a batch sampler) decides their sizes; a step has global_batch / micro_batch of them.
+    """train_data -> the order of its samples: an order of lockstep.data.orders (weighted, mixed, in
+    blocks) or a torch sampler. Default: shuffled. An order that makes the micro-batches itself (by
+    length, a batch sampler) sets their sizes. A step has global_batch / micro_batch of them.
     """
     epochs: int = 1
     """Passes over train_data; --epochs and --steps come before it."""
@@ -104,16 +104,16 @@ class Task:
     scheduler_per: Literal["step", "epoch"] = "step"
     """When the scheduler is stepped: after every optimizer step, or after every epoch."""
     average: Callable[[nn.Module], AveragedModel] | None = None
-    """model -> torch's AveragedModel of it: EMA, or SWA. It is evaluated in place of the model, and
-    checkpoints keep it.
+    """model -> torch's AveragedModel of it, for EMA or SWA. Evaluations use the average in place of
+    the model. Checkpoints keep it.
     """
     average_per: Literal["step", "epoch"] = "step"
-    """When the average is updated: after every optimizer step that was applied, or after every
+    """When the average is updated: after every optimizer step that is not skipped, or after every
     epoch.
     """
     average_after: int = 0
-    """Steps, or epochs with average_per="epoch", before the first update; until then the model
-    itself is evaluated.
+    """Steps before the first update; epochs with average_per="epoch". Until then evaluations use the
+    model itself.
     """
     clip: float | None = None
     """The largest norm of the gradient."""
@@ -136,9 +136,9 @@ class Task:
         | Mapping[str, Any]
         | None
     ) = None
-    """(output, batch) -> name -> (sum, weight), on `eval_data`; or torchmetrics objects by name, each
-    alone or as (object, function), with (output, batch) -> the arguments of its update, by default
-    (output, batch[1]). The loss is always evaluated, as "loss".
+    """(output, batch) -> {name: (sum, weight)}, on `eval_data`; or torchmetrics objects by name. Each
+    object is alone or a pair (object, function): (output, batch) -> the arguments of its update().
+    Default: (output, batch[1]). The loss is always evaluated, as "loss".
     """
     best: str | None = None
     """The metric whose best value keeps its checkpoint beside the newest one."""
