@@ -13,6 +13,13 @@ import pytest
 from sklearn.datasets import load_digits
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+RECIPES = {
+    "gan.py",
+    "gradient_checkpointing.py",
+    "lora.py",
+    "packing.py",
+    "weight_average.py",
+}
 SCRIPTS = {
     "sampler.py": [
         "interleaved: rank 0 [0, 2, 4, 6, 8]  rank 1 [1, 3, 5, 7, 9]",
@@ -149,8 +156,10 @@ def test_each_combination_of_a_multirun_is_a_run(tmp_path: Path) -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
+    # tests/test_recipes.py runs those of RECIPES
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         *SCRIPTS,
+        *RECIPES,
         "setup_and_train.py",
         "mnist_idx.py",
         "averaging.py",

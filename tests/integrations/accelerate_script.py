@@ -176,10 +176,22 @@ def refusals(folder: Path) -> None:
         other.load_state(folder / "changed")
     assert caught.value.values["difference"].endswith("seed was 3 and is 4")
     accelerator.wait_for_everyone()
-    (folder / "changed" / "lockstep.json").unlink(missing_ok=True)
+    places = folder / "changed" / "lockstep.json"
+    places.write_text("[")
     accelerator.wait_for_everyone()
     with refused("checkpoint-file-unreadable", DamagedCheckpoint, file="lockstep.json"):
         accelerator.load_state(folder / "changed")
+    accelerator.wait_for_everyone()
+    places.unlink(missing_ok=True)  # as Accelerate's own class saves
+    accelerator.wait_for_everyone()
+    with refused("saved-with-other-loaders", saved=0, here=1):
+        accelerator.load_state(folder / "changed")
+    model.eval()
+    uneven = accelerator.prepare(loader(global_batch=12, micro_batch=4))
+    reason = "in an evaluation its ranks have unequal numbers of batches"
+    with refused("trainer-loader", reason=reason):
+        next(iter(uneven))
+    model.train()
     if accelerator.process_index == 1:
         with torch.no_grad():
             model.module[0].weight[0, 0] += 1e-3

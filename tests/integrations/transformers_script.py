@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, SequentialSampler, Subset
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -230,6 +230,11 @@ class Weighted(LockstepTraining, Own):
     pass
 
 
+class Sampled(LockstepTrainer):
+    def _get_train_sampler(self, *more: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
+
+
 def refusals(folder: Path) -> None:
     def trained(kind: type[Trainer] = LockstepTrainer, /, data: Any = None, **options: Any) -> Any:
         callbacks = options.pop("callbacks", None)
@@ -254,9 +259,14 @@ def refusals(folder: Path) -> None:
         trained(use_cpu=False)
     with refused("trainer-loader", reason="its data set is a stream"):
         trained(data=Stream())
+    with refused("trainer-loader", reason="Sampled has a sampler of its own"):
+        trained(Sampled)
     with refused("trainer-loss-not-weighted", trainer="Unweighted"):
         trained(Unweighted)
-    assert trained(Weighted, dataloader_num_workers=1, dataloader_drop_last=True).state.epoch == 1
+    again = trained(Weighted, dataloader_num_workers=1, dataloader_drop_last=True)
+    assert again.state.epoch == 1
+    again.train_dataset = Subset(again.train_dataset, range(16))
+    again.train()  # on other data: no resume
     with refused("replicas-differ", ReplicaDivergence, parameter="transformer.wte.weight"):
         trained(callbacks=[Drifting()])
     saved = str(folder / "gpt2" / f"checkpoint-{SAVED}")

@@ -200,3 +200,9 @@ def test_what_is_not_installed_is_refused_where_it_was_asked_for(
 def test_loggers_need_a_run_directory() -> None:
     with refused("log-without-run", log=("csv",)):
         lockstep.train(toy.task(), log="csv", steps=1)
+
+
+def test_a_run_whose_records_stayed_elsewhere_is_logged_from_there_on(tmp_path: Path) -> None:
+    loggers = Loggers(["csv"], new(tmp_path, step=5))  # only its checkpoint was copied here
+    loggers.close("FINISHED")
+    assert loggers.problems == []

@@ -272,6 +272,14 @@ def test_a_task_from_a_configuration_that_hydra_composes(
     assert resolve(hydra_task, chosen).name == "big 0.2"
 
 
+@pytest.mark.parametrize("parameter", ["cfg: DictConfig = None", "cfg: DictConfig | None = None"])
+def test_a_configuration_may_be_optional(tmp_path: Path, hydra_task: str, parameter: str) -> None:
+    file = tmp_path / "optional.py"
+    file.write_text(TASK.replace("cfg: DictConfig,", f"{parameter},"))
+    located(str(file), {**CFG, "cfg.lr": "0.2"})
+    assert resolve(str(file), {**CFG, "cfg.lr": "0.2"}).name == "small 0.2"
+
+
 def test_the_digest_and_the_settings_see_what_is_set_inside(hydra_task: str) -> None:
     first = code_digests(resolve(hydra_task, CFG))
     assert code_digests(resolve(hydra_task, CFG)) == first

@@ -55,7 +55,9 @@ class Saver:
         pace: Pace | None = None,
     ) -> None:
         self._rank = 0 if group is None else group.rank
-        self._pace = pace or Pace()
+        # the ranks that have written wait for the others, with the group's timeout
+        most = math.inf if group is None else group.timeout.total_seconds() / 4
+        self._pace = pace or Pace(most)
         self._commit = Commit(
             directory=directory,
             rank=self._rank,
@@ -73,7 +75,7 @@ class Saver:
         self._images: dict[str, Tensor] = {}
         self._under_way: Future[tuple[float, str | None]] | None = None
         self.seconds = 0.0
-        """That the last save took in the background, without its pauses."""
+        """Seconds that the last save took in the background, without its pauses."""
         self.complaint: str | None = None
         """Of what was done with the last checkpoint after it was written."""
 
@@ -145,8 +147,10 @@ class Pace:
     waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = math.inf) -> None:
+        """`most`: seconds of pauses in one save."""
         self._hurry = threading.Event()
+        self._most = most
         self.paused = 0.0
         """Seconds, of this save."""
 
@@ -161,7 +165,7 @@ class Pace:
     def pause(self, worked: float) -> None:
         """After `worked` seconds of writing."""
         begin = perf_counter()
-        self._hurry.wait(worked * (1 / _WRITING - 1))
+        self._hurry.wait(min(worked * (1 / _WRITING - 1), max(0.0, self._most - self.paused)))
         self.paused += perf_counter() - begin
 
 
@@ -177,7 +181,7 @@ class Commit:
     aside: Callable[[Callable[[], list[SealedFile]]], list[SealedFile]]
     """Does what takes long."""
     pause: Callable[[float], object] | None = None
-    """As of `pieces.write`."""
+    """See `pieces.write`."""
 
     def __call__(
         self,

@@ -227,6 +227,7 @@ def _write_folder(found: Checkpoint, out: Path, form: str, average: bool) -> int
     if form == "hf" and config is None:
         raise UsageError("no-model-config", checkpoint=found.folder)
     folder = out.with_name(f".{out.name}.unfinished")
+    remove_tree(folder, ignore_errors=True)  # of an export that was killed
     folder.mkdir()
     try:
         if form == "dcp":
@@ -250,7 +251,7 @@ def _checkpoint(run: Path, *, step: int | None = None, best: bool = False) -> Pa
     directory = every[0].parent
     if best:
         named = best_name(directory)
-        if named is None:
+        if named is None or directory / named not in every:
             raise UsageError("no-best-checkpoint", run=directory)
         return directory / named
     if step is None:

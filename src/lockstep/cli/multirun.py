@@ -7,7 +7,6 @@ The same command again skips what is finished, resumes what is not, and trains w
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,10 +31,9 @@ def each_run(choice: RunChoice, new: Path) -> Iterator[RunChoice]:
     for key in choice.multirun.keys() & choice.overrides.keys():
         raise UsageError("given-twice", where="--set and --multirun", name=key)
     every = list(itertools.product(*map(_values, choice.multirun.values())))
-    for number, values in enumerate(every, 1):
+    for values in every:
         chosen = dict(zip(choice.multirun, values, strict=True))
         name = ",".join(f"{key}={value}" for key, value in chosen.items())
-        print(f"run {number} of {len(every)}: {name}", file=sys.stderr)
         yield replace(
             choice,
             run=(choice.run or new) / name.replace("/", "_"),

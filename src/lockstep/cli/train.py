@@ -54,7 +54,13 @@ def train(
     from lockstep.training.run_directory import unused
 
     choice = replace(choice, run=run_of(choice.run) if choice.resume else new_run(choice.run))
-    for each in each_run(choice, unused(Path(task).stem)):
+    runs = list(each_run(choice, unused(Path(task).stem)))
+    if choice.multirun:  # a mistake in the last is said before the first one trains
+        for each in runs:
+            task_of(task, each.overrides)
+    for number, each in enumerate(runs, 1):
+        if choice.multirun:
+            print(f"run {number} of {len(runs)}: {each.run}", file=sys.stderr)
         _train(task, each, config, launch, cluster, given, several=bool(choice.multirun))
 
 

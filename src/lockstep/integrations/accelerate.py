@@ -75,7 +75,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         given = [each.to_kwargs() for each in handlers if isinstance(each, InitProcessGroupKwargs)]
         self.world: World = init(device="cpu" if options["cpu"] else None, **dict(*given))
         self.weigh = weigh
-        self._trained: list[DistributedDataParallel] = []
+        self.trained: list[DistributedDataParallel] = []
         self._loaders: list[_Walked] = []
         self._scheduling: list[Any] = []
         self._check = ReplicaCheck()
@@ -104,7 +104,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
     def prepare_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         prepared: nn.Module = super().prepare_model(model, *args, **options)
         if prepared is not model and isinstance(prepared, DistributedDataParallel):
-            self._trained.append(prepared)
+            self.trained.append(prepared)
             hook = None if self.ddp_handler is None else self.ddp_handler.comm_hook
             if hook in (None, DDPCommunicationHookType.NO):
                 share_memory(prepared, self.world)
@@ -140,7 +140,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         return super().skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        for each in (self._trained, self._loaders, self._scheduling):
+        for each in (self.trained, self._loaders, self._scheduling):
             each.clear()
         return super().free_memory(*objects)
 
@@ -154,7 +154,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         Args:
             when: what the error begins with.
         """
-        named = [list(self.unwrap_model(each).named_parameters()) for each in self._trained]
+        named = [list(self.unwrap_model(each).named_parameters()) for each in self.trained]
         self._check.compare([(self.world.group, each) for each in named], self._step, when)
 
     def begin(self, step: int) -> None:
@@ -168,7 +168,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         """`batches` has its next batch; None: nothing is walked."""
         self._at = batches
         self.sync_gradients = batches is None or batches.closes
-        for model in self._trained:
+        for model in self.trained:
             model.require_backward_grad_sync = self.sync_gradients
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
@@ -182,7 +182,10 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
     def _load(self, models: Any, folder: str) -> None:
         file = Path(folder, _PLACES)
         with believed(file):
-            places = json.loads(file.read_text()) if self._loaders else []
+            places = list(json.loads(file.read_text())) if file.exists() else []
+        if self._loaders and len(places) != len(self._loaders):
+            raise UsageError("saved-with-other-loaders", saved=len(places), here=len(self._loaders))
+        with believed(file):
             for loader, place in zip(self._loaders, places, strict=True):
                 loader.load_state_dict(place)
 
@@ -195,12 +198,23 @@ class _Walked(RankBatches):
         self._accelerator = accelerator
 
     def __iter__(self) -> Iterator[Any]:
+        evaluates = not any(model.training for model in self._accelerator.trained)
+        if evaluates and self._accelerator.trained and not self._even():
+            self.refuse("in an evaluation its ranks have unequal numbers of batches")
         try:
             for batch in super().__iter__():
                 self._accelerator.walk(self)
                 yield batch
         finally:
             self._accelerator.walk(None)
+
+    def _even(self) -> bool:
+        """Whether all ranks have as many batches in the first step, and in the last."""
+        plan, size = self.loader.plan, self.loader.size
+        return all(
+            len({len(plan.cut(step).filled(rank, size)) for rank in range(size)}) == 1
+            for step in (0, len(self) - 1)
+        )
 
     def begin(self, window: Window) -> tuple[Sequence[float], float]:
         self._accelerator.begin(window.step)

@@ -105,6 +105,9 @@ class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[mi
         theirs, args = super().get_train_dataloader(), self.args
         if isinstance(theirs.dataset, IterableDataset):
             raise UsageError("trainer-loader", host=_HOST, reason="its data set is a stream")
+        if type(self)._get_train_sampler is not Trainer._get_train_sampler:
+            reason = f"{type(self).__name__} has a sampler of its own"
+            raise UsageError("trainer-loader", host=_HOST, reason=reason)
         micro_batch = args.per_device_train_batch_size
         self._loader = Loader(
             theirs.dataset,
@@ -195,7 +198,7 @@ class LockstepCallback(TrainerCallback, ExportableState):
         place = loader.state_dict()
         saved = state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"]
         self.fingerprint = place["fingerprint"]
-        if saved["fingerprint"] is not None:
+        if state.global_step and saved["fingerprint"] is not None:  # it resumes
             loader.load_state_dict({**place, "fingerprint": saved["fingerprint"]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:

@@ -9,10 +9,12 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from lockstep.collectives.background import Background
 from lockstep.runtime.extras import warn_untested
 from lockstep.training.metrics import TelemetryFile
 
@@ -44,7 +46,7 @@ class WandB:
 
         warn_untested("wandb", "0.31", "0.31")
         given = os.environ
-        settings = wandb.Settings(finish_timeout=_PATIENCE)
+        settings = wandb.Settings(finish_timeout=_PATIENCE, init_timeout=2 * _PATIENCE)
         if "WANDB_CONSOLE" not in given:
             settings.console = "off"  # the ranks' logs are in the run directory
         self._run = wandb.init(
@@ -93,8 +95,8 @@ class MLflow:
         }
         self._waiting: list[Any] = []
         self._send_next = 0.0
-        self._thread = ThreadPoolExecutor(1)
-        self._sending: Future[None] = self._thread.submit(self._send, [])
+        self._thread = Background("lockstep mlflow")
+        self._sending: Future[None] = self._thread.submit(partial(self._send, []))
 
     def _created(self, run: LoggedRun, artifacts: str | None) -> str:
         from mlflow.entities import Param
@@ -131,7 +133,7 @@ class MLflow:
         ]
         if now >= self._send_next and self._sending.done():
             self._sending.result()
-            self._sending = self._thread.submit(self._send, self._waiting)
+            self._sending = self._thread.submit(partial(self._send, self._waiting))
             self._waiting, self._send_next = [], now + _SEND_EVERY
 
     def _send(self, metrics: list[Any]) -> None:
@@ -139,10 +141,10 @@ class MLflow:
             self._client.log_batch(self._id, metrics=metrics[first : first + _BATCH])
 
     def close(self, ended: Ended, summary: Mapping[str, Any]) -> None:
-        end = self._thread.submit(self._end, ended, summary)
-        self._thread.shutdown(wait=False)
+        end = self._thread.submit(partial(self._end, ended, summary))
         if wait([end], _PATIENCE).not_done:
             raise TimeoutError(f"the store has not taken everything within {_PATIENCE:g} s")
+        self._thread.close()
         end.result()
 
     def _end(self, ended: Ended, summary: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class LoggedRun:
     """metrics.jsonl."""
     task: str
     step: int
-    """That it resumes from; 0 at the beginning."""
+    """The step that the training resumes from; 0 at the beginning."""
     parameters: Mapping[str, Any]
     """Hyper-parameters by name."""
 
@@ -54,7 +54,7 @@ class LoggedRun:
 
     def past(self) -> Iterator[dict[str, Any]]:
         """Steps and evaluations before the one that it resumes from."""
-        if self.step:
+        if self.step and self.records.exists():  # the run may have come from copies elsewhere
             with self.records.open(encoding="utf-8") as lines:
                 yield from (each for each in map(json.loads, lines) if each["kind"] in KINDS)
 
@@ -77,8 +77,8 @@ class Loggers:
     def __init__(self, names: Sequence[str], run: LoggedRun) -> None:
         """No names: TensorBoard, if it is installed.
 
-        Raises UsageError where a package is missing, or a logger cannot open at the beginning of a
-        training.
+        Raises UsageError where a package is missing, or a logger that is asked for cannot open at
+        the beginning of a training.
         """
         self.problems: list[str] = []
         self._open: dict[str, Logger] = {}
@@ -87,7 +87,7 @@ class Loggers:
             try:
                 logger = self._open[name] = LOGGERS[name](run)
             except Exception as error:
-                if not run.step:
+                if names and not run.step:
                     self.close("FAILED")
                     raise UsageError("logger-not-opened", name=name, reason=_line(error)) from error
                 self._failed(name, error)
@@ -159,7 +159,8 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
+    found = find_spec(package)
+    return found is not None and found.origin is not None  # a folder of that name has none
 
 
 def _line(error: Exception) -> str:

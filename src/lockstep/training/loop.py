@@ -73,16 +73,21 @@ class Training(AssembledTraining):
                 ),
             )
             loggers = Loggers(self.settings.log, run)
-        return Journal(
-            self.task,
-            self.world,
-            self.directory,
-            steps=self.length.steps,
-            epochs=self.length.epochs,
-            says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
-            sent=lambda: self.stepper.bytes_sent,
-            loggers=loggers,
-        )
+        try:
+            return Journal(
+                self.task,
+                self.world,
+                self.directory,
+                steps=self.length.steps,
+                epochs=self.length.epochs,
+                says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
+                sent=lambda: self.stepper.bytes_sent,
+                loggers=loggers,
+            )
+        except BaseException:
+            if loggers is not None:
+                loggers.close("FAILED")
+            raise
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -91,7 +91,8 @@ def _value(
     """Of one parameter. `texts`: by the path inside it; "" is the whole."""
     inside = {path: text for path, text in texts.items() if path}
     whole = texts.get("")
-    if whole is not None and of_omegaconf(parameter.kind):
+    kinds = get_args(parameter.kind) or (parameter.kind,)
+    if whole not in (None, "none") and any(map(of_omegaconf, kinds)):
         return composed(key, folder / whole, inside)
     value = parameter.default if whole is None else _convert(key, whole, parameter.kind)
     if parameter.default is UNSEEN:

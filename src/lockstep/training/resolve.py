@@ -234,10 +234,11 @@ def _parameters(function: ast.FunctionDef) -> Iterator[tuple[str, Parameter]]:
     ]
     for each, default in pairs:
         if each not in taken.posonlyargs:
-            yield (
-                each.arg,
-                Parameter(_kind(each.annotation, default), default is None, _literal(default)),
-            )
+            kind = _kind(each.annotation, default)
+            value = _literal(default)
+            if kind is Any and value is None:  # what is set inside it may come from a file
+                value = UNSEEN
+            yield each.arg, Parameter(kind, default is None, value)
 
 
 def _kind(annotation: ast.expr | None, default: ast.expr | None) -> Any:

@@ -42,7 +42,7 @@ _BEFORE = "before-"
 _CLAIMED = (_LOCK, _MARK, FILE)
 _PASSING = re.compile(
     rf"{_LOCK}|{_MARK}|{FILE}|{METRICS}|{_CHECKPOINTS}|anatomy|grow|wanted|rank-\d+\.log|events\.out\.tfevents\..*"
-    r"|loggers\.json|wandb|mlflow\.db|metrics\.csv"
+    r"|loggers\.json|wandb|mlflow\.db(-journal|-wal|-shm)?|mlartifacts|metrics\.csv"
 )
 _START = 2**20  # bytes of metrics.jsonl that a run without a step never has
 _TRIES = 10  # to make a folder that others remove
