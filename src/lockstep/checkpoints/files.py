@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 COMPARED = "compared"
 # how many steps had been taken when ranks last computed alike what others did
 WITNESSED = "witnessed"
-# of a transformers model; None: it is another
+# a transformers model's config.json; None for other models
 CONFIG = "config"
 _OPTIMIZER = "optimizer-"
 _SPARE = 1.1  # of the bytes of a checkpoint must be free

@@ -88,7 +88,7 @@ def _train(
         fixed, count = many.fixed_set(cluster, workers)
         workers = None if count is None else str(count)
     if several and (here is not None or fixed is not None):
-        raise UsageError("multirun-alone", other="another launcher, or --nodes")
+        raise UsageError("multirun-alone", other="--nodes" if here is None else "another launcher")
     if here is not None:
         _listen(here, launch)
     place, overrides = task_of(task, choice.overrides)

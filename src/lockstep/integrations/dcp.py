@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint (DCP) on Lockstep's checkpoints, at any number of ranks:
 
-state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-dcp.load(state, storage_reader=LockstepReader("runs/mine"))
-dcp.save(state, storage_writer=LockstepWriter("checkpoints/step-0000100"))
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, storage_reader=LockstepReader("runs/mine"))
+    dcp.save(state, storage_writer=LockstepWriter("checkpoints/step-0000100"))
 
 Nothing that is read is unpickled. DCP's planner unpickles values that are not tensors: it gets
 bytes that the reader has just made of JSON.

@@ -221,8 +221,8 @@ def claimed(settings: Settings, run: Path | None, *, resume: bool, fresh: bool) 
     """Claim the directory `run` (None: a new one), with its copies elsewhere set aside where it is
     to be `fresh`.
 
-    Raises UsageError where it cannot be used or a logger's package is missing, and SystemExit with 77, after a sentence on stderr,
-    where `resume` finds nothing to go on from.
+    Raises UsageError where it cannot be used or a logger's package is missing, and SystemExit with
+    77, after a sentence on stderr, where `resume` finds nothing to go on from.
     """
     if settings.log:
         from lockstep.training.loggers import check_installed  # before anything is made
