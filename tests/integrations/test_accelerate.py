@@ -5,10 +5,7 @@ What the ranks do, and refuse, is accelerate_script.py's.
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep
+from tests.integrations.scripts import joined, run
 from tests.refused import refused
 
 SCRIPT = Path(__file__).with_name("accelerate_script.py")
@@ -55,34 +53,16 @@ def close(found: Any, expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(torch.tensor(ours), theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
-def run(workers: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank has found."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "--workers", str(workers), str(SCRIPT), folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{workers}-{rank}.json").read_text()) for rank in range(workers)]
-
-
-def joined(ranks: list[dict[str, Any]], of: str) -> list[list[int]]:
-    """The samples of each step, of all ranks."""
-    steps = zip(*(rank[of]["seen"] for rank in ranks), strict=True)
-    return [list(chain.from_iterable(each)) for each in steps]
-
-
 def test_two_ranks_train_as_one_process_and_three_resume_as_one(tmp_path: Path) -> None:
     weights, seen, rate = one_process(weighing=False)
-    two = run(2, tmp_path)
+    two = run(SCRIPT, 2, tmp_path)
     assert joined(two, "whole") == seen
     assert len(seen[6]) % (2 * MICRO_BATCH) != 0  # a short step
     for rank in two:
         close(rank["whole"]["weights"], weights)
         close(rank["weighing"]["weights"], one_process(weighing=True)[0])
         assert rank["whole"]["rate"] == pytest.approx(rate)
-    three = run(3, tmp_path)
+    three = run(SCRIPT, 3, tmp_path)
     assert joined(three, "resumed") == seen[SAVED:]
     for rank in three:
         close(rank["resumed"]["weights"], weights)

@@ -5,17 +5,14 @@ and refuse, is transformers_script.py's.
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.testing.ranks import warm_commands
+from tests.integrations.scripts import joined, run
 from tests.refused import refused
 
 SCRIPT = Path(__file__).with_name("transformers_script.py")
@@ -37,27 +34,13 @@ def imported_once() -> Iterator[None]:
         yield
 
 
-def run(workers: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank has found."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "--workers", str(workers), str(SCRIPT), folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{workers}-{rank}.json").read_text()) for rank in range(workers)]
-
-
-def joined(ranks: list[dict[str, Any]], kind: str) -> list[list[int]]:
-    """The samples of each step, of all ranks."""
-    steps = zip(*(rank[kind]["seen"] for rank in ranks), strict=True)
-    return [list(chain.from_iterable(each)) for each in steps]
-
-
 def test_the_loss_curve_is_that_of_one_process_and_goes_on_after_a_resume(tmp_path: Path) -> None:
     """More than 5 s: six ranks of transformers."""
-    two, (one,), three = run(2, tmp_path), run(1, tmp_path), run(3, tmp_path)
+    two, (one,), three = (
+        run(SCRIPT, 2, tmp_path),
+        run(SCRIPT, 1, tmp_path),
+        run(SCRIPT, 3, tmp_path),
+    )
     for kind in ("gpt2", "bert"):
         expected = pytest.approx(one[f"{kind} by hand"]["losses"], rel=1e-5)
         assert one[kind]["losses"] == expected
