@@ -66,6 +66,7 @@ _OFTEN_IMPORTED = (
     "lockstep.collectives.api",
     "lockstep.data.iterable.stream_loader",
     "torch.profiler._cupti_monitor",
+    "torchmetrics",
 )
 # files of which one test takes long: begun last, it would have a core to itself at the end
 _FIRST = (
