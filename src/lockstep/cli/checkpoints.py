@@ -163,25 +163,16 @@ def export(
             "wrong-ending", option="--out", file=out, endings=[".safetensors", *_TORCH]
         )
     if best and step is not None:
-        raise UsageError(
-            "options-exclude-each-other",
-            one="--best",
-            other=f"--step {step}",
-            reason="each names a checkpoint",
-        )
+        raise _exclude("--best", f"--step {step}", "each names a checkpoint")
+    if average and form == "dcp":
+        reason = "a distributed checkpoint holds what training resumes from"
+        raise _exclude("--average", "--format dcp", reason)
     folder = _checkpoint(run, step=step, best=best)
     from lockstep.checkpoints import files
 
     found = files.read(folder)
     if average and not found.averaged:
         raise UsageError("no-average-in-checkpoint", checkpoint=str(folder))
-    if average and form == "dcp":
-        raise UsageError(
-            "options-exclude-each-other",
-            one="--average",
-            other="--format dcp",
-            reason="a distributed checkpoint holds what training resumes from",
-        )
     try:
         size = (
             _write_model(found, out, average)
@@ -195,6 +186,10 @@ def export(
         raise UsageError("cannot-write", name="--out", file=out, reason=reason) from None
     what = "average" if average else "model"
     print(f"{out}: the {what} of step {found.step}, {size / 2**20:.2f} MiB")
+
+
+def _exclude(one: str, other: str, reason: str) -> UsageError:
+    return UsageError("options-exclude-each-other", one=one, other=other, reason=reason)
 
 
 def _write_model(found: Checkpoint, out: Path, average: bool) -> int:

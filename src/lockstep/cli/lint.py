@@ -30,9 +30,7 @@ def lint(
     there is one, 2 for an unreadable file.
     """
     if find_spec("libcst") is None:
-        raise UsageError(
-            "missing-extra", what="lint", package="LibCST", install=extras.install("lint")
-        )
+        raise extras.missing("lint", "LibCST", "lint")
     findings: list[LintFinding] = []
     unreadable: list[str] = []
     for file in files:

@@ -37,11 +37,8 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import DDPCommunicationHookType, DistributedType, InitProcessGroupKwargs
 except ImportError as error:
-    raise UsageError(
-        "missing-extra",
-        what="lockstep.integrations.accelerate",
-        package=f"Accelerate ({error})",
-        install=extras.install("accelerate"),
+    raise extras.missing(
+        "lockstep.integrations.accelerate", f"Accelerate ({error})", "accelerate"
     ) from None
 extras.warn_untested("accelerate", "1.15", "1.15")
 _PLACES = "lockstep.json"

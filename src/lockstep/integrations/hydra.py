@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.collectives.broadcast_json import said_by
-from lockstep.errors import UsageError
 from lockstep.runtime import extras
 from lockstep.world.world import init
 
@@ -24,12 +23,7 @@ try:
     from hydra.experimental.callback import Callback
     from omegaconf import DictConfig, OmegaConf
 except ImportError as error:
-    raise UsageError(
-        "missing-extra",
-        what="lockstep.integrations.hydra",
-        package=f"Hydra ({error})",
-        install=extras.install("hydra"),
-    ) from None
+    raise extras.missing("lockstep.integrations.hydra", f"Hydra ({error})", "hydra") from None
 
 _OTHERS = {
     "hydra.output_subdir": None,

@@ -41,11 +41,8 @@ try:
         LockstepCheckpointIO as LockstepCheckpointIO,
     )
 except ImportError as error:
-    raise UsageError(
-        "missing-extra",
-        what="lockstep.integrations.lightning",
-        package=f"Lightning ({error})",
-        install=extras.install("lightning"),
+    raise extras.missing(
+        "lockstep.integrations.lightning", f"Lightning ({error})", "lightning"
     ) from None
 extras.warn_untested("lightning", "2.5", "2.6")
 # arguments that Lightning's own class keeps; the others are the wrapper's

@@ -16,7 +16,6 @@ import os
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import UsageError
 from lockstep.launcher.fixed import gloo_and_nccl
 from lockstep.runtime import extras
 from lockstep.runtime.environment import TIMEOUT
@@ -27,12 +26,7 @@ try:
     from ray.train.torch import TorchConfig
     from ray.train.torch.config import TorchConfigContextManager, _TorchBackend
 except ImportError as error:
-    raise UsageError(
-        "missing-extra",
-        what="lockstep.integrations.ray_train",
-        package=f"Ray Train ({error})",
-        install=extras.install("ray"),
-    ) from None
+    raise extras.missing("lockstep.integrations.ray_train", f"Ray Train ({error})", "ray") from None
 
 
 class LockstepConfig(TorchConfig):

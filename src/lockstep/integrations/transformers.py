@@ -34,11 +34,8 @@ try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
-    raise UsageError(
-        "missing-extra",
-        what="lockstep.integrations.transformers",
-        package=f"transformers ({error})",
-        install=extras.install("transformers"),
+    raise extras.missing(
+        "lockstep.integrations.transformers", f"transformers ({error})", "transformers"
     ) from None
 extras.warn_untested("transformers", "5.23", "5.23")
 _log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import warnings
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-from lockstep.errors import LockstepWarning
+from lockstep.errors import LockstepWarning, UsageError
 
 _NAME = "lockstep-train"
 
@@ -18,6 +18,17 @@ def install(extra: str) -> str:
     installation.
     """
     return f"pip install {_wanted(extra, Path(__file__).parents[3], _origin())}"
+
+
+def missing(what: str, package: str, extra: str) -> UsageError:
+    """The error of what needs a package that is not here.
+
+    Args:
+        what: needs it.
+        package: as people call it.
+        extra: of pyproject.toml, which installs it.
+    """
+    return UsageError("missing-extra", what=what, package=package, install=install(extra))
 
 
 def warn_untested(package: str, first: str, last: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.runtime.extras import install
+from lockstep.runtime.extras import missing
 from lockstep.tools.timing.output_files import writing
 
 INK, EDGE, ARROW = "#222222", "#777777", "#b5541c"
@@ -115,9 +115,7 @@ class Drawing:
             from matplotlib.patches import FancyArrowPatch, Rectangle
             from matplotlib.path import Path as Vertices
         except ImportError:
-            raise UsageError(
-                "missing-extra", what="a .png", package="matplotlib", install=install("plot")
-            ) from None
+            raise missing("a .png", "matplotlib", "plot") from None
         figure = Figure(figsize=(self.width / 100, self.height / 100), dpi=150)
         axes: Any = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))

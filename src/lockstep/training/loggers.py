@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from lockstep.config.settings import Settings
 from lockstep.errors import UsageError
 from lockstep.runtime.disk import write_whole
-from lockstep.runtime.extras import install
+from lockstep.runtime.extras import missing
 from lockstep.training.logger_packages import KINDS, MLflow, TensorBoard, WandB, scalars
 from lockstep.training.result import Result
 
@@ -153,9 +153,7 @@ def check_installed(names: Sequence[str]) -> None:
     """Raise a UsageError for a logger whose package is not installed."""
     for each in names:
         if each != "csv" and not _is_installed(each):
-            raise UsageError(
-                "missing-extra", what=f"log={each}", package=each, install=install(each)
-            )
+            raise missing(f"log={each}", each, each)
 
 
 def _is_installed(package: str) -> bool:

@@ -45,7 +45,7 @@ def connected(address: str, folder: Path | None = None) -> Iterator[None]:
     Raises UsageError where Ray is not installed, and where there is no cluster.
     """
     if find_spec("ray") is None:
-        raise UsageError("missing-extra", what=RAY, package="Ray", install=extras.install("ray"))
+        raise extras.missing(RAY, "Ray", "ray")
     address = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     if address != "auto" and "://" not in address:
         _check_reachable(address)

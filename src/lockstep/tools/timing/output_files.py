@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.runtime.extras import install
+from lockstep.runtime.extras import missing
 from lockstep.training.metrics import finite
 
 
@@ -73,9 +73,7 @@ def pyplot() -> Any:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise UsageError(
-            "missing-extra", what="--plot", package="matplotlib", install=install("plot")
-        ) from None
+        raise missing("--plot", "matplotlib", "plot") from None
     return plt
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lockstep.config.settings import Device
 from lockstep.errors import TaskError, UsageError
-from lockstep.runtime.extras import install
+from lockstep.runtime.extras import missing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +105,7 @@ def check_out(path: Path) -> Path:
     if path.is_dir():
         raise UsageError("cannot-write", name="out", file=str(path), reason="it is a folder")
     if path.suffix == ".parquet" and find_spec("pyarrow") is None:
-        raise UsageError(
-            "missing-extra", what=f"out={path}", package="pyarrow", install=install("parquet")
-        )
+        raise missing(f"out={path}", "pyarrow", "parquet")
     return path
 
 
