@@ -165,8 +165,8 @@ def export(
     if best and step is not None:
         raise _exclude("--best", f"--step {step}", "each names a checkpoint")
     if average and form == "dcp":
-        reason = "a distributed checkpoint holds what training resumes from"
-        raise _exclude("--average", "--format dcp", reason)
+        why = "a distributed checkpoint holds what training resumes from"
+        raise _exclude("--average", "--format dcp", why)
     folder = _checkpoint(run, step=step, best=best)
     from lockstep.checkpoints import files
 
