@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
         super().__init__(**options)
         check_ranks("Accelerate", self.num_processes, self.world)
         if self.distributed_type not in _TYPES or self.parallelism_config is not None:
-            _refuse("distributed_type", self.distributed_type, "use Accelerate's own class")
+            refuse("distributed_type", self.distributed_type, "use Accelerate's own class")
         self.register_save_state_pre_hook(self._save)
         self.register_load_state_pre_hook(self._load)
 
@@ -93,7 +93,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
     def _batches(self, loader: WindowLoader[Any]) -> _Walked:
         if (steps := self.gradient_accumulation_steps) != 1:
             instead = "give the Loader global_batch and micro_batch"
-            _refuse("gradient_accumulation_steps", steps, instead)
+            refuse("gradient_accumulation_steps", steps, instead)
         self._loaders.append(_Walked(loader, self))
         self._count_steps()
         return self._loaders[-1]
@@ -133,7 +133,7 @@ class LockstepAccelerator(Accelerator):  # type: ignore[misc]  # it has no types
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         if isinstance(dataloader, RankBatches):
             instead = "load_state has put the Loader where it was"
-            _refuse("skip_first_batches", num_batches, instead)
+            refuse("skip_first_batches", num_batches, instead)
         return super().skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
@@ -240,5 +240,6 @@ def check_ranks(host: str, seen: int, world: World) -> None:
         raise UsageError("host-sees-other-ranks", host=host, seen=seen, size=world.size)
 
 
-def _refuse(name: str, value: object, instead: str) -> None:
+def refuse(name: str, value: object, instead: str) -> NoReturn:
+    """Of an option of the host's that has no meaning here. `instead`: what to do."""
     raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)

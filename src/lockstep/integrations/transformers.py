@@ -26,7 +26,7 @@ from lockstep.checks.divergence import ReplicaCheck
 from lockstep.data.keyed import KeyedDataset, Keys, worker_setup
 from lockstep.data.loader import Loader
 from lockstep.errors import UsageError
-from lockstep.integrations.accelerate import check_ranks, share_memory, summed
+from lockstep.integrations.accelerate import check_ranks, refuse, share_memory, summed
 from lockstep.runtime import extras, randomness, status
 from lockstep.world.world import World, init
 
@@ -59,10 +59,9 @@ def _check(args: TrainingArguments) -> None:
         ("n_gpu", max(args.n_gpu, 1), 1, "start one rank for each GPU by `lockstep run`"),
     ):
         if value != plain:
-            raise UsageError("keyword-without-meaning", name=name, value=value, instead=instead)
+            refuse(name, value, instead)
     if (order := args.train_sampling_strategy) not in _ORDERS:
-        name, instead = "train_sampling_strategy", f"use one of {', '.join(_ORDERS)}"
-        raise UsageError("keyword-without-meaning", name=name, value=str(order), instead=instead)
+        refuse("train_sampling_strategy", str(order), f"use one of {', '.join(_ORDERS)}")
 
 
 class LockstepTraining(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
