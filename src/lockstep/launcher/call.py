@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import context, process, spawn
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import CodeType
 from typing import Any, ClassVar
 
 from lockstep.errors import UsageError
@@ -171,16 +172,30 @@ class _Copying(ForkingPickler):
 def _by_value() -> type[pickle.Pickler]:
     import cloudpickle
 
+    theirs = cloudpickle.Pickler.dispatch_table
+
+    def code(value: CodeType) -> Any:
+        make, arguments = theirs[CodeType](value)
+        return _code_of_file, (value.co_filename, make, arguments)
+
     class ByValue(cloudpickle.Pickler):  # type: ignore[misc]  # has no types
         dispatch_table: ClassVar = ChainMap(
-            cloudpickle.Pickler.dispatch_table, ForkingPickler(io.BytesIO()).dispatch_table
-        )  # queues, locks
+            {CodeType: code}, theirs, ForkingPickler(io.BytesIO()).dispatch_table
+        )  # ForkingPickler has queues and locks
 
         def reducer_override(self, value: Any) -> Any:
             found = _copied(value)
             return super().reducer_override(value) if found is NotImplemented else found
 
     return ByValue
+
+
+def _code_of_file(name: str, make: Callable[..., CodeType], arguments: Sequence[Any]) -> CodeType:
+    """The code with the name of its file, by which a traceback finds its lines.
+
+    cloudpickle leaves the name out from 3.1.3 on.
+    """
+    return make(*arguments).replace(co_filename=name)
 
 
 def _copied(value: Any) -> Any:
