@@ -69,9 +69,9 @@ def test_every_entry_is_raised_and_complete() -> None:
 
 
 def test_the_guide_has_every_entry(capsys: pytest.CaptureFixture[str]) -> None:
-    """Written by `lockstep explain > docs/guide/errors.md`."""
+    """Written by `lockstep explain > docs/reference/errors.md`."""
     explain()
-    page = Path(__file__).parents[1] / "docs" / "guide" / "errors.md"
+    page = Path(__file__).parents[1] / "docs" / "reference" / "errors.md"
     assert page.read_text() == capsys.readouterr().out
 
 

@@ -135,7 +135,7 @@ def test_a_mesh_may_be_given_as_text_and_is_written_as_text(tmp_path: Path) -> N
 
 
 def test_the_reference_is_as_the_knobs_say() -> None:
-    """Written by `python -m lockstep.config.reference > docs/guide/options.md`."""
-    assert (Path(__file__).parents[2] / "docs" / "guide" / "options.md").read_text(
+    """Written by `python -m lockstep.config.reference > docs/reference/options.md`."""
+    assert (Path(__file__).parents[2] / "docs" / "reference" / "options.md").read_text(
         encoding="utf-8"
     ) == page(*TRAIN)

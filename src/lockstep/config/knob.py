@@ -3,7 +3,7 @@
     epochs: Annotated[int | None, Knob("run", least=1, default="the task's own")] = None
 
 The help is the string under the field, one sentence. Read from here: the command line
-(cli/options.py), --config files, settings.json, the reference (docs/guide/options.md), and the
+(cli/options.py), --config files, settings.json, the reference (docs/reference/options.md), and the
 checks that every value goes through, wherever it came from.
 
 Below them, the checks of a single value that all rooms share: `whole`, `number`, `chosen`, `known`,

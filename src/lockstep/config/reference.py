@@ -1,5 +1,5 @@
-"""The reference of options, docs/guide/options.md, from the knobs themselves: `python -m
-lockstep.config.reference > docs/guide/options.md`.
+"""The reference of options, docs/reference/options.md, from the knobs themselves: `python -m
+lockstep.config.reference > docs/reference/options.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.config.settings import Config
 _HEAD = """# Options
 
 Options of `lockstep train`, in their groups; other commands take some of them. This page is generated:
-`python -m lockstep.config.reference > docs/guide/options.md`.
+`python -m lockstep.config.reference > docs/reference/options.md`.
 
 `lockstep train --help` lists the options that most people use, `lockstep train --help-all` all of them.
 
@@ -22,7 +22,7 @@ Options of `lockstep train`, in their groups; other commands take some of them. 
   where the two disagree. An unknown name, or a value of another type, is an error.
 - **From Python.** `lockstep.train(task, sync_every=8)` takes the same names for the groups training, gradients and model split, and for
   epochs, steps, device, checkpoint_every, checkpoints and allow_changes.
-- **A task's parameters.** [Configuration](configuration.md) explains the values of `--set` and `--multirun`, with and without Hydra.
+- **A task's parameters.** [Configuration](../guide/configuration.md) explains the values of `--set` and `--multirun`, with and without Hydra.
 - **In the run directory.** settings.json holds what a run was given.
 """
 

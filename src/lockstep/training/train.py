@@ -33,7 +33,7 @@ def train(
 
     Args:
         task: what is trained.
-        config: how it is trained; default: Config(). docs/guide/options.md has every field.
+        config: how it is trained; default: Config(). docs/reference/options.md has every field.
         run: a folder for settings, metrics, checkpoints and result; None writes nothing.
         world: default: the open one, else one that is opened here.
         overrides: fields of Config by their names, such as steps=100 or exact=True, in place of

@@ -19,7 +19,7 @@ import pytest
 from lockstep import launch
 from lockstep.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _EVERYWHERE = re.compile(r"lockstep (show (?!mesh)|plan --model |plan .*--step-ms )")
 
