@@ -1,0 +1,103 @@
+"""The README and the first hour do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep.launcher.server import WARM
+from tests.docs.pages import ROOT, blocks, run_page
+
+_OF_THE_MACHINE = r"""(?x)
+    (?<=sha256[ ])\w+(\.\.\.)? | (?<=accuracy[ ])[\d.]+            # processors round differently
+    | (?<=pid[ ])\d+ | (?<=at[ ]step[ ])\d+,                       # a kill comes at any step
+    | (?<=replicated,[ ])(shared[ ]memory|native)                  # the faster one just now
+"""
+
+_BEFORE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from safetensors.torch import save_file
+
+import lockstep
+
+inputs = torch.randn(600, 8, generator=torch.Generator().manual_seed(1))
+dataset = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+torch.manual_seed(0)
+
+def Net():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+"""
+_AFTER = """
+if torch.distributed.get_rank() == 0:
+    save_file({name.removeprefix("module."): p for name, p in model.named_parameters()}, "weights")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/first-hour.md"])
+def test_its_blocks_do_what_it_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray keeps its token
+    monkeypatch.delenv(WARM)  # as in a terminal, the ranks are grandchildren of the command
+    text = (ROOT / page).read_text(encoding="utf-8")
+    copy, folder = tmp_path / "copy.md", tmp_path / "folder"
+    copy.write_text(re.sub(_OF_THE_MACHINE, "...", text), encoding="utf-8")
+    folder.mkdir()
+
+    run_page(copy, folder)
+
+    printed = (tmp_path / "folder.log").read_text(encoding="utf-8")
+    exact = re.findall(r"exact \|.* sha256 (\w{64})", printed)
+    assert len(exact) == 3
+    assert len(set(exact)) == 1
+
+
+def weights(lines: Sequence[str], workers: int, folder: Path) -> dict[str, torch.Tensor]:
+    """What a side of the README's diff trains on this many ranks."""
+    folder.mkdir()
+    (folder / "script.py").write_text(_BEFORE + "\n".join(lines) + _AFTER)
+    subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "--workers", str(workers), "script.py"],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    return load_file(folder / "weights")
+
+
+def test_both_sides_of_the_diff_train_and_only_one_depends_on_the_workers(tmp_path: Path) -> None:
+    (diff,) = [block for block in blocks(ROOT / "README.md") if block.language == "diff"]
+    old, new = ([line[1:] for line in diff.text.splitlines() if line[0] == side] for side in "-+")
+
+    ours = [weights(new, workers, tmp_path / f"new-{workers}") for workers in (1, 3)]
+    theirs = [weights(old, workers, tmp_path / f"old-{workers}") for workers in (1, 3)]
+
+    for name, parameter in ours[0].items():
+        torch.testing.assert_close(parameter, ours[1][name], rtol=1e-4, atol=1e-5)
+    assert any(
+        not torch.allclose(parameter, theirs[1][name], rtol=1e-2, atol=1e-2)
+        for name, parameter in theirs[0].items()
+    )
+
+
+def test_it_is_short_and_its_set_up_commands_come_first() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shells = [block.text for block in blocks(ROOT / "README.md") if block.language != "diff"]
+
+    assert len(text.splitlines()) <= 120
+    assert "lockstep train" in shells[0]
+    assert "-m pytest" in shells[1]
+    assert len(set(re.findall(r"sha256 (\w+)", text))) == 1
