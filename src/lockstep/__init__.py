@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep import _moved as _moved
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0.dev0"
 
 _HOME = {  # public name -> the module that defines it; tests/test_public.py pins this list
     "Checkpoints": "lockstep.step.checkpointing",
