@@ -1,4 +1,4 @@
-"""Published silent bugs of other training code, made again in small: prevented, detected or missed?
+"""Published silent bugs of other training code, reproduced in short trainings.
 
     python benchmarks/silent_bugs.py
     python benchmarks/silent_bugs.py --only deepspeed-1801
@@ -10,12 +10,12 @@ below is a short training. It runs once on one rank without the mistake, and onc
 with it; a bug of a framework has no mistake of the user's, only the conditions under which it
 showed.
 
-prevented   the several ranks computed what one rank computes without the mistake
-detected    Lockstep raised an error or warned; the table says in which step, and shows what it said
-missed      they computed something else, and nothing was said; "as one process does" where the
-            mistake has nothing to do with the number of ranks, and one rank computes the same
+prevented   several ranks computed what one rank computes without the mistake
+detected    Lockstep gave an error or a warning; the table shows the step and the first sentence
+missed      the result was wrong, and Lockstep said nothing; "as one process does" if the mistake
+            does not depend on the number of ranks, and one rank gives the same wrong result
 
-`--page` writes the table into the guide, between its two marks.
+`--page` writes the tables into the guide, between its two marks.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def optimizer_of_others(world: lockstep.World, planted: bool) -> Losses:
 
 
 def ignored(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """Half of the words do not count: micro-batches weigh differently."""
+    """A quarter of the words do not count, so micro-batches have different weights."""
     counts = batch[1] % 4 != 0
     return (F.cross_entropy(output.float(), batch[1], reduction="none") * counts).sum(), int(
         counts.sum()
@@ -472,171 +472,171 @@ PYTORCH = "https://github.com/pytorch/pytorch/issues/"
 BUGS = {
     "ddp-out-of-sync": Bug(
         f"{TRAINCHECK}, x-jxmnop",
-        "some forwards went to the bare model, not to the wrapper: gradients were not averaged",
-        "every second forward goes to the bare model",
+        "some forward passes used the bare model instead of the wrapper, so gradients were not averaged",
+        "every second forward pass uses the bare model",
         2,
         forward_past_the_wrapper,
     ),
     "pytorch-104336": Bug(
         f"{TRAINCHECK}, [pytorch 104336]({PYTORCH}104336)",
-        "the wrapped model was moved to the host and back: its hooks were lost",
+        "the wrapped model was moved to the host and back, and lost its hooks",
         "the wrapped model is converted to float64 and back",
         2,
         parameters_moved,
     ),
     "stackoverflow-60335387": Bug(
         f"{TRAINCHECK}, [Stack Overflow 60335387](https://stackoverflow.com/questions/60335387)",
-        "`zero_grad()` was left out: gradients of old steps were added",
+        "`zero_grad()` was missing, so gradients of old steps were added",
         "a loop around a Stepper without `zero_grad()`",
         2,
         no_zero_grad,
     ),
     "stackoverflow-67180955": Bug(
         f"{TRAINCHECK}, [Stack Overflow 67180955](https://stackoverflow.com/questions/67180955)",
-        "all loader processes drew the same augmentations from numpy",
-        "a data set that draws from numpy's global generator, two loader workers a rank",
+        "all loader processes drew the same random augmentations from numpy",
+        "a data set that uses numpy's global generator, with two loader workers per rank",
         2,
         alike_in_all_workers,
     ),
     "mmpretrain-702": Bug(
         f"{TRAINCHECK}, [mmpretrain 702](https://github.com/open-mmlab/mmpretrain/issues/702)",
-        "layers that were to be frozen were trained, because `train()` was never called",
+        "layers that should be frozen were trained, because `train()` was never called",
         "a model that freezes a layer in `train()`",
         2,
         frozen_too_late,
     ),
     "pytorch-forum-84911": Bug(
         f"{TRAINCHECK}, [PyTorch forum 84911](https://discuss.pytorch.org/t/84911)",
-        "by a slip in a name all layers but the norms were frozen",
-        "the same",
+        "a wrong name froze all layers except the norms",
+        "the same mistake",
         2,
         most_is_frozen,
     ),
     "pytorch-84803": Bug(
         f"{TRAINCHECK}, [pytorch 84803]({PYTORCH}84803), [96600]({PYTORCH}96600), Baichuan2 86",
-        "data between GPUs was lost on its way, and arrived as zeros",
-        "a gradient that rank 1 received is zeros from the third step on",
+        "data sent between GPUs was lost and arrived as zeros",
+        "from the third step on, one gradient that rank 1 receives is zeros",
         2,
         messages_lost,
     ),
     "deepspeed-1801": Bug(
         f"{TRAINCHECK}, [DeepSpeed 1801](https://github.com/microsoft/DeepSpeed/pull/1801) (BLOOM-176B)",
-        "clipping in bf16: the norms of tensor ranks drifted apart",
-        "bf16, clip, two tensor ranks",
+        "with clipping in bf16, the LayerNorm weights of tensor ranks drifted apart",
+        "bf16, clipping, two tensor ranks",
         2,
         norm_clipped_apart,
         close=0.02,  # bf16
     ),
     "deepspeed-1801, planted": Bug(
-        "the same",
-        "the same",
-        "a norm of one tensor rank is scaled by 1.001 after each update",
+        "as above",
+        "as above",
+        "a LayerNorm weight of one tensor rank is multiplied by 1.001 after each update",
         2,
         norm_drifts,
     ),
     "deepspeed-5794": Bug(
         f"{TRAINCHECK}, [DeepSpeed 5794](https://github.com/microsoft/DeepSpeed/issues/5794)",
-        "ranks called all_to_all with sizes that do not fit: training stood still",
-        "rank 1 sends three rows where the others send two",
+        "ranks called all_to_all with sizes that do not match, and training hung",
+        "rank 1 sends three rows, the others two",
         2,
         unequal_all_to_all,
     ),
     "transformers-34204": Bug(
         f"{TRAINCHECK}, [transformers 34204](https://github.com/huggingface/transformers/issues/34204)",
-        "the collate function kept one sample of each batch",
-        "the same",
+        "the collate function kept only one sample of each batch",
+        "the same mistake",
         2,
         batch_lost,
     ),
     "accelerate-2665": Bug(
         f"{TRAINCHECK}, [accelerate 2665](https://github.com/huggingface/accelerate/issues/2665)",
-        "the optimizer held other parameters than the model: nothing was updated",
+        "the optimizer did not hold the model's parameters, so the model was never updated",
         "an optimizer over the parameters of another model",
         2,
         optimizer_of_others,
     ),
     "DP: wrong loss scaling": Bug(
         TTRACE,
-        "means of micro-batches of different weight were averaged",
-        "half of the words do not count; micro-batches of 3, 3 and 2",
+        "means of micro-batches with different weights were averaged without the weights",
+        "a quarter of the words do not count in the loss; micro-batches of 3, 3 and 2 samples",
         2,
         uneven_weights,
     ),
     "activation recomputation: wrong input": Bug(
         TTRACE,
-        "the second forward of a checkpointed block differed from the first",
+        "the second forward pass of a checkpointed block differed from the first",
         "a checkpointed block with dropout",
         2,
         wrong_input_again,
     ),
     "TP: wrong embedding mask": Bug(
         TTRACE,
-        "words of another rank's part of the vocabulary were looked up wrong",
-        "a tied embedding beside split layers, two tensor ranks",
+        "a rank looked up words of another rank's part of the vocabulary, with wrong results",
+        "a tied embedding beside divided layers, two tensor ranks",
         2,
         vocabulary_split,
     ),
     "ZeRO: tied embedding": Bug(
         TTRACE,
-        "embedding and output layer were updated apart",
+        "the embedding and the output layer share a weight, but were updated separately",
         "tied weights, `update=sharded`",
         2,
         tied_and_sharded,
     ),
     "PP: tied embedding": Bug(
-        "the same, over the stages of a pipeline",
-        "the same",
+        "as above, over the stages of a pipeline",
+        "as above",
         "tied weights on the first and the last of two stages",
         2,
         tied_over_stages,
     ),
     "SP: router not synchronized": Bug(
         TTRACE,
-        "a router's gradient stayed on the rank whose tokens it saw",
-        "a layer that the samples of some ranks only reach",
+        "a router's gradient stayed on the rank that computed it",
+        "a layer that only the samples of some ranks reach",
         4,
         router_apart,
     ),
     "ZeRO: update left out": Bug(
         TTRACE,
         "a rank did not update its slice of the parameters",
-        "rank 1 leaves out the third update, `update=sharded`",
+        "rank 1 skips the third update, `update=sharded`",
         2,
         update_left_out,
     ),
     "ZeRO: update left out, with a witness": Bug(
-        "the same", "the same", "the same with `exact`, `witness=1.0`", 2, update_left_out_witnessed
+        "as above", "as above", "as above, with `exact` and `witness=1.0`", 2, update_left_out_witnessed
     ),
     "PP: wrong stage division": Bug(
         TTRACE,
-        "the stages were not the whole model",
-        "`Parts.layers` leaves a block out",
+        "the stages together did not make up the whole model",
+        "`Parts.layers` omits a block",
         2,
         stages_wrong,
     ),
     "SP, TP: a weight between split layers": Bug(
         f"{TTRACE}, three bugs",
-        "gradients of what tensor ranks share were not summed over them",
+        "gradients of weights that all tensor ranks hold were not summed over these ranks",
         "a PReLU with one weight between the two layers of a pair",
         2,
         weight_between,
     ),
     "SP, TP: norms beside split layers": Bug(
-        "the same",
-        "the same",
-        "norms beside split layers, clip, two by two ranks",
+        "as above",
+        "as above",
+        "LayerNorms beside divided layers, clipping, a mesh of 2 x 2 ranks",
         4,
         norms_beside_split_layers,
     ),
 }  # fmt: skip
 
 ELSEWHERE = {
-    "lightning-thunder-725, pytorch-115607": "a compiler's; one process has it too",
-    "pytorch-51800, transformers-17877": "how one model is initialized; one process has it too",
-    "transformers-23723, transformers-33844": "generation, and dropout in a model's own evaluation;"
-    " one process has it too",
+    "lightning-thunder-725, pytorch-115607": "bugs of a compiler; one process has them too",
+    "pytorch-51800, transformers-17877": "the initialization of one model; one process has it too",
+    "transformers-23723, transformers-33844": "text generation, and dropout in a model's own evaluation;"
+    " one process has them too",
     "TTrace: context parallelism (two), FP8, overlapped tensor-parallel communication": "Lockstep"
-    " has none of these",
+    " has none of these features",
 }
 
 
@@ -683,7 +683,10 @@ def _told(text: str) -> tuple[int | None, str]:
 
 
 def table(verdicts: dict[str, Verdict]) -> str:
-    rows = ["| bug | what happened | here | Lockstep | |", "|---|---|---|---|---|"]
+    rows = [
+        "| bug | what happened there | how we reproduce it | result | message |",
+        "|---|---|---|---|---|",
+    ]
     for name, verdict in verdicts.items():
         bug = BUGS[name]
         when = "" if verdict.step is None else f" in step {verdict.step}"
@@ -691,7 +694,7 @@ def table(verdicts: dict[str, Verdict]) -> str:
         rows.append(
             f"| {name} ({bug.source}) | {bug.happened} | {bug.here} | {verdict.how}{when} | {said} |"
         )
-    rows += ["", "| not made again | why |", "|---|---|"]
+    rows += ["", "| not reproduced | why |", "|---|---|"]
     rows += [f"| {name} | {why} |" for name, why in ELSEWHERE.items()]
     return "\n".join(rows)
 
