@@ -13,7 +13,6 @@ PAGES = sorted(HOW_TO.glob("[!R]*.md"))
 NOT_RUN = {
     "docker": ["it needs Docker", "it needs Docker"],
     "kubernetes": ["it needs a Kubernetes cluster; tests/test_kubernetes.py"],
-    "mixed-precision": ["it needs a GPU; tests/gpu"],
     "quiet-output": ["it edits the settings of a shell; tests/cli"],
     "ray-cluster": [
         "`ray stop` would end every Ray process of the user; tests/launcher/ray",
