@@ -13,6 +13,9 @@ The info string of a block's fence, and its first line, say what happens with it
 | after a line `<!-- not run: reason -->` | nothing; `not_run` lists these |
 | any other | an error |
 
+A `lockstep` command that starts no ranks is run by a process that has imported torch: it would
+import torch anew.
+
 In what is printed, `...` stands for anything within a line, and a line `...` for any lines. stdout
 and stderr are one, as on a terminal. A command must succeed, unless the next command of its block
 is `$ echo $?`: then its exit code is what must stand there.
@@ -21,23 +24,31 @@ is `$ echo $?`: then its exit code is what must stand there.
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+from lockstep import launch
+from lockstep.cli import main
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240.0  # for a command; what hangs is ended
 
 _CODE = "echo $?"
 _FENCE = re.compile(r"^ {0,3}(```+)\s*(\S*)[^\n]*$")
+_STARTS_NO_RANKS = re.compile(
+    r"lockstep (?:audit|checkpoints|plan (?!.*--ray)|show|verify (?!.*--workers))[^|&;<>$*~]*"
+)
 _NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->$")
 _FILE = re.compile(r"^(?:#|//|--|;|<!--) ?([\w./-]*\w\.\w+|[\w./-]*Dockerfile)(?: -->)?$")
 # A block's output goes where the process's own goes, so that other processes' lines are in it too.
@@ -192,6 +203,8 @@ class _Folder:
         for (place, command, expected), after in zip(commands, following, strict=True):
             if command == _CODE:
                 printed = f"{code}\n"
+            elif _STARTS_NO_RANKS.fullmatch(command):
+                ((code, printed),) = launch(said_by, 1, (shlex.split(command), str(self.path)))
             else:
                 code, printed = self._command(command, place)
             if code and _CODE not in (command, after):
@@ -277,6 +290,20 @@ class _Python:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.answers.close()
+
+
+def said_by(command: list[str], folder: str) -> tuple[int, str]:
+    """The exit code of a `lockstep` command in this process, and what it prints."""
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "200"
+    sys.argv = command
+    said, code = io.StringIO(), None
+    with redirect_stdout(said), redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    return int(code or 0), said.getvalue()
 
 
 def _environment() -> dict[str, str]:
