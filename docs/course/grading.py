@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep import launch
 from lockstep.errors import LaunchTimeout, WorkerFailed
 from lockstep.testing import run_ranks
 
@@ -40,14 +41,19 @@ def check(right: bool, sentence: str) -> None:
         raise Wrong(sentence)
 
 
-def on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> list[Any]:
+def on_ranks(
+    fn: Callable[..., Any], workers: int, *args: Any, open_world: bool = True
+) -> list[Any]:
     """Run `fn(world, *args)` on ranks of this machine, and return the results by rank.
 
     Args:
         fn: a function at the top of a file, as pickle needs it.
+        open_world: False runs `fn(*args)` on processes that have not joined each other.
     """
     try:
-        return run_ranks(fn, workers, args, timeout=_PATIENCE)
+        if open_world:
+            return run_ranks(fn, workers, args, timeout=_PATIENCE)
+        return launch(fn, workers, args, timeout=_PATIENCE)
     except LaunchTimeout:
         raise Wrong(
             f"After {_PATIENCE.seconds} seconds {workers} ranks are still running. "

@@ -5,9 +5,11 @@ solution from the unsolved exercise.
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +100,11 @@ def test_what_fits(page: str, printed: str, fit: bool) -> None:
 
 
 @pytest.mark.parametrize("page", LESSONS, ids=NAMES)
-def test_cells_print_what_the_lesson_says(page: Path, tmp_path: Path) -> None:
-    """The notebook that the site offers, in a kernel."""
+def test_cells_print_what_the_lesson_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notebook that the site offers, in a kernel. Its commands are those of this Python."""
+    monkeypatch.setenv("PATH", os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
     notebook = jupytext.reads(page.read_text(encoding="utf-8"), fmt="md")
     options: dict[str, Any] = {"resources": {"metadata": {"path": str(tmp_path)}}}
     NotebookClient(notebook, timeout=300, **options).execute()
