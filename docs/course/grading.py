@@ -1,0 +1,73 @@
+"""What the graders share.
+
+A grader is the file graders/lessonN.py with one function, `grade(lesson)`. It is given the module
+that holds the student's functions, and raises `Wrong` with a sentence that says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from lockstep import launch
+from lockstep.errors import LaunchTimeout, WorkerFailed
+from lockstep.testing import run_ranks
+
+_PATIENCE = timedelta(seconds=60)
+
+
+class Wrong(AssertionError):
+    """The exercise is not solved. The text says what is wrong."""
+
+
+def grade(folder: str, lesson: str) -> None:
+    """Run the grader of `lesson` ("lesson3") on the file in `folder` ("exercises").
+
+    Raises Wrong.
+    """
+    try:
+        import_module(f"graders.{lesson}").grade(import_module(f"{folder}.{lesson}"))
+    except NotImplementedError:
+        raise Wrong(f"docs/course/{folder}/{lesson}.py is not solved yet.") from None
+
+
+def check(right: bool, sentence: str) -> None:
+    """Raise Wrong with this sentence if it is not right."""
+    if not right:
+        raise Wrong(sentence)
+
+
+def on_ranks(
+    fn: Callable[..., Any], workers: int, *args: Any, open_world: bool = True
+) -> list[Any]:
+    """Run `fn(world, *args)` on ranks of this machine, and return the results by rank.
+
+    Args:
+        fn: a function at the top of a file, as pickle needs it.
+        open_world: False runs `fn(*args)` on processes that have not joined each other.
+    """
+    try:
+        if open_world:
+            return run_ranks(fn, workers, args, timeout=_PATIENCE)
+        return launch(fn, workers, args, timeout=_PATIENCE)
+    except LaunchTimeout:
+        raise Wrong(
+            f"After {_PATIENCE.seconds} seconds {workers} ranks are still running. "
+            "Does every rank call the same collectives in the same order?"
+        ) from None
+    except WorkerFailed as failed:
+        if failed.traceback.rstrip().endswith("\nNotImplementedError"):
+            raise NotImplementedError from None
+        raise Wrong(f"Your function failed on a rank:\n{failed}") from None
+
+
+def close(found: object, expected: object, tolerance: float = 1e-5) -> bool:
+    """Whether these are numbers or tensors of one shape that are equal up to rounding."""
+    one, other = torch.as_tensor(found), torch.as_tensor(expected)
+    return one.shape == other.shape and torch.allclose(
+        one.double(), other.double(), rtol=tolerance, atol=tolerance
+    )

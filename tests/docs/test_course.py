@@ -1,0 +1,194 @@
+"""Each lesson has the agreed sections, its cells print what it says, and its grader tells the
+solution from the unsolved exercise.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import pytest
+from nbclient import NotebookClient
+
+
+def number(page: Path) -> int:
+    return int(page.stem.removeprefix("lesson").partition("-")[0])
+
+
+COURSE = Path(__file__).parents[2] / "docs" / "course"
+LESSONS = sorted(COURSE.glob("lesson*.md"), key=number)
+NAMES = [f"lesson{number(page)}" for page in LESSONS]
+FIRST = ["You learn", "You need"]
+LAST = ["The same in plain torch.distributed", "Exercise", "Solution", "Further reading", "Next"]
+_HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_PRINTED = re.compile(r"```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BY_RANKS = re.compile(r"\[(\d+(?:[-,]\d+)*)\] (.*)")
+
+
+def of_ranks(line: str) -> tuple[list[int], str] | None:
+    """The ranks that have printed it in a notebook, and what: "[0-1] text", "[0,2] text"."""
+    if not (found := _BY_RANKS.fullmatch(line)):
+        return None
+    ranks: list[int] = []
+    for part in found[1].split(","):
+        first, _, last = part.partition("-")
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks, found[2]
+
+
+def by_rank(text: str) -> list[str]:
+    """Its lines. Ranks print in any order, and equal lines appear once. Here each rank has its own
+    lines, and they stand rank by rank.
+    """
+    lines: list[str] = []
+    together: list[tuple[int, str]] = []
+    for line in [*text.splitlines(), None]:
+        if line is not None and (said := of_ranks(line)):
+            together += [(rank, said[1]) for rank in said[0]]
+            continue
+        together.sort(key=lambda each: each[0])
+        lines += [f"[{rank}] {words}" for rank, words in together]
+        together = []
+        if line is not None:
+            lines.append(line.rstrip())
+    return lines
+
+
+def fits(page: str, printed: str) -> bool:
+    """`...` in the page is any part of a line, and as a line of its own any number of lines."""
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else re.escape(line).replace(r"\.\.\.", ".*") + r"\n"
+        for line in by_rank(page)
+    )
+    return bool(re.fullmatch(pattern, "".join(f"{line}\n" for line in by_rank(printed))))
+
+
+def printed_by(cell: Any, stream: str) -> str:
+    """ "stdout" with the value of the last line, or "stderr"."""
+    return "".join(
+        output.text if output.output_type == "stream" else output.data["text/plain"] + "\n"
+        for output in cell.outputs
+        if output.get("name", "stdout") == stream and output.output_type != "display_data"
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "printed", "fit"),
+    [
+        ("a 1.5 s\n", "a 1.5 s\n", True),
+        ("a 1.5 s\n", "a 1x5 s\n", False),
+        ("a ... s\n", "a 0.25 s\n", True),
+        ("a ... s\n", "a 0.25\nb s\n", False),
+        ("a\n...\nb\n", "a\nx\ny\nb\n", True),
+        ("a\n", "a\nb\n", False),
+        ("", "a\n", False),
+        ("[0] x\n[1] x\n[1] y\n", "[1] x\n[1] y\n[0] x\n", True),
+        ("[0] x\n[1] x\n[1] y\n", "[1] y\n[0-1] x\n", False),
+        ("[0-2] x\n[3] y\n", "[1] x\n[3] y\n[0,2] x\n", True),
+    ],
+)
+def test_what_fits(page: str, printed: str, fit: bool) -> None:
+    assert fits(page, printed) == fit
+
+
+@pytest.mark.parametrize("page", LESSONS, ids=NAMES)
+def test_cells_print_what_the_lesson_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The notebook that the site offers, in a kernel. Its commands are those of this Python."""
+    monkeypatch.setenv("PATH", os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]))
+    notebook = jupytext.reads(page.read_text(encoding="utf-8"), fmt="md")
+    options: dict[str, Any] = {"resources": {"metadata": {"path": str(tmp_path)}}}
+    NotebookClient(notebook, timeout=300, **options).execute()
+    cells = notebook.cells
+    assert any(cell.cell_type == "code" for cell in cells)
+    for cell, below in zip(cells, [*cells[1:], None], strict=True):
+        if cell.cell_type != "code":
+            continue
+        text = below.source if below is not None and below.cell_type == "markdown" else ""
+        said = _PRINTED.match(text)
+        page_says, printed = said[1] if said else "", printed_by(cell, "stdout")
+        if "..." not in page_says.splitlines():  # which may stand for a library's log
+            printed += printed_by(cell, "stderr")
+        assert fits(page_says, printed), (
+            f"{page.name}: under the cell\n{cell.source}\nthe page says\n{page_says}"
+            f"\nand the cell printed\n{printed}"
+        )
+
+
+@pytest.mark.parametrize("page", LESSONS, ids=NAMES)
+def test_a_lesson_has_the_agreed_form(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    name = f"lesson{number(page)}"
+    assert text.startswith(f"# Lesson {number(page)}: ")
+    prose = _FENCED.sub("", text)
+    headings = _HEADING.findall(prose)
+    assert headings[: len(FIRST)] == FIRST
+    assert headings[-len(LAST) :] == LAST
+    sections = dict(
+        zip(headings, map(str.strip, _HEADING.split(prose)[2::2]), strict=True)
+    )  # without blocks
+    assert 3 <= len(re.findall(r"^- ", sections["You learn"], re.MULTILINE)) <= 5
+    assert re.search(r"\d+ minutes", sections["You need"])
+    assert "![" in text.partition("```python")[0], "a picture comes before the first cell"
+    assert f"exercises/{name}.py" in sections["Exercise"]
+    assert f"pytest docs/course -k {name}`" in sections["Exercise"]
+    assert f"solutions/{name}.py" in sections["Solution"]
+    assert len(re.findall(r"\]\(https://", sections["Further reading"])) >= 2
+    following = [other for other in LESSONS if number(other) == number(page) + 1]
+    for other in following:
+        assert f"]({other.name})" in sections["Next"]
+    assert f"]({page.name})" in (COURSE / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_grader_tells_the_solution_from_the_exercise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(COURSE))
+    from grading import Wrong, grade  # type: ignore[import-not-found]
+
+    grade("solutions", name)
+    with pytest.raises(Wrong, match="is not solved yet"):
+        grade("exercises", name)
+
+
+def functions(path: Path) -> dict[str, tuple[str, str | None]]:
+    """The arguments and the docstring of each public function at the top of a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        each.name: (ast.unparse(each.args), ast.get_docstring(each))
+        for each in tree.body
+        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_solution_has_the_functions_of_the_exercise(name: str) -> None:
+    asked = functions(COURSE / "exercises" / f"{name}.py")
+    assert asked
+    assert all(words for _, words in asked.values())
+    assert functions(COURSE / "solutions" / f"{name}.py") == asked
+
+
+def test_a_student_grades_one_lesson() -> None:
+    """As the pages say. Lesson 1 is not lesson 10 too."""
+
+    def said(*options: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pytest", str(COURSE), "-q", "-k", "lesson1", *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    code, text = said("--solutions")
+    assert (code, "1 passed" in text) == (0, True), text
+    code, text = said()
+    assert (code, "1 failed" in text) == (1, True), text
+    assert "docs/course/exercises/lesson1.py is not solved yet." in text
