@@ -24,7 +24,7 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Config
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import warn_if_busy
-from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
+from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.collectives.network import Link
@@ -75,7 +75,7 @@ def predict_task(
     """
     for file, option in ((asked.json_file, "--json"), (asked.save_profile, "--save-profile")):
         check_writable(file, option)
-    check_plot(asked.plot)
+    check_picture(asked.out)
     place, overrides = task_of(task, override)
     question = _question(asked, method, loaders)
     from lockstep.training.resolve import resolve, short_name
@@ -129,7 +129,7 @@ def _check_cores(ranks: int) -> None:
 
 
 def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], name: str) -> None:
-    from lockstep.tools.plan.curve import curve, describe, describe_layouts, layouts_of, plot
+    from lockstep.tools.plan.curve import curve, describe, describe_layouts, drawing, layouts_of
 
     profile = _profile(asked, question, source, name)
     if asked.profile is None:
@@ -163,8 +163,8 @@ def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], n
             **more,
         },
     )
-    if asked.plot is not None:
-        plot(found, asked.plot)
+    if asked.out is not None:
+        drawing(found).save(asked.out)
 
 
 def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:

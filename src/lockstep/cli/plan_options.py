@@ -42,7 +42,7 @@ _TAKES: dict[Kind, set[str]] = {
             "loader_workers",
             "seconds",
         }
-        | {"profile", "save_profile", "noise_scale", "overrides", "plot"}
+        | {"profile", "save_profile", "noise_scale", "overrides", "out"}
     ),
 }
 _FAILURES = {"checkpoint_cost", "restart"}
@@ -103,8 +103,8 @@ class PlanChoice:
     """Samples of a device in a step, with --model."""
     json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",))] = None
     """Also write the figures as JSON."""
-    plot: Annotated[Path | None, Knob("run", unit="FILE")] = None
-    """Draw samples/s over workers, .png or .svg."""
+    out: Annotated[Path | None, Knob("run", unit="FILE.svg", flags=("--out", "--plot"))] = None
+    """Draw samples/s over workers into an SVG file."""
 
     def __post_init__(self) -> None:
         knob.check(self)
