@@ -154,7 +154,10 @@ def _squares(
         x, top = _LEFT + across * (_SQUARE + 3), y + down * (_SQUARE + 3)
         colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
         dashes = "4 2" if seen is not None and seen[index] else None
-        edge: dict[str, Any] = {"stroke": SOFT if rank is None else colour, "stroke-dasharray": dashes}
+        edge: dict[str, Any] = {
+            "stroke": SOFT if rank is None else colour,
+            "stroke-dasharray": dashes,
+        }
         sheet.box(x, top, _SQUARE, _SQUARE, colour, tint=tint, rx=3, **edge)
         sheet.words(x + _SQUARE / 2, top + 17, str(index), anchor="middle", size=11)
         if seen is not None:
