@@ -110,7 +110,9 @@ def plot(found: dict[str, list[tuple[float, float]]], file: str) -> None:
     for name, accuracies in found.items():
         together = [average for _, average in accuracies]
         chart.curve(enumerate(together, 1), colours[name], dots=True)
-    figure("Accuracy of the averaged replicas, by how often they synchronize", [chart]).save(file)
+    title = "Accuracy of the averaged replicas, by how often they synchronize"
+    ends = [f"{name}: {accuracies[-1][1]:.3f}" for name, accuracies in found.items()]
+    figure(title, [chart], f"After {epochs} epochs: {', '.join(ends)}.").save(file)
 
 
 if __name__ == "__main__":
