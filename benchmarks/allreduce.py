@@ -33,6 +33,8 @@ from torch import Tensor
 import lockstep
 from lockstep import collectives
 from lockstep.collectives.shared_memory.operations import HostMemory
+from lockstep.tools.drawing import SERIES
+from lockstep.tools.svg import Plot, figure
 
 SIZES = "4K,16K,64K,256K,1M,4M,16M,25M,64M"
 _UNITS = {"K": 2**10, "M": 2**20}
@@ -148,29 +150,24 @@ def summary(
 
 
 def plot(rows: list[dict[str, Any]], workers: int, file: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for name in [name for name in rows[0] if name != "bytes"]:
-        having = [row for row in rows if name in row]
-        axes.plot(
-            [row["bytes"] for row in having],
-            [1e6 * row[name]["p25"] for row in having],
-            marker="o",
-            label=name,
-        )
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="bytes",
-        ylabel="25th percentile, us",
-        title=f"all-reduce, {workers} ranks of one host",
+    names = [name for name in rows[0] if name != "bytes"]
+    colours = dict(zip(names, SERIES, strict=False))
+    curves = {
+        name: [(row["bytes"], 1e6 * row[name]["p25"]) for row in rows if name in row]
+        for name in names
+    }
+    times = [time for points in curves.values() for _, time in points]
+    chart = Plot(
+        (rows[0]["bytes"], rows[-1]["bytes"]),
+        "bytes",
+        up=(min(times), max(times)),
+        up_label="25th percentile, us",
+        legend=colours,
+        log="across up",
     )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file)
-    plt.close(figure)
+    for name, points in curves.items():
+        chart.curve(points, colours[name], dots=True)
+    figure(f"all-reduce, {workers} ranks of one host", [chart]).save(file)
 
 
 def report(title: str, rows: list[dict[str, Any]], workers: int) -> None:
@@ -196,7 +193,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sizes = [
         int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
@@ -212,8 +209,8 @@ def main() -> None:
         options.json.write_text(
             json.dumps({"workers": options.workers, "torch": torch.__version__, **tables}, indent=1)
         )
-    if options.plot:
-        plot(tables["a world of its own"], options.workers, options.plot)
+    if options.out:
+        plot(tables["a world of its own"], options.workers, options.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """When does averaging models work? Often enough it is training; once, of models that began apart,
 it is not.
 
-    lockstep run --workers 4 examples/averaging.py --plot averaging.svg
+    lockstep run --workers 4 examples/averaging.py --out averaging.svg
 
 Every rank trains on its share of each batch, alone; the table shows what one replica has learned,
 and what their average knows.
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.tasks import digits
+from lockstep.tools.drawing import SERIES
+from lockstep.tools.svg import Plot, figure
 
 NEVER = 10**9
 WAYS = {
@@ -79,7 +81,7 @@ def train(
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--epochs", type=int, default=6)
-    options.add_argument("--plot")
+    options.add_argument("--out")
     chosen = options.parse_args()
     with lockstep.init() as world:
         found = {
@@ -95,24 +97,22 @@ def main() -> None:
         for name, accuracies in found.items():
             alone, together = accuracies[-1]
             print(f"{name:20}{alone:12.3f}{together:16.3f}")
-        if chosen.plot:
-            plot(found, chosen.plot)
+        if chosen.out:
+            plot(found, chosen.out)
 
 
 def plot(found: dict[str, list[tuple[float, float]]], file: str) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    colours = dict(zip(found, SERIES, strict=False))
+    epochs = len(next(iter(found.values())))
+    chart = Plot(
+        (1, epochs), "epoch", up=(0, 1), up_label="accuracy of the average", legend=colours
+    )
     for name, accuracies in found.items():
-        axes.plot(
-            range(1, len(accuracies) + 1),
-            [together for _, together in accuracies],
-            marker="o",
-            label=name,
-        )
-    axes.set(xlabel="epoch", ylabel="accuracy of the average", ylim=(0, 1.02))
-    axes.legend(title="the replicas meet", loc="center right")
-    figure.savefig(file)
+        together = [average for _, average in accuracies]
+        chart.curve(enumerate(together, 1), colours[name], dots=True)
+    title = "Accuracy of the averaged replicas, by how often they synchronize"
+    ends = [f"{name}: {accuracies[-1][1]:.3f}" for name, accuracies in found.items()]
+    figure(title, [chart], f"After {epochs} epochs: {', '.join(ends)}.").save(file)
 
 
 if __name__ == "__main__":

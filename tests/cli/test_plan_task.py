@@ -72,7 +72,7 @@ def test_layouts_of_the_most_ranks_whatever_the_fewest_are(saved: str) -> None:
 
 def test_a_picture(saved: str, tmp_path: Path) -> None:
     picture = tmp_path / "plan.svg"
-    plan("digits", "--profile", saved, "--workers", "1..64", "--weak", "--plot", str(picture))
+    plan("digits", "--profile", saved, "--workers", "1..64", "--weak", "--out", str(picture))
     assert "weak scaling" in picture.read_text()
 
 

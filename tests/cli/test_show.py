@@ -34,7 +34,7 @@ def test_data(args: list[str], options: dict[str, object]) -> None:
     defaults = {"drop_last": False, "epochs": 1, "shuffle": False, "seed": 0}
     done = CliRunner().invoke(app, ["show", "data", "--samples", "10", "--workers", "4", *args])
     assert done.exit_code == 0, done.output
-    assert done.output == picture.show(10, 4, **(defaults | options)) + "\n"  # type: ignore[arg-type]
+    assert done.output == picture.text(picture.deal(10, 4, **(defaults | options))) + "\n"  # type: ignore[arg-type]
 
 
 def test_an_unknown_split_is_refused() -> None:
@@ -207,7 +207,7 @@ def test_a_collective(args: list[str], lines: list[str]) -> None:
             ["broadcast", "--root", "3"],
             "root 3 is not a rank of this group: its 3 ranks are 0 to 2",
         ),
-        (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a name that ends in .png, .svg"),
+        (["ring", "--out", "ring.pdf"], "--out ring.pdf: give a name that ends in .svg"),
     ],
 )
 def test_what_cannot_be_shown_is_said(args: list[str], message: str) -> None:
@@ -273,17 +273,19 @@ def test_an_unknown_name_is_answered_with_the_right_one(typed: str, meant: str) 
 def test_a_mesh(tmp_path: Path) -> None:
     from lockstep.config.mesh import Mesh
     from lockstep.tools.show import mesh_picture
+    from tests.tools.show.test_mesh_picture import drawn
+    from tests.tools.show.test_mesh_picture import text as mesh_text
 
     assert (
         shown("mesh", "--mesh", "data=2,tensor=2", "--nodes", "2")
-        == mesh_picture.text(Mesh(data=2, tensor=2), 2) + "\n"
+        == mesh_text(Mesh(data=2, tensor=2), 2) + "\n"
     )
     file = tmp_path / "mesh.svg"
     assert (
         shown("mesh", "--mesh", "shard=3", "--out", str(file))
         == f"{file}: {mesh_picture.title(Mesh(shard=3), 1)}\n"
     )
-    assert file.read_text() == mesh_picture.drawing(Mesh(shard=3)).svg()
+    assert file.read_text() == drawn(Mesh(shard=3)).svg()
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def test_a_mesh(tmp_path: Path) -> None:
         (["--mesh", "data=4", "--nodes", "3"], "--nodes 3: 4 ranks"),
         (
             ["--mesh", "data=4", "--out", "mesh.pdf"],
-            "--out mesh.pdf: give a name that ends in .png, .svg",
+            "--out mesh.pdf: give a name that ends in .svg",
         ),
     ],
 )
@@ -305,5 +307,5 @@ def test_a_mesh_that_cannot_be_shown(args: list[str], message: str) -> None:
 
 def test_the_layers_of_a_task() -> None:
     found = shown("mesh", "--mesh", "pipeline=2", "--task", "text")
-    assert "rank 0   share 0 of 1   stage 0 of 2: bytes" in found
+    assert "rank 0   share 0 of 1: samples 0-31   stage 0 of 2: bytes" in found
     assert found.splitlines()[4].endswith("head")

@@ -58,7 +58,7 @@ def test_a_drawing_is_written_and_said_to_be(tmp_path: Path) -> None:
         (["--backward", "0"], "backward=0"),
         (
             ["--out", "chart.pdf"],
-            "--out chart.pdf: give a name that ends in .png, .svg [wrong-ending]",
+            "--out chart.pdf: give a name that ends in .svg [wrong-ending]",
         ),
     ],
 )

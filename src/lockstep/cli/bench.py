@@ -18,7 +18,7 @@ from lockstep.config.launching import RunChoice
 from lockstep.config.settings import Config, Device, Settings
 from lockstep.errors import ExitCode, UsageError
 from lockstep.runtime.cores import warn_if_busy
-from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
+from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.tools.bench.collectives import CollectiveTime
@@ -86,9 +86,14 @@ def scaling(
     choice: Annotated[RunChoice, Only("overrides")],
     turns: ScalingOptions,
     json_file: JsonFile = None,
-    plot: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw speedup and efficiency, .png or .svg."),
+        typer.Option(
+            "--out",
+            "--plot",
+            metavar="FILE.svg",
+            help="Draw speedup and efficiency into an SVG file.",
+        ),
     ] = None,
 ) -> None:
     """How much faster more workers train TASK: samples a second, speedup and efficiency, the
@@ -100,7 +105,7 @@ def scaling(
     mode, counts = turns.mode, turns.counts(config.device)
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
-    check_plot(plot)
+    check_picture(out)
     from lockstep.tools.bench.scaling.benchmark import benchmark_scaling
 
     found = benchmark_scaling(
@@ -115,8 +120,8 @@ def scaling(
     )
     print(found.describe())
     write_json(json_file, found.as_json())
-    if plot is not None:
-        found.plot(plot)
+    if out is not None:
+        found.plot(out)
 
 
 def _powers_of_two(device: str) -> list[int]:
@@ -131,9 +136,9 @@ def _powers_of_two(device: str) -> list[int]:
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.command("scaling", cls=GroupedCommand)(spread(scaling))
 
-PlotFile = Annotated[
+DrawnFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw the times, .png or .svg."),
+    typer.Option("--out", "--plot", metavar="FILE.svg", help="Draw the times into an SVG file."),
 ]
 
 
@@ -196,7 +201,7 @@ def collectives(
         ),
     ] = None,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    out: DrawnFile = None,
 ) -> None:
     """Time every algorithm beside the backend's, in turns, each run checked; nccl-tests' columns."""
     every = _sizes(sizes)
@@ -205,7 +210,7 @@ def collectives(
         _refuse_with_tune({"--collective": collective, "--algorithms": algorithms, "--runs": runs})
         check_writable(tune, "--tune")
     check_writable(json_file, "--json")
-    check_plot(plot)
+    check_picture(out)
     warn_if_busy()
     from lockstep.tools.bench import collectives as measured  # imports torch
 
@@ -218,8 +223,8 @@ def collectives(
         then = f"\n\nwritten to {tune}: use it with {use}"
     print(measured.table(found) + then)
     write_json(json_file, {"rows": [row.as_json() for row in found]})
-    if plot is not None:
-        measured.plot(found, str(plot))
+    if out is not None:
+        measured.drawing(found).save(out)
 
 
 def _times(
@@ -283,7 +288,7 @@ def train(
         ),
     ] = False,
     json_file: JsonFile = None,
-    plot: PlotFile = None,
+    out: DrawnFile = None,
 ) -> None:
     """Time one training step of TASK as `lockstep train` takes it beside torch's DDP, in turns on
     the same ranks.
@@ -293,7 +298,7 @@ def train(
     """
     place, overrides = task_of(task, choice.overrides)
     check_writable(json_file, "--json")
-    check_plot(plot)
+    check_picture(out)
     settings = _settings(place, workers, steps, overrides, config.device)
     warn_if_busy()
     from lockstep.tools.bench import training_step as measured
@@ -311,8 +316,8 @@ def train(
     )
     print(measured.text(found))
     write_json(json_file, found.as_json())
-    if plot is not None:
-        measured.plot([found], plot)
+    if out is not None:
+        measured.drawing([found]).save(out)
     if found.wrong:
         raise typer.Exit(ExitCode.FAILED)
 

@@ -3,6 +3,7 @@
 plan TASK                        a rank is profiled here, and its step simulated
 plan TASK --methods              the ways to train it, compared by formulas
 plan --model M --device D        a model of the table on devices of the table
+plan --gradient-mb N --step-ms N a step of which only these numbers are known
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lockstep.config.parallelism import Parallelism
 from lockstep.config.settings import Config
 from lockstep.errors import UsageError
 from lockstep.runtime.cores import warn_if_busy
-from lockstep.tools.timing.output_files import check_plot, check_writable, write_json
+from lockstep.tools.timing.output_files import check_picture, check_writable, write_json
 
 if TYPE_CHECKING:
     from lockstep.collectives.network import Link
@@ -60,6 +61,9 @@ def plan(
     if kind == "model":
         predict_model(asked, method)
         return
+    if kind == "given":
+        predict_given(asked, method)
+        return
     assert task is not None
     if kind == "methods":
         compare_methods(asked, task, choice.overrides)
@@ -75,7 +79,7 @@ def predict_task(
     """
     for file, option in ((asked.json_file, "--json"), (asked.save_profile, "--save-profile")):
         check_writable(file, option)
-    check_plot(asked.plot)
+    check_picture(asked.out)
     place, overrides = task_of(task, override)
     question = _question(asked, method, loaders)
     from lockstep.training.resolve import resolve, short_name
@@ -129,7 +133,7 @@ def _check_cores(ranks: int) -> None:
 
 
 def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], name: str) -> None:
-    from lockstep.tools.plan.curve import curve, describe, describe_layouts, layouts_of, plot
+    from lockstep.tools.plan.curve import curve, describe, describe_layouts, drawing, layouts_of
 
     profile = _profile(asked, question, source, name)
     if asked.profile is None:
@@ -163,8 +167,8 @@ def _answer(asked: PlanChoice, question: Question, source: Callable[[], Task], n
             **more,
         },
     )
-    if asked.plot is not None:
-        plot(found, asked.plot)
+    if asked.out is not None:
+        drawing(found).save(asked.out)
 
 
 def _say_ratio(asked: PlanChoice, question: Question, profile: Profile) -> None:
@@ -256,9 +260,6 @@ def _joined(asked: PlanChoice, question: Question, profile: Profile) -> PlanNetw
     )
 
 
-_PROFILED = 1.0  # seconds
-
-
 def compare_methods(asked: PlanChoice, named: str, override: Mapping[str, str]) -> None:
     """Bytes and time of a step for every method, on ranks each with a link of its own."""
     if len(numbers := asked.counts("4")) > 1:
@@ -274,6 +275,7 @@ def compare_methods(asked: PlanChoice, named: str, override: Mapping[str, str]) 
         describe,
         method_rows,
         read_measured,
+        step_seconds,
         work_of_module,
     )
     from lockstep.tools.plan.work import slots_of
@@ -292,7 +294,7 @@ def compare_methods(asked: PlanChoice, named: str, override: Mapping[str, str]) 
     seconds = (
         asked.step_ms / 1e3
         if asked.step_ms is not None
-        else _step_seconds(source, micro_batches, workers)
+        else step_seconds(source, micro_batches, workers)
     )
     work = work_of_module(model_of(task), seconds=seconds, micro_batches=micro_batches)
     found = method_rows(work, workers, link, beside)
@@ -336,17 +338,6 @@ def _say_computation(
     )
 
 
-def _step_seconds(source: Callable[[], Task], micro_batches: int, workers: int) -> float:
-    """A step of so many micro-batches with the optimizer's, in one process, with the threads
-    that each of so many ranks would have on this host.
-    """
-    from lockstep.runtime.cores import cores
-    from lockstep.tools.timing.profiler import profile
-
-    side = profile(source, [1], _PROFILED, "cpu", threads=max(1, cores() // workers)).sides[0]
-    return micro_batches * (side.forward + side.backward) + side.optimizer
-
-
 def predict_model(asked: PlanChoice, chosen: Parallelism) -> None:
     """What fits, and how long a step takes in the layouts that do."""
     if asked.device is None:
@@ -388,3 +379,22 @@ def predict_model(asked: PlanChoice, chosen: Parallelism) -> None:
             "rows": plan.as_json(),
         },
     )
+
+
+def predict_given(asked: PlanChoice, method: Parallelism) -> None:
+    """A step of which only the gradients' bytes and the computation's time are known."""
+    from lockstep.tools.plan.networks import HERE, connection
+
+    if asked.network == HERE:
+        raise UsageError("not-on-network-here", what="--gradient-mb")
+    joined = connection(asked.network, asked.nodes_of)
+    check_writable(asked.json_file, "--json")
+    from lockstep.tools.plan.given_step import GivenStep, describe, rows  # imports torch
+
+    assert asked.gradient_mb is not None
+    assert asked.step_ms is not None
+    given = GivenStep(gradient_mb=asked.gradient_mb, buckets=asked.buckets, step_ms=asked.step_ms)
+    found = rows(given, asked.counts("1,2,4,8"), joined.links, method, joined.native)
+    print(joined.words)
+    print(describe(given, found))
+    write_json(asked.json_file, {"network": joined.words, "rows": [row.as_json() for row in found]})

@@ -17,7 +17,7 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from lockstep.tools.plan.curve import Failures
 
-Kind = Literal["task", "methods", "model"]
+Kind = Literal["task", "methods", "model", "given"]
 
 MOST = 2**20  # ranks
 METHOD = tuple(name for name in knob.knobs(Parallelism) if name != "exact")
@@ -27,6 +27,7 @@ _EVERY = {"workers", "network", "json_file"}
 _TAKES: dict[Kind, set[str]] = {
     "methods": _EVERY | {"task", "methods", "step_ms", "measured", "overrides"},
     "model": _EVERY | {*METHOD, "model", "device", "batch", "nodes_of"},
+    "given": _EVERY | {"reduce", "gradient_mb", "buckets", "step_ms", "nodes_of"},
     "task": (
         _EVERY
         | {
@@ -42,11 +43,16 @@ _TAKES: dict[Kind, set[str]] = {
             "loader_workers",
             "seconds",
         }
-        | {"profile", "save_profile", "noise_scale", "overrides", "plot"}
+        | {"profile", "save_profile", "noise_scale", "overrides", "out"}
     ),
 }
 _FAILURES = {"checkpoint_cost", "restart"}
-_TOLD: dict[Kind, str] = {"methods": "--methods", "model": "--model", "task": "the plan of a task"}
+_TOLD: dict[Kind, str] = {
+    "methods": "--methods",
+    "model": "--model",
+    "given": "--gradient-mb",
+    "task": "the plan of a task",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +98,11 @@ class PlanChoice:
     methods: Annotated[bool, Knob("run", common=True)] = False
     """Compare the training methods by formulas."""
     step_ms: Annotated[float | None, Knob("measurement", unit="MS", above=0)] = None
-    """Milliseconds that a rank computes in a step, with --methods."""
+    """Milliseconds that a rank computes in a step, with --methods or --gradient-mb."""
+    gradient_mb: Annotated[float | None, Knob("run", unit="MB", above=0)] = None
+    """Plan a step of so many megabytes of gradients in place of a task; with --step-ms."""
+    buckets: Annotated[int, Knob("run", unit="N", least=1)] = 1
+    """Equal buckets of the gradients, with --gradient-mb."""
     measured: Annotated[Path | None, Knob("measurement", unit="FILE")] = None
     """Show what benchmarks/slow_link.py --json measured, with --methods."""
     model: Annotated[str | None, Knob("run", unit="NAME", common=True)] = None
@@ -103,8 +113,8 @@ class PlanChoice:
     """Samples of a device in a step, with --model."""
     json_file: Annotated[Path | None, Knob("run", unit="FILE", flags=("--json",))] = None
     """Also write the figures as JSON."""
-    plot: Annotated[Path | None, Knob("run", unit="FILE")] = None
-    """Draw samples/s over workers, .png or .svg."""
+    out: Annotated[Path | None, Knob("run", unit="FILE.svg", flags=("--out", "--plot"))] = None
+    """Draw samples/s over workers into an SVG file."""
 
     def __post_init__(self) -> None:
         knob.check(self)
@@ -137,8 +147,15 @@ class PlanChoice:
 
 def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) -> Kind:
     """Which kind of plan it is. Raises UsageError for an option that this kind does not look at."""
-    kind: Kind = "methods" if asked.methods else "model" if asked.model is not None else "task"
-    if task is None and kind != "model":
+    kind = _kind(asked)
+    if kind == "given" and asked.step_ms is None:
+        raise UsageError(
+            "option-missing",
+            option="--gradient-mb",
+            needed="--step-ms MS",
+            reason="a step is the computation and the communication of its gradients",
+        )
+    if task is None and kind in ("task", "methods"):
         raise UsageError(
             "option-missing",
             option="lockstep plan",
@@ -169,6 +186,14 @@ def check_together(task: str | None, asked: PlanChoice, given: Collection[str]) 
                     reason="nothing is measured where a profile is given",
                 )
     return kind
+
+
+def _kind(asked: PlanChoice) -> Kind:
+    if asked.methods:
+        return "methods"
+    if asked.model is not None:
+        return "model"
+    return "task" if asked.gradient_mb is None else "given"
 
 
 def counts_of(text: str) -> list[int]:

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.arguments import at_least_one, task_of
+from lockstep.cli.arguments import at_least_one, counts_of, task_of
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.collectives.schedule import Kind
 
-app = typer.Typer(help="Show how things are done, as text.", no_args_is_help=True)
-DrawnFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .svg or .png.")]
+app = typer.Typer(
+    help="Show what really runs, as text or as a picture (--out FILE.svg).", no_args_is_help=True
+)
+DrawnFile = Annotated[
+    Path | None, typer.Option(metavar="FILE.svg", help="Draw it into an SVG file.")
+]
 
 
 def _show(
@@ -29,6 +33,94 @@ def _show(
     else:
         picture.drawing(*what).save(out)
         print(f"{out}: {title()}")
+
+
+def _writable(out: Path | None) -> None:
+    """Raise a UsageError before anything runs for a picture that cannot be written."""
+    from lockstep.tools.timing.output_files import check_picture
+
+    check_picture(out)
+
+
+@app.command("step")
+def step(
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 2,
+    batch: Annotated[int, typer.Option(help="Samples of an optimizer step, of all ranks.")] = 32,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Samples of one forward. Default: one micro-batch per rank."),
+    ] = None,
+    out: DrawnFile = None,
+) -> None:
+    """A data-parallel step: which samples each rank holds, forward, backward, all-reduce, update."""
+    from lockstep.tools.show import step_picture as picture
+
+    found = picture.DataParallelStep.of(workers, batch, micro_batch)
+    _show(picture, [found], lambda: picture.title(found), out)
+
+
+@app.command("buckets")
+def buckets(
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks on this host.")] = 2,
+    layers: Annotated[int, typer.Option(help="Layers of the small model, 1 MB each.")] = 6,
+    reduce: Annotated[
+        str, typer.Option(help="How gradients are summed: native, ring, tree, shared_memory ...")
+    ] = "native",
+    out: DrawnFile = None,
+) -> None:
+    """Run a step of a small model, and show when each bucket of gradients was ready, sent and
+    summed.
+    """
+    at_least_one(workers=workers, layers=layers)
+    _writable(out)
+    from lockstep.config.parallelism import Parallelism
+
+    Parallelism(reduce=reduce)  # type: ignore[arg-type]  # refused before ranks start
+    from lockstep.tools.show import bucket_picture as picture  # imports torch
+
+    found = picture.recorded(workers, layers, reduce)
+    _show(picture, [found], lambda: picture.title(found), out)
+
+
+@app.command("exact")
+def exact(
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", "-m", help="Micro-batches of an optimizer step.")
+    ] = 8,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Ranks.")] = 3,
+    out: DrawnFile = None,
+) -> None:
+    """The tree along which exact mode adds gradients, and which rank adds what."""
+    at_least_one(micro_batches=micro_batches, workers=workers)
+    from lockstep.tools.show import exact_picture as picture  # imports torch
+
+    found = picture.ExactStep.of(micro_batches, workers)
+    _show(picture, [found], lambda: picture.title(found)[0], out)
+
+
+@app.command("loss")
+def loss(
+    task: Annotated[
+        str, typer.Option(metavar="TASK", help="digits, text, or a Python file with task().")
+    ] = "digits",
+    workers: Annotated[
+        str, typer.Option("--workers", "-n", metavar="N,N", help="Numbers of ranks.")
+    ] = "1,2,4",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 100,
+    exact: Annotated[
+        bool, typer.Option("--exact/--no-exact", help="Add gradients in one fixed order.")
+    ] = True,
+    out: DrawnFile = None,
+) -> None:
+    """Train TASK with several numbers of workers on CPUs, and show the loss of each step."""
+    at_least_one(steps=steps)
+    counts = counts_of(workers, "numbers of ranks such as 1,2,4")
+    _writable(out)
+    place, overrides = task_of(task, {})
+    from lockstep.tools.show import loss_picture as picture  # imports torch
+
+    found = picture.trained(place, counts, steps, overrides, exact=exact)
+    _show(picture, [found], lambda: picture.title(found), out)
 
 
 class Split(StrEnum):
@@ -51,24 +143,24 @@ def data(
     epochs: Annotated[int, typer.Option(help="Epochs to show.")] = 1,
     shuffle: Annotated[bool, typer.Option(help="Shuffle, anew in each epoch.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
+    out: DrawnFile = None,
 ) -> None:
-    """Print each rank's positions, and whether counts are equal, ranks overlap, and every sample
+    """Show each rank's positions, and whether counts are equal, ranks overlap, and every sample
     is there.
     """
     at_least_one(samples=samples, workers=workers, epochs=epochs)
     from lockstep.tools.show import data_picture as picture  # imports torch
 
-    print(
-        picture.show(
-            samples,
-            workers,
-            split=split.value,
-            drop_last=drop_last,
-            epochs=epochs,
-            shuffle=shuffle,
-            seed=seed,
-        )
+    found = picture.deal(
+        samples,
+        workers,
+        split=split.value,
+        drop_last=drop_last,
+        epochs=epochs,
+        shuffle=shuffle,
+        seed=seed,
     )
+    _show(picture, [found], lambda: picture.title(found), out)
 
 
 @app.command("mesh")
@@ -82,6 +174,11 @@ def mesh(
         str | None,
         typer.Option(metavar="TASK", help="Name the layers of its model."),
     ] = None,
+    batch: Annotated[int, typer.Option(help="Samples of an optimizer step, of all ranks.")] = 32,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(help="Samples of one forward. Default: one micro-batch per replica."),
+    ] = None,
     out: DrawnFile = None,
 ) -> None:
     """Which node and rank holds which layers, and works on which share of the samples."""
@@ -90,7 +187,8 @@ def mesh(
 
     found = Mesh.read(mesh)
     layers = None if task is None else _stages(task, found.pipeline)
-    _show(picture, (found, nodes, layers), lambda: picture.title(found, nodes), out)
+    every = picture.places(found, nodes, layers, batch, micro_batch)
+    _show(picture, (every, found, nodes), lambda: picture.title(found, nodes), out)
 
 
 def _stages(task: str, stages: int) -> list[list[str]]:

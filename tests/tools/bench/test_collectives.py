@@ -5,9 +5,7 @@ fastest is what a tuning chooses.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from lockstep import collectives
 from lockstep.collectives.algorithms import algorithms_of
 from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
-from lockstep.runtime.extras import install
 from lockstep.testing import run_ranks
 from lockstep.tools.bench import collectives as measured
 from lockstep.tools.bench.collectives import KINDS, CollectiveTime, bus_factor, thresholds
@@ -317,36 +314,15 @@ def test_what_there_is_not_is_refused_before_ranks_start(
 # -- the picture ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_a_picture_is_written(tmp_path: Path, suffix: str, begin: bytes) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / f"times.{suffix}"
+def test_a_picture_has_a_panel_a_collective() -> None:
     rows = [
         one(collective=kind, algorithm=name, size=size)
         for kind in KINDS[:2]
         for name in ("native", "ring")
         for size in (4, 16)
     ]
-    measured.plot(rows, str(file))
-    content = file.read_bytes()
-    assert content.startswith(begin)
-    if suffix == "svg":
-        assert all(
-            f"<!-- {text} -->".encode() in content
-            for text in ("native", "ring", "broadcast, 4 ranks on one host")
-        )
-
-
-@pytest.mark.parametrize("name", ["times.nonsense", "missing/times.png"])
-def test_a_picture_that_cannot_be_written_is_a_sentence(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    with refused("cannot-write", name="--plot", file=str(tmp_path / name)):
-        measured.plot([one()], str(tmp_path / name))
-
-
-def test_without_matplotlib_it_is_said_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with refused("missing-extra", what="--plot", install=install("plot")):
-        measured.plot([one()], str(tmp_path / "times.png"))
+    drawn = measured.drawing(rows).svg()
+    for words in ("native", "ring", *KINDS[:2], "Collectives, 4 ranks on one host"):
+        assert f">{words}</text>" in drawn
+    assert drawn.count("<circle") == len(rows)
+    assert measured.drawing([one()]).svg().count("<circle") == 1  # a single size

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,10 +261,12 @@ def test_the_table_names_what_trained_something_else() -> None:
     assert len(training_step.text(comparison(precision="bf16")).splitlines()) == 9
 
 
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    training_step.plot([comparison(), comparison(task="other")], tmp_path / "steps.png")
-    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+def test_a_picture_has_a_bar_a_variant() -> None:
+    found = comparison()
+    drawn = training_step.drawing([found, comparison(task="other")]).svg()
+    for row in found.rows:
+        assert drawn.count(f">{row.variant}</text>") == 2
+        assert f">{1e3 * row.median:.1f}</text>" in drawn
 
 
 # -- refused -------------------------------------------------------------------------------------

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.tools.show.data_picture import show, verdicts
+from lockstep.tools.show.data_picture import deal, text, verdicts
 from tests.refused import refused
+
+
+def show(samples: int, workers: int, **options: Any) -> str:
+    return text(deal(samples, workers, **options))
+
 
 BLOCKS = """\
 10 samples, 4 ranks, blocks

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from textwrap import dedent
 from xml.etree import ElementTree
 
 import pytest
 
 from lockstep.config.mesh import Mesh
+from lockstep.tools.drawing import Drawing
 from lockstep.tools.show import mesh_picture as picture
 from tests.config.test_mesh import EVERY
 from tests.refused import refused
@@ -18,43 +18,51 @@ def shown(text: str) -> str:
     return dedent(text).strip("\n")
 
 
+def text(mesh: Mesh, nodes: int = 1, layers: list[list[str]] | None = None) -> str:
+    return picture.text(picture.places(mesh, nodes, layers), mesh, nodes)
+
+
+def drawn(mesh: Mesh, nodes: int = 1) -> Drawing:
+    return picture.drawing(picture.places(mesh, nodes), mesh, nodes)
+
+
 def test_data_and_pipeline_on_two_nodes() -> None:
     layers = [["bytes"], ["blocks.0"], ["blocks.1", "norm"], ["a", "b", "c", "head"]]
-    assert picture.text(Mesh(data=2, pipeline=4), 2, layers) == shown("""
+    assert text(Mesh(data=2, pipeline=4), 2, layers) == shown("""
         mesh data=2,pipeline=4: 8 ranks on 2 nodes of 4, the micro-batches of a step in 2 shares
 
         node 0
-          rank 0   share 0 of 2   stage 0 of 4: bytes
-          rank 1   share 0 of 2   stage 1 of 4: blocks.0
-          rank 2   share 0 of 2   stage 2 of 4: blocks.1, norm
-          rank 3   share 0 of 2   stage 3 of 4: a to head
+          rank 0   share 0 of 2: samples 0-15    stage 0 of 4: bytes
+          rank 1   share 0 of 2: samples 0-15    stage 1 of 4: blocks.0
+          rank 2   share 0 of 2: samples 0-15    stage 2 of 4: blocks.1, norm
+          rank 3   share 0 of 2: samples 0-15    stage 3 of 4: a to head
 
         node 1
-          rank 4   share 1 of 2   stage 0 of 4: bytes
-          rank 5   share 1 of 2   stage 1 of 4: blocks.0
-          rank 6   share 1 of 2   stage 2 of 4: blocks.1, norm
-          rank 7   share 1 of 2   stage 3 of 4: a to head
+          rank 4   share 1 of 2: samples 16-31   stage 0 of 4: bytes
+          rank 5   share 1 of 2: samples 16-31   stage 1 of 4: blocks.0
+          rank 6   share 1 of 2: samples 16-31   stage 2 of 4: blocks.1, norm
+          rank 7   share 1 of 2: samples 16-31   stage 3 of 4: a to head
 
-        data       0-4  1-5  2-6  3-7   the same layers, other samples: gradients are summed, between nodes
+        data       0-4  1-5  2-6  3-7   the same layers, other samples: an all-reduce sums the gradients, between nodes
         pipeline   0-1-2-3  4-5-6-7     consecutive layers, the same samples: activations go on, gradients come back, inside nodes
     """)
 
 
 def test_shard_and_tensor_across_nodes() -> None:
-    assert picture.text(Mesh(shard=2, tensor=2), 4) == shown("""
+    assert text(Mesh(shard=2, tensor=2), 4) == shown("""
         mesh shard=2,tensor=2: 4 ranks on 4 nodes of 1, the micro-batches of a step in 2 shares
 
         node 0
-          rank 0   share 0 of 2   all layers   part 0 of 2 of matrices, shard 0 of 2
+          rank 0   share 0 of 2: samples 0-15    all layers   part 0 of 2 of matrices, shard 0 of 2
 
         node 1
-          rank 1   share 0 of 2   all layers   part 1 of 2 of matrices, shard 0 of 2
+          rank 1   share 0 of 2: samples 0-15    all layers   part 1 of 2 of matrices, shard 0 of 2
 
         node 2
-          rank 2   share 1 of 2   all layers   part 0 of 2 of matrices, shard 1 of 2
+          rank 2   share 1 of 2: samples 16-31   all layers   part 0 of 2 of matrices, shard 1 of 2
 
         node 3
-          rank 3   share 1 of 2   all layers   part 1 of 2 of matrices, shard 1 of 2
+          rank 3   share 1 of 2: samples 16-31   all layers   part 1 of 2 of matrices, shard 1 of 2
 
         shard      0-2  1-3   a part of each parameter, other samples: parameters are gathered, gradients summed, between nodes
         tensor     0-1  2-3   a part of the matrices, the same samples: outputs are summed, between nodes
@@ -62,34 +70,34 @@ def test_shard_and_tensor_across_nodes() -> None:
 
 
 def test_one_rank() -> None:
-    assert picture.text(Mesh()) == shown("""
+    assert text(Mesh()) == shown("""
         mesh data=1: 1 rank on 1 node, one model for all micro-batches
 
         node 0
-          rank 0   share 0 of 1   all layers
+          rank 0   share 0 of 1: samples 0-31   all layers
     """)
 
 
 def test_data_alone_and_pipeline_alone() -> None:
-    assert "rank 1   share 1 of 3   all layers\n" in picture.text(Mesh(data=3))
+    assert "rank 1   share 1 of 3: samples 11-21   all layers\n" in text(Mesh(data=3))
     assert (
-        "data       0-1-2   the same layers, other samples: gradients are summed"
-        in picture.text(Mesh(data=3))
+        "data       0-1-2   the same layers, other samples: an all-reduce sums the gradients"
+        in text(Mesh(data=3))
     )
-    assert "rank 1   share 0 of 2" not in picture.text(Mesh(pipeline=2))
-    assert "rank 1   share 0 of 1   stage 1 of 2\n" in picture.text(Mesh(pipeline=2))
+    assert "rank 1   share 0 of 2" not in text(Mesh(pipeline=2))
+    assert "rank 1   share 0 of 1: samples 0-31   stage 1 of 2\n" in text(Mesh(pipeline=2))
 
 
 @pytest.mark.parametrize("nodes", [0, 3, 5, 16])
 def test_nodes_must_divide_the_ranks(nodes: int) -> None:
     with refused("nodes-not-even", nodes=nodes, ranks=8, mesh="data=8"):
-        picture.text(Mesh(data=8), nodes)
+        text(Mesh(data=8), nodes)
 
 
 @pytest.mark.parametrize("mesh", EVERY, ids=str)
 def test_the_drawing_has_every_rank_once_and_all_its_words(mesh: Mesh) -> None:
     for nodes in (count for count in (1, 2, 4) if mesh.size % count == 0):
-        root = ElementTree.fromstring(picture.drawing(mesh, nodes).svg())
+        root = ElementTree.fromstring(drawn(mesh, nodes).svg())
         words = [element.text for element in root if element.tag.endswith("text")]
         assert [each for each in words if each.startswith("rank ")] == [
             f"rank {rank}" for rank in range(mesh.size)
@@ -97,7 +105,7 @@ def test_the_drawing_has_every_rank_once_and_all_its_words(mesh: Mesh) -> None:
         assert [each for each in words if each.startswith("node ")] == [
             f"node {node}" for node in range(nodes)
         ]
-        arrows = [element for element in root if element.attrib.get("class") == "next"]
+        arrows = [element for element in root if "next" in element.attrib.get("class", "").split()]
         assert len(arrows) == mesh.size // mesh.pipeline * (mesh.pipeline - 1)
         width, height = float(root.attrib["width"]), float(root.attrib["height"])
         for box in (
@@ -109,10 +117,14 @@ def test_the_drawing_has_every_rank_once_and_all_its_words(mesh: Mesh) -> None:
             assert float(box["y"]) + float(box["height"]) <= height
 
 
-def test_files(tmp_path: Path) -> None:
-    picture.drawing(Mesh(data=2)).save(tmp_path / "mesh.svg")
-    picture.drawing(Mesh(pipeline=3)).save(tmp_path / "mesh.png")
-    assert (tmp_path / "mesh.svg").read_text().startswith("<svg")
-    assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")
+def test_an_all_reduce_is_an_arrow_both_ways_between_replicas() -> None:
+    root = ElementTree.fromstring(drawn(Mesh(data=3)).svg())
+    arrows = [each for each in root if "data" in each.attrib.get("class", "").split()]
+    heads = [each for each in root if each.tag.endswith("polygon")]
+    assert len(arrows) == 2
+    assert len(heads) == 4
+
+
+def test_too_many_ranks() -> None:
     with refused("drawing-too-large", what="128 ranks", most=64):
-        picture.drawing(Mesh(data=128))
+        drawn(Mesh(data=128))

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from lockstep.collectives.choose import Tuning
 from lockstep.collectives.schedule import Kind
 from lockstep.config import knob
 from lockstep.launcher.launch import launch
+from lockstep.tools.drawing import SERIES, Drawing
+from lockstep.tools.svg import Plot, figure
 from lockstep.tools.timing.in_turns import largest, settle
-from lockstep.tools.timing.output_files import picture
 from lockstep.tools.timing.output_files import table as text_table
 from lockstep.world.world import World, init
 
@@ -277,36 +279,27 @@ def _cells(each: CollectiveTime, native: float | None) -> list[object]:
     ]
 
 
-def plot(measured: Sequence[CollectiveTime], file: str) -> None:
-    """Time by size, a curve an algorithm, both axes logarithmic. Raises UsageError without
-    matplotlib.
-    """
-    kinds = list(dict.fromkeys(each.collective for each in measured))
-    with picture(file, len(kinds), 1 + 6 * len(kinds), 5) as (figure, axes):
-        for axis, kind in zip(axes, kinds, strict=True):
-            for algorithm in dict.fromkeys(
-                each.algorithm for each in measured if each.collective == kind
-            ):
-                points = [
-                    (each.size, 1e6 * each.p50)
-                    for each in measured
-                    if (each.collective, each.algorithm) == (kind, algorithm)
-                ]
-                width = 2.5 if algorithm == "native" else 1.5
-                axis.plot(
-                    *zip(*points, strict=True),
-                    marker="o",
-                    markersize=4,
-                    linewidth=width,
-                    label=algorithm,
-                )
-            axis.set(
-                xscale="log",
-                yscale="log",
-                xlabel="bytes",
-                ylabel="time in us, median of the slowest rank",
-            )
-            axis.set_title(f"{kind}, {measured[0].workers} ranks on one host")
-            axis.grid(alpha=0.3, which="both")
-            axis.legend()
-        figure.tight_layout()
+def drawing(measured: Sequence[CollectiveTime]) -> Drawing:
+    """Time by size, a panel a collective, a curve an algorithm, both axes logarithmic."""
+    colours = dict(zip(dict.fromkeys(each.algorithm for each in measured), cycle(SERIES)))
+    plots = []
+    for kind in dict.fromkeys(each.collective for each in measured):
+        rows = [each for each in measured if each.collective == kind]
+        times = [1e6 * each.p50 for each in rows]
+        sizes = [float(each.size) for each in rows]
+        names = {each.algorithm: colours[each.algorithm] for each in rows}
+        plot = Plot(
+            (min(sizes), max(sizes)),
+            "bytes",
+            up=(min(times), max(times)),
+            up_label="us, median of the slowest rank",
+            legend=names,
+            log="across up",
+            title=kind,
+        )
+        for algorithm, colour in names.items():
+            points = [(each.size, 1e6 * each.p50) for each in rows if each.algorithm == algorithm]
+            width = 2.5 if algorithm == "native" else 1.5
+            plot.curve(points, colour, dots=True, width=width)
+        plots.append(plot)
+    return figure(f"Collectives, {measured[0].workers} ranks on one host", plots, table(measured))

@@ -16,7 +16,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +30,11 @@ from lockstep.launcher.launch import launch
 from lockstep.step.forward import matmul_precision
 from lockstep.tools.bench import baselines
 from lockstep.tools.bench.baselines import Feed, feed, too_few
+from lockstep.tools.drawing import INK, Drawing
+from lockstep.tools.svg import Plot, figure
 from lockstep.tools.timing.in_turns import largest, take_turns
 from lockstep.tools.timing.machine import Peak, kind_of_device
-from lockstep.tools.timing.output_files import milliseconds, picture, table
+from lockstep.tools.timing.output_files import milliseconds, table
 from lockstep.training.metrics import finite
 from lockstep.training.opening import backend_of
 from lockstep.world.world import World, init
@@ -330,8 +331,13 @@ def _peak_on_rank(
         return largest(peak.mib(), world)
 
 
-_COLOURS = {"local": "0.75", "ddp": "tab:orange", "accelerate": "tab:pink", "fabric": "tab:purple"}
-_OURS = "tab:blue"
+_COLOURS = {
+    "local": "var(--grey)",
+    "ddp": "var(--orange)",
+    "accelerate": "var(--red)",
+    "fabric": "var(--purple)",
+}
+_OURS = "var(--blue)"
 
 
 def text(found: StepComparison) -> str:
@@ -375,50 +381,26 @@ def _row(found: StepComparison, row: StepRow) -> list[str]:
     return [row.variant, milliseconds(row.median), milliseconds(row.p25), *told]
 
 
-def plot(every: Sequence[StepComparison], file: Path) -> None:
-    """A panel a task, a bar a way: the median, and a mark at the 25th percentile. Raises
-    UsageError without matplotlib.
-    """
-    most = max(len(found.rows) for found in every)
-    with picture(file, len(every), 1 + 4.5 * len(every), 1.6 + 0.34 * most) as (figure, axes):
-        for axis, found in zip(axes, every, strict=True):
-            _panel(axis, found)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="lower center", ncol=2, frameon=False, fontsize=8)
-        figure.tight_layout(rect=(0, 0.05, 1, 1))
+def drawing(every: Sequence[StepComparison]) -> Drawing:
+    """A panel a task, a bar a way: the median, and a mark at the 25th percentile."""
+    described = "\n\n".join(map(text, every))
+    return figure("One training step beside DDP", [_panel(each) for each in every], described)
 
 
-def _panel(axis: Any, found: StepComparison) -> None:
+def _panel(found: StepComparison) -> Plot:
     names = [row.variant for row in found.rows]
-    medians = [1e3 * row.median for row in found.rows]
-    bars = axis.barh(
-        names, medians, color=[_COLOURS.get(name.partition(":")[0], _OURS) for name in names]
-    )
-    axis.plot(
-        [1e3 * row.p25 for row in found.rows],
-        names,
-        "|",
-        color="black",
-        markersize=10,
-        label="25th percentile",
-    )
-    axis.bar_label(
-        bars,
-        fmt="%.1f",
-        padding=4,
-        fontsize=8,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-    )
+    most = max(1e3 * row.median for row in found.rows)
+    title = f"{found.task}, {counted(found.workers, 'rank')} on {found.device}"
+    legend = {"Lockstep": _OURS, "DDP": _COLOURS["ddp"], "25th percentile": INK}
+    label = "ms a step, median of the slowest rank"
+    plot = Plot((0, 1.2 * most), label, rows=names, legend=legend, title=title)
     if found.best is not None:
-        axis.axvline(
-            1e3 * found.best.median,
-            color=_COLOURS["ddp"],
-            linewidth=1,
-            linestyle="--",
-            label="best DDP",
-        )
-    axis.set(xlim=(0, 1.18 * max(medians)), xlabel="ms a step, median of the slowest rank")
-    axis.set_title(f"{found.task}, {counted(found.workers, 'rank')} on {found.device}", fontsize=10)
-    axis.invert_yaxis()
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_axisbelow(True)
+        at = plot.x(1e3 * found.best.median)
+        plot.line([(at, plot.y(0)), (at, plot.y(len(names)))], _COLOURS["ddp"], 1, "4 3")
+    for place, row in enumerate(found.rows):
+        median, low = 1e3 * row.median, 1e3 * row.p25
+        colour = _COLOURS.get(row.variant.partition(":")[0], _OURS)
+        plot.bar(0, median, place + 0.15, 0.7, colour)
+        plot.bar(low - 0.004 * most, low + 0.004 * most, place + 0.05, 0.9, INK)
+        plot.said(median + 0.1 * most, place + 0.5, f"{median:.1f}")
+    return plot

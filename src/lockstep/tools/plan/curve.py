@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from lockstep.collectives.network import Network
 from lockstep.config.mesh import Mesh
 from lockstep.config.parallelism import Parallelism
+from lockstep.tools.drawing import FAINT, SERIES, Drawing
 from lockstep.tools.plan.carriers import OneHost
 from lockstep.tools.plan.model_plan import RankMemory
 from lockstep.tools.plan.networks import PlanNetwork
@@ -31,8 +31,9 @@ from lockstep.tools.plan.work import (
     slots_of,
     work_of,
 )
+from lockstep.tools.svg import Plot, figure
 from lockstep.tools.timing.machine import memory_of_a_rank
-from lockstep.tools.timing.output_files import megabytes, percent, picture, table
+from lockstep.tools.timing.output_files import megabytes, percent, table
 from lockstep.tools.timing.profile import Profile
 
 
@@ -257,35 +258,29 @@ def _notes(found: Curve) -> Iterator[str]:
         )
 
 
-def plot(found: Curve, file: Path) -> None:
-    """Samples a second over the number of ranks, with the interval and the ideal line. Raises
-    UsageError without matplotlib.
-    """
+def drawing(found: Curve) -> Drawing:
+    """Samples a second over the number of ranks, with the interval and the ideal line."""
     counts = [row.workers for row in found.rows]
     first = found.rows[0]
-    with picture(file, 1, 6.4, 4.2) as (figure, (axis,)):
-        ideal = [first.samples_per_s / first.efficiency * count / first.workers for count in counts]
-        axis.plot(counts, ideal, "--", color="0.6", label="ideal")
-        axis.plot(
-            counts,
-            [row.samples_per_s for row in found.rows],
-            "o-",
-            color="tab:blue",
-            markersize=4,
-            label="predicted",
-        )
-        low = [row.samples / row.predicted.high for row in found.rows]
-        high = [row.samples / row.predicted.low for row in found.rows]
-        axis.fill_between(counts, low, high, color="tab:blue", alpha=0.2, label="8 steps of 10")
-        axis.set(xlabel="workers", ylabel="samples/s")
-        if len(counts) > 1:
-            axis.set(xscale="log", yscale="log")
-            axis.set_xticks(counts, [str(count) for count in counts])
-            axis.minorticks_off()
-        axis.set_title(f"{found.task}, {'weak' if found.scaling.weak else 'strong'} scaling")
-        axis.grid(alpha=0.3)
-        axis.legend()
-        figure.tight_layout()
+    ideal = [first.samples_per_s / first.efficiency * count / first.workers for count in counts]
+    low = [row.samples / row.predicted.high for row in found.rows]
+    high = [row.samples / row.predicted.low for row in found.rows]
+    names = {"ideal": FAINT, "predicted, and where 8 steps of 10 lie": SERIES[0]}
+    plot = Plot(
+        (counts[0], counts[-1]),
+        "workers",
+        up=(min(low), max([*ideal, *high])),
+        up_label="samples/s",
+        legend=names,
+        numbers={count: str(count) for count in counts[:: -(-len(counts) // 8)]},
+        log="across up" if len(counts) > 1 else "",
+    )
+    plot.curve(zip(counts, ideal, strict=True), FAINT, dashes="5 4")
+    plot.band(zip(counts, low, strict=True), zip(counts, high, strict=True), SERIES[0])
+    predicted = [(row.workers, row.samples_per_s) for row in found.rows]
+    plot.curve(predicted, SERIES[0], dots=True)
+    kind = "weak" if found.scaling.weak else "strong"
+    return figure(f"{found.task}, {kind} scaling", [plot], describe(found))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

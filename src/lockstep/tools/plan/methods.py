@@ -25,7 +25,7 @@ share of the elements, all ranks are alike, and compressing costs nothing.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,18 @@ from torch import nn
 from lockstep.collectives.network import Link, Network
 from lockstep.config.knob import knobs
 from lockstep.config.parallelism import Parallelism
+from lockstep.config.task import Task
 from lockstep.errors import UsageError
+from lockstep.runtime.cores import cores
 from lockstep.tools.plan.networks import TCP, bits_per_second
 from lockstep.tools.plan.simulate import simulate
 from lockstep.tools.plan.work import BACKWARD, RankWork
 from lockstep.tools.timing.output_files import megabytes, milliseconds, reading, table
 from lockstep.tools.timing.profile import laid_out
+from lockstep.tools.timing.profiler import profile
 
 REFERENCE = "native"
+_PROFILED = 1.0  # seconds
 METHODS = (
     REFERENCE,
     "--compress bf16",
@@ -200,3 +204,11 @@ def as_json(found: Sequence[MethodRow]) -> list[dict[str, Any]]:
         }
         for row in found
     ]
+
+
+def step_seconds(source: Callable[[], Task], micro_batches: int, workers: int) -> float:
+    """A step of so many micro-batches with the optimizer's, in one process, with the threads
+    that each of so many ranks would have on this host.
+    """
+    side = profile(source, [1], _PROFILED, "cpu", threads=max(1, cores() // workers)).sides[0]
+    return micro_batches * (side.forward + side.backward) + side.optimizer

@@ -6,15 +6,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.knob import whole
 from lockstep.data.sampler import DistributedSampler, Split
+from lockstep.data.windows import counted
+from lockstep.errors import UsageError
+from lockstep.tools.drawing import CARD, MARGIN, SERIES, SOFT, TINT, Drawing, wrapped
 
 _SHOWN = 24  # indices of a rank before the line is cut
+_DRAWN = 128
+"""The most samples of a drawing."""
+_SQUARE, _LEFT, _ROW, _WRAP = 26, 74, 13, 420  # px, and samples in a line
+Parts = Sequence[Sequence[int]]
+"""The samples of each rank."""
 
 
-def show(
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who gets which samples, epoch by epoch."""
+
+    title: str
+    samples: int
+    epochs: Sequence[Parts]
+
+    def names(self) -> list[str]:
+        """Of the epochs; of a single one nothing is to be said."""
+        return [f"epoch {each}" for each in range(len(self.epochs))] if self.epochs[1:] else [""]
+
+
+def deal(
     samples: int,
     workers: int,
     *,
@@ -23,12 +45,8 @@ def show(
     epochs: int = 1,
     shuffle: bool = False,
     seed: int = 0,
-) -> str:
-    """A line a rank and three verdicts an epoch: equal counts, no overlap but the padding, union
-    covers the data.
-
-    Raises UsageError for numbers below 1 and for an unknown split.
-    """
+) -> Deal:
+    """Asks the sampler. Raises UsageError for numbers below 1 and for an unknown split."""
     for name, value in (("samples", samples), ("workers", workers), ("epochs", epochs)):
         whole(name, value)
     dataset: Any = range(samples)
@@ -36,24 +54,35 @@ def show(
         DistributedSampler(dataset, workers, rank, shuffle, seed, drop_last, split)
         for rank in range(workers)
     ]
-    title = f"{samples} sample{'s' * (samples > 1)}, {workers} rank{'s' * (workers > 1)}, {split}"
-    title += ", drop last" if drop_last else ""
-    title += f", shuffled with seed {seed}" if shuffle else ""
-    return "\n\n".join([title, *(_epoch(ranks, epoch, epochs, samples) for epoch in range(epochs))])
+    found = []
+    for epoch in range(epochs):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        found.append([list(sampler) for sampler in ranks])
+    title = f"{counted(samples, 'sample')}, {counted(workers, 'rank')}, {split}"
+    title += ", drop last" * drop_last + f", shuffled with seed {seed}" * shuffle
+    return Deal(title, samples, found)
 
 
-def _epoch(ranks: Sequence[DistributedSampler], epoch: int, epochs: int, samples: int) -> str:
-    parts = []
-    for sampler in ranks:
-        sampler.set_epoch(epoch)
-        parts.append(list(sampler))
-    width = len(str(len(ranks) - 1))
-    lines = [f"epoch {epoch}"] if epochs > 1 else []
-    lines += [f"  rank {rank:<{width}}  {_listed(part)}" for rank, part in enumerate(parts)]
-    return "\n".join([*lines, *(f"  {verdict}" for verdict in verdicts(parts, samples))])
+def title(found: Deal) -> str:
+    return found.title
 
 
-def verdicts(parts: Sequence[Sequence[int]], samples: int) -> list[str]:
+def text(found: Deal) -> str:
+    """A line a rank and three verdicts an epoch: equal counts, no overlap but the padding, union
+    covers the data.
+    """
+    blocks = [found.title]
+    for name, parts in zip(found.names(), found.epochs, strict=True):
+        width = len(str(len(parts) - 1))
+        lines = [name] if name else []
+        lines += [f"  rank {rank:<{width}}  {_listed(part)}" for rank, part in enumerate(parts)]
+        lines += [f"  {verdict}" for verdict in verdicts(parts, found.samples)]
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def verdicts(parts: Parts, samples: int) -> list[str]:
     """Three sentences on a split of `samples` samples: equal counts, no overlap but the padding,
     union covers the data.
     """
@@ -78,3 +107,59 @@ def _yes(holds: bool) -> str:
 def _listed(indices: Sequence[int]) -> str:
     shown = " ".join(map(str, indices[:_SHOWN]))
     return f"[{shown}]" if len(indices) <= _SHOWN else f"[{shown} ...] {len(indices)} in all"
+
+
+def drawing(found: Deal) -> Drawing:
+    """The dataset, each sample in the colour of its rank, and below it what every rank gets.
+    Raises UsageError for more than fit on a page.
+    """
+    if found.samples > _DRAWN or max(map(len, found.epochs[0])) > _DRAWN:
+        raise UsageError("drawing-too-large", what=f"{found.samples} samples", most=_DRAWN)
+    sheet = Drawing(found.title, text(found).replace("\n", ". "))
+    y = sheet.heading([found.title], wrap=_WRAP) + 6
+    for name, parts in zip(found.names(), found.epochs, strict=True):
+        if name:
+            sheet.words(MARGIN, y + 12, name, weight="bold")
+            y += 24
+        first = {index: rank for rank, part in reversed([*enumerate(parts)]) for index in part}
+        y = _squares(
+            sheet, y, "dataset", [(index, first.get(index)) for index in range(found.samples)]
+        )
+        seen: Counter[int] = Counter()
+        for rank, part in enumerate(parts):
+            y = _squares(sheet, y + 10, f"rank {rank}", [(index, rank) for index in part], seen)
+        for verdict in verdicts(parts, found.samples):
+            for line in wrapped(verdict, _WRAP, 12):
+                y += 18
+                sheet.words(MARGIN, y, line, size=12)
+        y += 22
+    sheet.words(MARGIN, y, "Dashed edge: a sample that another rank has too", size=12, fill=SOFT)
+    sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
+    return sheet
+
+
+def _squares(
+    sheet: Drawing,
+    y: float,
+    name: str,
+    samples: Sequence[tuple[int, int | None]],
+    seen: Counter[int] | None = None,
+) -> float:
+    """A square a sample, in lines; of None nobody has it. Dashed where `seen` has it already.
+    Returns the y under them.
+    """
+    sheet.words(MARGIN, y + 18, name, weight="bold")
+    for place, (index, rank) in enumerate(samples):
+        down, across = divmod(place, _ROW)
+        x, top = _LEFT + across * (_SQUARE + 3), y + down * (_SQUARE + 3)
+        colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
+        dashes = "4 2" if seen is not None and seen[index] else None
+        edge: dict[str, Any] = {
+            "stroke": SOFT if rank is None else colour,
+            "stroke-dasharray": dashes,
+        }
+        sheet.box(x, top, _SQUARE, _SQUARE, colour, tint=tint, rx=3, **edge)
+        sheet.words(x + _SQUARE / 2, top + 17, str(index), anchor="middle", size=11)
+        if seen is not None:
+            seen[index] += 1
+    return y + (_SQUARE + 3) * -(-max(1, len(samples)) // _ROW)

@@ -2,10 +2,10 @@
 and as a drawing.
 
     node 0
-      rank 0   share 0 of 2   stage 0 of 4: bytes, blocks.0
-      rank 1   share 0 of 2   stage 1 of 4: blocks.1
+      rank 0   share 0 of 2: samples 0-15   stage 0 of 4: bytes, blocks.0
+      rank 1   share 0 of 2: samples 0-15   stage 1 of 4: blocks.1
 
-Drawn from the Mesh object that a training asks, so what is shown is what runs. No torch here.
+Drawn from the Mesh object and the batch plan that a training asks, so what is shown is what runs.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lockstep.config.mesh import AXES, Axis, Mesh
 from lockstep.errors import UsageError
-from lockstep.tools.svg import Curve, Drawing
+from lockstep.tools.drawing import CARD, MARGIN, SERIES, TINT, Curve, Drawing, wrapped
+from lockstep.tools.show.step_picture import BATCH, DataParallelStep, between
 from lockstep.tools.timing.output_files import table
 
 DRAWN = 64
 """The most ranks that fit in a drawing."""
 _USES: dict[Axis, str] = {
-    "data": "the same layers, other samples: gradients are summed",
+    "data": "the same layers, other samples: an all-reduce sums the gradients",
     "shard": "a part of each parameter, other samples: parameters are gathered, gradients summed",
     "pipeline": "consecutive layers, the same samples: activations go on, gradients come back",
     "tensor": "a part of the matrices, the same samples: outputs are summed",
 }
-# Colours of shares; after the last, the first again.
-_SHARES = ("#deebf7", "#fde0c5", "#d9f0d3", "#e7d4e8", "#fff3b0", "#d5f0f0", "#f7d6d6", "#e4e4e4")
-_LEFT, _TOP, _WIDTH, _GAP, _ROW = 20, 20, 190, 26, 4  # px, and boxes in a row
+_COLOURS: dict[Axis, str] = {
+    "data": "var(--green)",
+    "shard": "var(--purple)",
+    "pipeline": "var(--orange)",
+    "tensor": "var(--teal)",
+}
+_WIDTH, _GAP, _ROW, _WRAP = 178, 34, 4, 430  # px, and boxes in a row; a line of words
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +45,28 @@ class MeshRank:
     number: int
     node: int
     share: int
+    samples: range
+    """Of the step's batch."""
     holds: str
     """The layers, and how much of each of them; only the layers: all."""
     part: str
 
     def said(self, shares: int) -> list[str]:
-        return [f"share {self.share} of {shares}", self.holds, self.part]
+        works_on = f"share {self.share} of {shares}: samples {between(self.samples)}"
+        return [works_on, self.holds, self.part]
 
 
-def places(mesh: Mesh, nodes: int, layers: Sequence[Sequence[str]] | None = None) -> list[MeshRank]:
+def places(
+    mesh: Mesh,
+    nodes: int,
+    layers: Sequence[Sequence[str]] | None = None,
+    batch: int = BATCH,
+    micro_batch: int | None = None,
+) -> list[MeshRank]:
     """Every rank, in order; consecutive ones share a node. `layers` are the names in every
-    stage. Raises UsageError.
+    stage; `batch` and `micro_batch` are of a step, as in step_picture. Raises UsageError.
     """
+    step = DataParallelStep.of(mesh.replicas, batch, micro_batch)
     if nodes < 1 or mesh.size % nodes:
         raise UsageError("nodes-not-even", nodes=nodes, ranks=mesh.size, mesh=str(mesh))
     each = mesh.size // nodes
@@ -59,6 +75,7 @@ def places(mesh: Mesh, nodes: int, layers: Sequence[Sequence[str]] | None = None
             rank,
             rank // each,
             mesh.share(rank),
+            step.samples(mesh.share(rank)),
             _layers(mesh, mesh.at(rank).pipeline, layers),
             _part(mesh, rank),
         )
@@ -82,7 +99,7 @@ def _part(mesh: Mesh, rank: int) -> str:
     )
 
 
-def title(mesh: Mesh, nodes: int) -> str:
+def title(mesh: Mesh, nodes: int = 1) -> str:
     """In one line."""
     each = "1 node" if nodes == 1 else f"{nodes} nodes of {mesh.size // nodes}"
     shares = (
@@ -109,9 +126,8 @@ def _lines(mesh: Mesh, nodes: int) -> list[tuple[str, str, str]]:
     return rows
 
 
-def text(mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None = None) -> str:
+def text(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> str:
     """The whole picture."""
-    every = places(mesh, nodes, layers)
     said = [title(mesh, nodes)]
     rows = [(f"  rank {each.number}", *each.said(mesh.replicas)) for each in every]
     ranks = table(["", "", "", ""], rows, left=range(4), gap=3)
@@ -125,15 +141,13 @@ def text(mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None = No
     return "\n".join([*said, *([""] if axes else []), *axes])
 
 
-def drawing(
-    mesh: Mesh, nodes: int = 1, layers: Sequence[Sequence[str]] | None = None
-) -> MeshDrawing:
-    """A box a rank, in a box a node; one colour a share of the samples; arrows from stage to
-    stage. Raises UsageError for too many ranks.
+def drawing(every: Sequence[MeshRank], mesh: Mesh, nodes: int) -> Drawing:
+    """A box a rank, in a box a node; one colour a share of the samples; arrows along each axis
+    between those who talk. Raises UsageError for too many ranks.
     """
     if mesh.size > DRAWN:
         raise UsageError("drawing-too-large", what=f"{mesh.size} ranks", most=DRAWN)
-    return MeshDrawing(mesh, nodes, places(mesh, nodes, layers))
+    return _MeshDrawing(mesh, nodes, every)
 
 
 def _inside(said: Sequence[str]) -> list[str]:
@@ -141,63 +155,70 @@ def _inside(said: Sequence[str]) -> list[str]:
     return [part for line in said for part in re.split(": |, (?=shard)", line) if part]
 
 
-class MeshDrawing(Drawing):
-    """A box a rank, in a box a node."""
-
+class _MeshDrawing(Drawing):
     def __init__(self, mesh: Mesh, nodes: int, every: Sequence[MeshRank]) -> None:
+        heading = title(mesh, nodes)
+        super().__init__(heading, text(every, mesh, nodes).replace("\n", ". "))
         said = [_inside(each.said(mesh.replicas)) for each in every]
         self._each = mesh.size // nodes
-        self._columns = min(_ROW, self._each)
-        self._high = 30 + 15 * max(map(len, said))
+        inner = mesh.pipeline * mesh.tensor
+        self._columns = min(_ROW, self._each, inner if inner > 1 else 2)
+        self._high = 28 + 16 * max(map(len, said))
         self._tall = 30 + -(-self._each // self._columns) * (self._high + _GAP)
-        below = self._top(nodes) + 24
-        lines = _lines(mesh, nodes)
-        use_at = _LEFT + 90 + 6.2 * max((len(who) for _, who, _ in lines), default=0)
-        uses = use_at + 6.2 * max((len(use) for *_, use in lines), default=0)
-        wide = max(
-            self._columns * (_WIDTH + _GAP) + _GAP, uses - _LEFT, 9.2 * len(title(mesh, nodes))
-        )
-        super().__init__(2 * _LEFT + wide, below + 18 * len(lines) + 12)
-        self.words(_LEFT, _TOP + 10, title(mesh, nodes), size=16, weight="bold")
+        across = self._columns * (_WIDTH + _GAP) + _GAP
+        wrap = max(_WRAP, across)
+        self._first = self.heading([heading], wrap=wrap) + 4
         for node in range(nodes):
-            self.box(_LEFT, self._top(node), self.width - 2 * _LEFT, self._tall, "#fafafa")
-            self.words(_LEFT + 10, self._top(node) + 20, f"node {node}", weight="bold")
+            self.box(MARGIN, self._top(node), across, self._tall, CARD, rx=6)
+            self.words(MARGIN + 10, self._top(node) + 20, f"node {node}", weight="bold")
         for place, inside in zip(every, said, strict=True):
             self._place(place, inside)
-        for rank in range(mesh.size):
-            stages = mesh.line(rank, "pipeline")
-            for after in stages[stages.index(rank) + 1 :][:1]:
-                self.arrow(self._onward(rank, after), "next")
-        for number, line in enumerate(lines):
-            for x, words in zip((_LEFT, _LEFT + 70, use_at), line, strict=True):
-                self.words(x, below + 18 * number, words.strip(), size=12)
+        for axis in AXES:
+            self._arrows(mesh, axis)
+        low = self._top(nodes) + 6
+        for name, who, use in _lines(mesh, nodes):
+            colour = _COLOURS[name.strip()]  # type: ignore[index]  # an axis
+            for line in wrapped(f"{name.strip()} {who}: {use}", wrap, 12):
+                low += 17
+                self.words(MARGIN, low, line, size=12, fill=colour)
+            low += 5
+        self.zoom = max(1.0, min(1.4, 680 / self.width))
 
-    def _corner(self, rank: int) -> tuple[int, int]:
+    def _corner(self, rank: int) -> tuple[float, float]:
         node, place = divmod(rank, self._each)
         row, column = divmod(place, self._columns)
-        return _LEFT + _GAP + column * (_WIDTH + _GAP), self._top(node) + 30 + row * (
-            self._high + _GAP
-        )
+        left = MARGIN + _GAP + column * (_WIDTH + _GAP)
+        return left, self._top(node) + 30 + row * (self._high + _GAP)
 
-    def _top(self, node: int) -> int:
-        return _TOP + 30 + node * (self._tall + 16)
+    def _top(self, node: int) -> float:
+        return self._first + node * (self._tall + 16)
 
     def _place(self, place: MeshRank, inside: Sequence[str]) -> None:
         x, y = self._corner(place.number)
-        self.box(x, y, _WIDTH, self._high, _SHARES[place.share % len(_SHARES)])
-        self.words(x + 8, y + 17, f"rank {place.number}", weight="bold")
+        colour = SERIES[place.share % len(SERIES)]
+        self.box(x, y, _WIDTH, self._high, colour, tint=TINT, stroke=colour, rx=5)
+        self.words(x + 8, y + 19, f"rank {place.number}", weight="bold")
         for number, line in enumerate(inside):
-            self.words(x + 8, y + 34 + 15 * number, line, size=12)
+            self.words(x + 8, y + 36 + 16 * number, line, size=12)
 
-    def _onward(self, rank: int, after: int) -> Curve:
-        """To the rank with the next stage: to the box beside it, else below the boxes between
-        them, else down.
+    def _arrows(self, mesh: Mesh, axis: Axis) -> None:
+        """Between neighbours along an axis; both ways but from stage to stage."""
+        for line in dict.fromkeys(mesh.line(rank, axis) for rank in range(mesh.size)):
+            for one, other in pairwise(line):
+                kind = "next" if axis == "pipeline" else axis
+                curve = self._between(one, other, AXES.index(axis))
+                self.arrow(curve, kind, _COLOURS[axis], both=axis != "pipeline")
+
+    def _between(self, one: int, other: int, lane: int) -> Curve:
+        """To the box beside it, else below the boxes between them, else down. `lane`: the axis,
+        so that arrows of two axes do not lie on each other.
         """
-        (x, y), (to_x, to_y) = self._corner(rank), self._corner(after)
+        (x, y), (to_x, to_y) = self._corner(one), self._corner(other)
         if y == to_y and to_x - x == _WIDTH + _GAP:
-            left, right = x + _WIDTH + 2, to_x - 2
-            return (left, y + 20), (left + 6, y + 20), (right - 6, y + 20), (right, y + 20)
-        start, end, foot = x + _WIDTH / 2, to_x + _WIDTH / 2, y + self._high + 2
+            left, right, at = x + _WIDTH + 2, to_x - 2, y + 16 + 14 * lane
+            return (left, at), (left + 6, at), (right - 6, at), (right, at)
+        side = _WIDTH * (0.5 + 0.12 * lane)
+        start, end, foot = x + side, to_x + side, y + self._high + 2
         if y == to_y:
             return (start, foot), (start, foot + 24), (end, foot + 25), (end, foot + 1)
         return (start, foot), (start, foot + 14), (end, to_y - 16), (end, to_y - 2)

@@ -19,7 +19,7 @@ from lockstep.config import knob
 from lockstep.config.pipeline_schedules import PipelineSchedule, StageWork
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.svg import Drawing, blend
+from lockstep.tools.drawing import CARD, MARGIN, SOFT, TINT, Drawing, width_of, wrapped
 
 IDLE = "·"
 _MEANINGS = {
@@ -28,13 +28,12 @@ _MEANINGS = {
     "I": "backward for the inputs",
     "W": "backward for the weights",
 }
-_LIGHT = {"F": "#9ecae1", "B": "#a1d99b", "I": "#a1d99b", "W": "#fdd49e"}  # of a rank's first stage
-_DARK = {"F": "#4f94c8", "B": "#4fa85c", "I": "#4fa85c", "W": "#f0a04b"}  # of its last
-_GREY = "#eeeeee"
-# In px: above the first row, left of it, a row's height, between two.
-_TOP, _LEFT, _ROW, _GAP = 96, 76, 32, 8
-# In px: of the chart; most and fewest of a forward; that a box's first digit needs.
-_WIDEST, _UNIT, _NARROWEST, _ROOM = 1500, 44, 9, 16
+_COLOURS = {"F": "blue", "B": "green", "I": "green", "W": "gold"}
+_IDLE = (CARD, 1.0)
+# In px: left of the first row, a row's height, between two.
+_LEFT, _ROW, _GAP = 72, 30, 7
+# In px: of the chart, usually and at most; most, usually least and least of a forward.
+_LONG, _WIDEST, _UNIT, _SMALL, _NARROWEST = 430, 1500, 40, 13, 9
 _RANKS = 32
 
 
@@ -214,49 +213,47 @@ def _row(row: Sequence[Placed], found: Chart, cell: Fraction, width: int) -> str
 
 
 def drawing(found: Chart) -> Drawing:
-    """A row a rank, time to the right, grey where a rank waits. Raises UsageError for more than
+    """A row a rank, time to the right, empty where a rank waits. Raises UsageError for more than
     fits on a page.
     """
-    unit = min(_UNIT, _WIDEST / float(found.length))
+    length = float(found.length)
+    unit = min(_UNIT, max(_SMALL, _LONG / length), _WIDEST / length)
     if unit < _NARROWEST or found.ranks > _RANKS:
         raise UsageError(
             "drawing-too-large",
-            what=f"{found.ranks} ranks and {float(found.length):g} forwards' time",
+            what=f"{found.ranks} ranks and {length:g} forwards' time",
             most=f"{_RANKS} ranks and {_WIDEST // _NARROWEST} forwards' time",
         )
-    long = float(found.length) * unit
-    sheet = Drawing(max(_LEFT + long + 20, 640), _TOP + found.ranks * (_ROW + _GAP) + 40)
-    first, *others = title(found)
-    sheet.words(20, 28, first, size=17, weight="bold")
-    for number, line in enumerate(others):
-        sheet.words(20, 50 + 18 * number, line)
+    lines = title(found)
+    sheet = Drawing(lines[0], ". ".join([*lines[1:], legend(found)]) + ".")
+    wrap = max(_LEFT + length * unit - MARGIN, 460)
+    y = sheet.heading(lines, wrap=wrap) + 4
     for rank, row in enumerate(found.rows):
-        top = _TOP + rank * (_ROW + _GAP)
-        sheet.words(20, top + 21, f"rank {rank}", weight="bold")
-        sheet.box(_LEFT, top, long, _ROW, _GREY)
+        top = y + rank * (_ROW + _GAP)
+        sheet.words(MARGIN, top + 20, f"rank {rank}", weight="bold")
+        sheet.box(_LEFT, top, length * unit, _ROW, _IDLE[0], stroke="none")
         for each in row:
-            left, width = _LEFT + float(each.start) * unit, float(each.length) * unit
-            colour = _colour(found, each.work.kind, each.work.stage // found.ranks)
-            sheet.box(left, top, width, _ROW, colour)
-            inside = label(each.work, found)[1:]
-            if width >= _ROOM + 6 * (len(inside) - 1):
-                sheet.words(left + width / 2, top + 21, inside, anchor="middle", size=12)
-    _draw_legend(found, sheet)
+            _draw(sheet, found, each, top, unit)
+    meanings = {_MEANINGS[kind]: _colour(found, kind, 0) for kind in found.kinds} | {"idle": _IDLE}
+    y = sheet.legend(y + found.ranks * (_ROW + _GAP) + 8, meanings, wrap)
+    several = "; the stronger the colour, the later of the rank's stages" * (
+        found.schedule.per_rank > 1
+    )
+    for number, line in enumerate(wrapped(f"Numbers are micro-batches{several}", wrap, 12)):
+        sheet.words(MARGIN, y + 8 + 17 * number, line, size=12, fill=SOFT)
+    sheet.zoom = max(1.0, min(1.4, 700 / sheet.width))
     return sheet
 
 
-def _colour(found: Chart, kind: str, which: int) -> str:
-    """The later a rank's stage, the darker."""
-    share = which / max(1, found.schedule.per_rank - 1)
-    return blend(_LIGHT[kind], _DARK[kind], share)
+def _draw(sheet: Drawing, found: Chart, each: Placed, top: float, unit: float) -> None:
+    left, width = _LEFT + float(each.start) * unit, float(each.length) * unit
+    colour, tint = _colour(found, each.work.kind, each.work.stage // found.ranks)
+    sheet.box(left, top, width, _ROW, colour, tint=tint)
+    inside = label(each.work, found)[1:]
+    if width_of(inside, 11) <= width:
+        sheet.words(left + width / 2, top + 19, inside, anchor="middle", size=11)
 
 
-def _draw_legend(found: Chart, sheet: Drawing) -> None:
-    left, top = 20.0, sheet.height - 28
-    meanings = {_MEANINGS[kind]: _colour(found, kind, 0) for kind in found.kinds} | {"idle": _GREY}
-    for meaning, colour in meanings.items():
-        sheet.box(left, top, 14, 14, colour)
-        sheet.words(left + 20, top + 12, meaning, size=12)
-        left += 44 + 6.4 * len(meaning)
-    several = "; the darker, the later of the rank's stages" if found.schedule.per_rank > 1 else ""
-    sheet.words(left, top + 12, f"numbers are micro-batches{several}", size=12)
+def _colour(found: Chart, kind: str, which: int) -> tuple[str, float]:
+    """And its strength: the later a rank's stage, the stronger."""
+    return f"var(--{_COLOURS[kind]})", TINT + 0.2 * which / max(1, found.schedule.per_rank - 1)

@@ -8,12 +8,13 @@ Cells are letters; behind each stand the ranks that are counted in it. A `*` mar
 complete. The rounds of the schedule that really runs are drawn, one a line: `step` is the word of
 the teaching texts for them.
 
-In the drawing a column is a rank and a row a step. Boxes are cells, darker the more ranks are
-counted in them; arrows are messages.
+In the drawing a column is a rank and a row a step. Boxes are cells, stronger in colour the more
+ranks are counted in them; arrows are messages.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,14 +22,30 @@ from lockstep.collectives.prove import Proof, prove
 from lockstep.collectives.schedule import REDUCING, Schedule, Transfer, held_before
 from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.svg import Drawing, blend
+from lockstep.tools.drawing import (
+    ARROW,
+    CARD,
+    FAINT,
+    MARGIN,
+    SOFT,
+    TINT,
+    Drawing,
+    width_of,
+    wrapped,
+)
 
 SHOWN = 16
 """The most ranks whose contents are written out."""
-# Light blue to blue; green when complete.
-_FEW, _MANY, _DONE, _EMPTY = "#deebf7", "#6ba0d2", "#a1d99b", "#f4f4f4"
-# In px: above the first row, left of the first column, a box's height, between two rows.
-_TOP, _LEFT, _BOX, _GAP = 118, 86, 30, 74
+_MEANINGS = {
+    "some ranks are counted": ("var(--blue)", TINT),
+    "complete: all ranks are counted": ("var(--green)", 0.3),
+}
+_LEGEND = (
+    "A box is a cell, with the ranks that are counted in it. An arrow is a message; an orange edge"
+    " marks what it has changed"
+)
+# In px: left of the first column, between two, a box's height, between two rows; a line of words.
+_LEFT, _BETWEEN, _BOX, _GAP, _WRAP = 74, 30, 20, 46, 450
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,77 +172,103 @@ def _cell(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> str:
     return f"{letter(cell)} {inside:<{room}}{mark}"
 
 
-def drawing(schedule: Schedule) -> ScheduleDrawing:
-    """Raises UsageError for more ranks than fit on a page."""
+def drawing(schedule: Schedule) -> Drawing:
+    """A column is a rank, a row a step. Raises UsageError for more ranks than fit on a page."""
     if schedule.world > SHOWN or schedule.cells > SHOWN:
         raise UsageError(
             "drawing-too-large",
             what=f"{schedule.world} ranks with {schedule.cells} cells each",
             most=SHOWN,
         )
-    return ScheduleDrawing(schedule)
+    return _ScheduleDrawing(schedule)
 
 
-class ScheduleDrawing(Drawing):
-    """A column is a rank, a row a step."""
-
+class _ScheduleDrawing(Drawing):
     def __init__(self, schedule: Schedule) -> None:
+        lines = title(schedule, prove(schedule))
+        super().__init__(lines[0], f"{'. '.join(lines[1:])}. {_LEGEND}.")
         self._schedule = schedule
-        self._adds = schedule.kind in REDUCING
-        self._cell = max(38.0, 24.0 + 8.0 * (schedule.world if self._adds else 2))  # px
-        self._wide = self._cell * schedule.cells
         every = list(steps(schedule))
-        super().__init__(self._left(schedule.world) + 20, self._top(len(every) - 1) + _BOX + 40)
-        first, *others = title(schedule, prove(schedule))
-        self.words(20, 28, first, size=17, weight="bold")
-        for number, line in enumerate(others):
-            self.words(20, 48 + 18 * number, line)
+        contents = {
+            _content(schedule, cell, ranks)
+            for step in every
+            for held in step.held
+            for cell, ranks in held.items()
+        }
+        self._wide = 12 + max(width_of(each, 12) for each in contents)
+        wrap = max(_WRAP, self._left(schedule.world) - MARGIN)
+        self._first = self.heading(lines, wrap=wrap) + 22
         for rank in range(schedule.world):
             middle = self._left(rank) + self._wide / 2
-            self.words(middle, _TOP - 12, f"rank {rank}", anchor="middle", weight="bold")
+            self.words(middle, self._first - 8, f"rank {rank}", anchor="middle", weight="bold")
         for step in every:
             self._row(step)
-        legend = "a box: a cell that is there; empty: not there"
-        if self._adds:
-            legend = (
-                "a box: cell and the ranks counted in it, green when complete; an arrow from"
-                " between boxes takes several along"
-            )
-        self.words(20, self.height - 10, legend, size=12)
+        low = max(self._top(len(every)) - _GAP, self._top(len(every) - 1) + 34) + 12
+        if schedule.kind in REDUCING:
+            low = self.legend(low, _MEANINGS, wrap)
+        for number, line in enumerate(wrapped(_LEGEND, wrap, 12)):
+            self.words(MARGIN, low + 10 + 17 * number, line, size=12, fill=SOFT)
 
     def _left(self, rank: int) -> float:
-        return _LEFT + rank * (self._wide + 34)
+        return _LEFT + rank * (self._wide + _BETWEEN)
 
     def _top(self, step: int) -> float:
-        return _TOP + step * (_BOX + _GAP)
+        return self._first + step * (_BOX * self._schedule.cells + _GAP)
 
     def _row(self, step: Snapshot) -> None:
         """What everybody holds, and the messages that have led to it."""
-        top = self._top(step.number)
-        name = f"step {step.number}" if step.number else "start"
-        self.words(20, top + 20, name, weight="bold")
+        top, above = self._top(step.number), self._top(step.number) - _GAP
+        self.words(
+            MARGIN, top + 13, f"step {step.number}" if step.number else "start", weight="bold"
+        )
+        if step.number:
+            self.words(MARGIN, top + 29, step.how, size=12, fill=SOFT)
+        arrived = {(each.dst, cell) for each in step.transfers for cell in each.cells}
         for rank, held in enumerate(step.held):
             for cell in range(self._schedule.cells):
-                x, ranks = self._left(rank) + cell * self._cell, held.get(cell)
-                self.box(x, top, self._cell, _BOX, self._colour(cell, ranks))
-                if ranks is not None:
-                    few = self._schedule.world <= 10
-                    inside = "".join(map(str, sorted(ranks))) if few else len(ranks)
-                    said = f"{letter(cell)} {inside}"
-                    self.words(x + self._cell / 2, top + 20, said, anchor="middle", size=12)
-        above = top - _GAP
-        for transfer in step.transfers:
-            middle = (transfer.cells[0] + transfer.cells[-1] + 1) / 2 * self._cell
-            x, to_x = self._left(transfer.src) + middle, self._left(transfer.dst) + middle
-            curve = (x, above + 3), (x, above + 34), (to_x, top - 36), (to_x, top - 3)
+                self._cell(rank, cell, top, held.get(cell), (rank, cell) in arrived)
+        sends = Counter(each.src for each in step.transfers)
+        for each in step.transfers:
+            x, to_x = (self._left(rank) + self._wide / 2 for rank in (each.src, each.dst))
+            curve = (x, above + 3), (x, above + 22), (to_x, top - 24), (to_x, top - 3)
             self.arrow(curve, "message")
-        if step.number:
-            self.words(20, above + _GAP / 2 + 4, step.how, size=12)
+            if sends[each.src] == 1 and self._schedule.cells > 1 and len(each.cells) <= 4:
+                cells = "".join(map(letter, each.cells))
+                side, anchor = (-5, "end") if to_x > x else (5, "start")
+                self.words(x + side, above + 14, cells, size=12, fill=ARROW, anchor=anchor)
 
-    def _colour(self, cell: int, ranks: frozenset[int] | None) -> str:
-        if ranks is None:
-            return _EMPTY
-        if self._adds and complete(self._schedule, cell, ranks):
-            return _DONE
-        share = (len(ranks) - 1) / max(1, self._schedule.world - 1) if self._adds else 0.4
-        return blend(_FEW, _MANY, share)
+    def _cell(
+        self, rank: int, cell: int, top: float, ranks: frozenset[int] | None, arrived: bool
+    ) -> None:
+        x, y = self._left(rank), top + cell * _BOX
+        colour, tint = _colour(self._schedule, cell, ranks)
+        edge = {"stroke": ARROW, "stroke-width": 2} if arrived else {"stroke": FAINT}
+        inset = 1.5 if arrived else 0.5
+        self.box(
+            x + inset,
+            y + inset,
+            self._wide - 2 * inset,
+            _BOX - 2 * inset,
+            colour,
+            tint=tint,
+            **edge,
+        )
+        if ranks is not None:
+            inside = _content(self._schedule, cell, ranks)
+            self.words(x + self._wide / 2, y + 14, inside, anchor="middle", size=12)
+
+
+def _content(schedule: Schedule, cell: int, ranks: frozenset[int]) -> str:
+    inside = "".join(map(str, sorted(ranks))) if schedule.world <= 10 else str(len(ranks))
+    return f"{letter(cell)} {inside}"
+
+
+def _colour(schedule: Schedule, cell: int, ranks: frozenset[int] | None) -> tuple[str, float]:
+    """And how strong it is: the stronger, the more ranks are counted in the cell."""
+    if ranks is None:
+        return CARD, 1.0
+    if schedule.kind not in REDUCING:
+        return "var(--blue)", TINT
+    if complete(schedule, cell, ranks):
+        return "var(--green)", 0.3
+    return "var(--blue)", 0.08 + 0.24 * (len(ranks) - 1) / max(1, schedule.world - 1)

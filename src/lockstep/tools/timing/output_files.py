@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.runtime.extras import missing
 from lockstep.training.metrics import finite
 
 
@@ -29,17 +28,13 @@ def check_writable(file: Path | None, option: str) -> None:
             file.unlink()
 
 
-def check_plot(file: Path | None) -> None:
-    """`check_writable` for --plot. Raises UsageError without matplotlib too, and for a kind of
-    picture that it does not draw.
-    """
+def check_picture(file: Path | None) -> None:
+    """`check_writable` for --out. Raises UsageError for another ending than .svg, too."""
     if file is None:
         return
-    kinds = pyplot().figure().canvas.get_supported_filetypes()
-    pyplot().close()
-    if file.suffix[1:].lower() not in kinds:
-        raise UsageError("wrong-ending", option="--plot", file=str(file), endings=[".png", ".svg"])
-    check_writable(file, "--plot")
+    if file.suffix.lower() != ".svg":
+        raise UsageError("wrong-ending", option="--out", file=str(file), endings=[".svg"])
+    check_writable(file, "--out")
 
 
 def write_json(file: Path | None, what: object, option: str = "--json") -> None:
@@ -65,34 +60,6 @@ def reading(file: Path, option: str, writer: str) -> Iterator[Any]:
         raise UsageError("wrong-file", option=option, file=str(file), writer=writer) from None
 
 
-def pyplot() -> Any:
-    """matplotlib's, drawing into files only. Raises UsageError where it is not installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise missing("--plot", "matplotlib", "plot") from None
-    return plt
-
-
-@contextmanager
-def picture(
-    file: Path | str, panels: int, width: float, height: float
-) -> Iterator[tuple[Any, list[Any]]]:
-    """A figure of panels side by side, in inches, and their axes; written at the end. Raises
-    UsageError without matplotlib.
-    """
-    figure, axes = pyplot().subplots(1, panels, figsize=(width, height), squeeze=False)
-    try:
-        yield figure, list(axes[0])
-        with writing(file, "--plot"):
-            figure.savefig(file, dpi=130)
-    finally:
-        pyplot().close(figure)
-
-
 @contextmanager
 def writing(file: Path | str, option: str) -> Iterator[None]:
     """Raises UsageError, naming the option, where the block cannot write the file."""
@@ -100,8 +67,8 @@ def writing(file: Path | str, option: str) -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (OSError, ValueError) as error:  # matplotlib has no such kind of picture
-        reason = getattr(error, "strerror", None) or str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
         raise UsageError("cannot-write", name=option, file=str(file), reason=reason) from error
 
 

@@ -13,10 +13,13 @@ from typing import Any
 
 from lockstep.data.windows import counted
 from lockstep.tools.bench.scaling.works import Mode
-from lockstep.tools.timing.output_files import percent, picture, table
+from lockstep.tools.drawing import FAINT
+from lockstep.tools.svg import Plot, figure
+from lockstep.tools.timing.output_files import percent, table
 
 _WIDTH = 120
-_MODE_COLOURS: dict[Mode, str] = {"strong": "tab:blue", "weak": "tab:orange"}
+_COLOURS: dict[Mode, str] = {"strong": "var(--blue)", "weak": "var(--orange)"}
+_BEYOND = "var(--grey)"
 _HEAD = (
     "workers | threads | ms a step | samples/s | lower quarter | upper | speedup | efficiency"
     " | predicted"
@@ -92,38 +95,42 @@ class Scaling:
         return "\n".join(lines)
 
     def plot(self, file: Path | str) -> None:
-        """Draw speedup and efficiency against workers: ideal, measured with its quartiles,
-        predicted. Raises UsageError without matplotlib.
+        """Draw speedup and efficiency against workers into an SVG file: ideal, measured with its
+        quartiles, predicted. Raises UsageError where it cannot be written.
         """
-        with picture(file, 2, 9, 3.8) as (figure, axes):
-            for axis, what in zip(axes, ("speedup", "efficiency"), strict=True):
-                self._panel(axis, what)
-            handles, labels = axes[0].get_legend_handles_labels()
-            figure.suptitle(f"{self.task} on {self.where}", fontsize=9)
-            figure.legend(handles, labels, loc="lower center", ncol=3, frameon=False, fontsize=8)
-            figure.tight_layout(rect=(0, 0.06 + 0.06 * (len(labels) > 3), 1, 1))
+        panels = [self._panel(what) for what in ("speedup", "efficiency")]
+        figure(f"{self.task} on {self.where}", panels, self.describe()).save(file)
 
-    def _panel(self, axis: Any, what: str) -> None:
+    def _panel(self, what: str) -> Plot:
         counts = sorted({row.workers for row in self.rows})
         base = self.rows[0].workers
         ideal = [count / base if what == "speedup" else 1.0 for count in counts]
-        axis.plot(counts, ideal, color="0.6", linestyle="--", label="ideal")
+        names = {"ideal": FAINT}
         for mode in self.modes:
-            _draw(
-                axis,
-                sorted((row for row in self.rows if row.mode == mode), key=lambda row: row.workers),
-                what,
-            )
-        axis.set(
-            xlabel="workers",
-            ylabel=f"{what}, base: {counted(base, 'worker')}",
-            xticks=counts,
-            ylim=(0, None),
+            names |= {
+                f"{mode}, measured": _COLOURS[mode],
+                f"{mode}, predicted (dots)": _COLOURS[mode],
+            }
+        beyond = self.device == "cpu" and max(counts) > self.cores
+        if beyond:
+            names[f"more ranks than the {counted(self.cores, 'core')}"] = _BEYOND
+        plot = Plot(
+            (counts[0], counts[-1]),
+            "workers",
+            up=(0.0, 1.05 * max([*ideal, *(getattr(row, what) for row in self.rows)])),
+            legend=names if what == "speedup" else None,
+            numbers={count: str(count) for count in counts},
+            title=f"{what}, base: {counted(base, 'worker')}",
         )
-        axis.grid(alpha=0.3)
-        if self.device == "cpu" and max(counts) > self.cores:
-            label = f"more ranks than the {counted(self.cores, 'core')}"
-            axis.axvspan(self.cores + 0.05, max(counts) + 0.1, color="0.93", zorder=0, label=label)
+        if beyond:
+            plot.stripe(max(self.cores, counts[0]), max(counts), _BEYOND)
+        plot.curve(zip(counts, ideal, strict=True), FAINT, dashes="5 4")
+        for mode in self.modes:
+            rows = sorted(
+                (row for row in self.rows if row.mode == mode), key=lambda row: row.workers
+            )
+            _draw(plot, rows, what)
+        return plot
 
     def as_json(self) -> dict[str, Any]:
         """Plain data: numbers, text, lists and dicts."""
@@ -181,30 +188,19 @@ def _rates(turns: Sequence[tuple[int, float]]) -> list[float]:
     return [samples / seconds for samples, seconds in turns]
 
 
-def _draw(axis: Any, rows: Sequence[ScalingRow], what: str) -> None:
+def _draw(plot: Plot, rows: Sequence[ScalingRow], what: str) -> None:
     """One mode: what was measured, with its quartiles, and what was predicted."""
-    counts = [row.workers for row in rows]
-    values = [getattr(row, what) for row in rows]
-    below = [
-        value * (1 - row.low / row.samples_per_s) for row, value in zip(rows, values, strict=True)
-    ]
-    above = [
-        value * (row.high / row.samples_per_s - 1) for row, value in zip(rows, values, strict=True)
-    ]
-    colour, mode = _MODE_COLOURS[rows[0].mode], rows[0].mode
-    axis.errorbar(
-        counts,
-        values,
-        yerr=[below, above],
-        fmt="o-",
-        markersize=4,
-        capsize=3,
-        color=colour,
-        label=f"{mode}, measured",
-    )
+    colour = _COLOURS[rows[0].mode]
+    for row in rows:
+        ends = [getattr(row, what) * rate / row.samples_per_s for rate in (row.low, row.high)]
+        plot.line([(plot.x(row.workers), plot.y(end)) for end in ends], colour, 1)
+    plot.curve([(row.workers, getattr(row, what)) for row in rows], colour, dots=True)
     ideal = [row.speedup / row.efficiency if what == "speedup" else 1.0 for row in rows]
-    predicted = [row.predicted_efficiency * most for row, most in zip(rows, ideal, strict=True)]
-    axis.plot(counts, predicted, "x:", color=colour, label=f"{mode}, predicted")
+    predicted = [
+        (row.workers, row.predicted_efficiency * most)
+        for row, most in zip(rows, ideal, strict=True)
+    ]
+    plot.curve(predicted, colour, width=1.2, dashes="1.5 3")
 
 
 def remarks(

@@ -1,0 +1,265 @@
+"""A sheet of boxes, words, lines and arrows, as SVG. Every figure of `show`, `bench`, `plan` and
+`report` is one; plots on axes are in svg.py.
+
+A colour is the name of a CSS variable: var(--blue). Inside an HTML page the page defines it. A file
+of its own carries PALETTE, light or dark as the reader's system asks, and lies on a sheet in the
+palette's own colour, so that it can be read on any page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from lockstep.tools.timing.output_files import check_picture, writing
+
+PALETTE = {
+    "paper": ("#ffffff", "#171b20"),
+    "card": ("#f3f5f7", "#22272e"),
+    "ink": ("#1b1f24", "#e9ecf0"),
+    "soft": ("#57606a", "#a9b1bb"),
+    "faint": ("#aab2bc", "#59626d"),
+    "blue": ("#1f6fb4", "#6db3f2"),
+    "orange": ("#b3541e", "#f0a070"),
+    "green": ("#1f7a46", "#58c98b"),
+    "purple": ("#7446ab", "#b894f2"),
+    "red": ("#b4243f", "#f27a92"),
+    "teal": ("#0f7278", "#4cc5cc"),
+    "gold": ("#8a6100", "#e0b040"),
+    "grey": ("#5b6570", "#98a2ad"),
+}
+"""Colours of a file of its own: on a light and on a dark system."""
+SERIES = tuple(
+    f"var(--{name})"
+    for name in ("blue", "orange", "green", "purple", "red", "teal", "gold", "grey")
+)
+INK, SOFT, FAINT, CARD, ARROW = (
+    f"var(--{name})" for name in ("ink", "soft", "faint", "card", "orange")
+)
+TINT = 0.22
+"""How strong a colour is under words: they stay legible on it."""
+MARGIN = 14.0
+Point = tuple[float, float]
+Curve = tuple[Point, Point, Point, Point]
+
+
+def width_of(text: str, size: float, weight: str = "normal") -> float:
+    """About the width of a line, in a font that is rather wide."""
+    ems = sum(0.36 if each in "iljtfrI.,:;'|!()[] " else 0.95 if each in "mwMW%@" else 0.66 for each in text)  # fmt: skip
+    return size * ems * (1.08 if weight == "bold" else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    tag: str
+    attributes: Mapping[str, Any]
+    text: str | None = None
+
+    def markup(self, alone: bool) -> str:
+        """`alone`: in a file of its own, whose colours are written out."""
+        given = dict(self.attributes)
+        if alone:
+            named = {
+                f"{how[0]}-{found[1]}": how
+                for how in ("fill", "stroke")
+                if (found := re.fullmatch(r"var\(--(\w+)\)", str(given.get(how))))
+            }
+            for name, how in named.items():
+                given[how] = PALETTE[name[2:]][0]
+            given["class"] = " ".join(filter(None, [given.pop("class", ""), *named])) or None
+        attributes = "".join(
+            f' {name}="{_number(value)}"' for name, value in given.items() if value is not None
+        )
+        if self.text is None:
+            return f"<{self.tag}{attributes}/>"
+        return f"<{self.tag}{attributes}>{escape(self.text)}</{self.tag}>"
+
+
+class Drawing:
+    """A sheet that is as large as what lies on it, and at least as large as it is told. What is
+    drawn first lies below.
+
+    `title` and `description` are what is read aloud in place of a file of its own.
+    """
+
+    def __init__(
+        self, title: str = "", description: str = "", *, width: float = 0, height: float = 0
+    ) -> None:
+        self.title, self.description = title, description
+        self._right, self._low = width, height
+        self._shapes: list[Shape] = []
+        self.zoom = 1.0
+        """px of a unit in a file of its own."""
+
+    @property
+    def width(self) -> int:
+        return math.ceil(self._right)
+
+    @property
+    def height(self) -> int:
+        return math.ceil(self._low)
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        *,
+        tint: float | None = None,
+        stroke: str = FAINT,
+        **more: Any,
+    ) -> None:
+        """`tint`: how strong its colour is, from 0 to 1."""
+        at = {"x": float(x), "y": float(y), "width": float(width), "height": float(height)}
+        opacity = None if tint is None else f"{tint:g}"
+        look = {"fill": fill, "fill-opacity": opacity, "stroke": stroke, **more}
+        self._add(Shape("rect", {**at, **look}), x + width, y + height)
+
+    def words(self, x: float, y: float, text: str, *, anchor: str = "start", **font: Any) -> None:
+        """One line; `y` is its base. `font`: size in units (13), weight (normal), fill."""
+        font = {"size": 13, "weight": "normal", "fill": INK, **font}
+        how = {
+            "text-anchor": anchor,
+            "font-size": font["size"],
+            "font-weight": None if font["weight"] == "normal" else font["weight"],
+            "fill": font["fill"],
+        }
+        wide = width_of(text, font["size"], font["weight"])
+        right = x + wide * {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor]
+        shape = Shape("text", {"x": float(x), "y": float(y), **how}, text)
+        self._add(shape, right, y + 0.3 * font["size"])
+
+    def heading(self, lines: Sequence[str], *, wrap: float = 0) -> float:
+        """The title in bold, and lines under it, broken where they pass `wrap`. Returns the y under
+        them.
+        """
+        y = MARGIN
+        for number, line in enumerate(lines):
+            size, weight = (14, "bold") if number == 0 else (12, "normal")
+            for part in wrapped(line, wrap or math.inf, size, weight):
+                y += 1.4 * size
+                self.words(MARGIN, y, part, size=size, weight=weight)
+        return y + 10
+
+    def legend(self, y: float, meanings: Mapping[str, tuple[str, float]], wrap: float) -> float:
+        """A box and its meaning, one beside the other; a colour and its tint by name. Returns the
+        y under them.
+        """
+        x = MARGIN
+        for name, (colour, tint) in meanings.items():
+            wide = 18 + width_of(name, 12) + 14
+            if x > MARGIN and x + wide > wrap:
+                x, y = MARGIN, y + 19
+            self.box(x, y, 12, 12, colour, tint=tint)
+            self.words(x + 18, y + 10.5, name, size=12)
+            x += wide
+        return y + 22
+
+    def arrow(self, curve: Curve, kind: str, colour: str = ARROW, *, both: bool = False) -> None:
+        """Along a cubic curve from its first point to its last, or `both` ways. `kind`: its
+        class.
+        """
+        start, bend, back, end = (f"{x:.1f},{y:.1f}" for x, y in curve)
+        how = {"fill": "none", "stroke": colour, "stroke-width": 1.6}
+        path = {"class": kind, "d": f"M{start} C{bend} {back} {end}", **how}
+        self._add(Shape("path", path), *(max(point[axis] for point in curve) for axis in (0, 1)))
+        self._head(curve[3], curve[2], colour)
+        if both:
+            self._head(curve[0], curve[1], colour)
+
+    def _head(self, tip: Point, before: Point, colour: str) -> None:
+        """Of an arrow that comes from `before`."""
+        angle = math.atan2(tip[1] - before[1], tip[0] - before[0])
+        sides = [(tip[0] - 7 * math.cos(angle + turn), tip[1] - 7 * math.sin(angle + turn)) for turn in (-0.42, 0.42)]  # fmt: skip
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (tip, *sides))
+        self._add(Shape("polygon", {"points": points, "fill": colour}), *tip)
+
+    def line(
+        self, points: Sequence[Point], colour: str, width: float, dashes: str | None = None
+    ) -> None:
+        if len(points) > 1:
+            through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            look = {"fill": "none", "stroke": colour, "stroke-width": width}
+            shape = Shape("polyline", {"points": through, **look, "stroke-dasharray": dashes})
+            self._add(shape, *(max(point[axis] for point in points) for axis in (0, 1)))
+
+    def dot(self, x: float, y: float, radius: float, fill: str, **more: Any) -> None:
+        shape = Shape("circle", {"cx": float(x), "cy": float(y), "r": radius, "fill": fill, **more})
+        self._add(shape, x + radius, y + radius)
+
+    def area(self, points: Sequence[Point], colour: str, tint: float) -> None:
+        through = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        shape = Shape("polygon", {"points": through, "fill": colour, "fill-opacity": f"{tint:g}"})
+        self._add(shape, *(max(point[axis] for point in points) for axis in (0, 1)))
+
+    def place(self, other: Drawing, y: float) -> None:
+        """Another drawing under what is there."""
+        self._shapes.append(Shape("g", {"transform": f"translate(0 {y:.1f})"}, ""))
+        self._shapes += [*other._shapes, Shape("/g", {})]
+        self._right, self._low = max(self._right, other.width), max(self._low, y + other.height)
+
+    def _add(self, shape: Shape, right: float, low: float) -> None:
+        self._shapes.append(shape)
+        self._right, self._low = max(self._right, right + MARGIN), max(self._low, low + MARGIN)
+
+    def _markup(self, alone: bool) -> list[str]:
+        return [
+            f'<g transform="{shape.attributes["transform"]}">'
+            if shape.tag == "g"
+            else "</g>"
+            if shape.tag == "/g"
+            else shape.markup(alone)
+            for shape in self._shapes
+        ]
+
+    def svg(self) -> str:
+        """As a file of its own."""
+        size = f'width="{round(self.zoom * self.width)}" height="{round(self.zoom * self.height)}"'
+        paper = Shape("rect", {"width": self.width, "height": self.height, "rx": 6, "fill": "var(--paper)"})  # fmt: skip
+        shapes = [paper.markup(True), *self._markup(True)]
+        used = sorted(set(re.findall(r"\b[fs]-\w+(?=[ \"])", "".join(shapes))))
+        dark = "".join(
+            f".{each}{{{'fill' if each[0] == 'f' else 'stroke'}:{PALETTE[each[2:]][1]}}}"
+            for each in used
+        )
+        begin = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {self.width}'
+            f' {self.height}" role="img" font-family="Helvetica, Arial, sans-serif">'
+        )
+        style = f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>"
+        told = [f"<title>{escape(self.title)}</title>", f"<desc>{escape(self.description)}</desc>"]
+        return "\n".join([begin, *told, style, *shapes, "</svg>"]) + "\n"
+
+    def inside(self) -> str:
+        """For the inside of an HTML page."""
+        begin = f'<svg viewBox="0 0 {self.width} {self.height}" role="img" focusable="false">'
+        return "\n".join([begin, *self._markup(False), "</svg>"])
+
+    def save(self, file: Path | str) -> None:
+        """Raises UsageError for another ending than .svg, or a file that cannot be written."""
+        file = Path(file)
+        check_picture(file)
+        with writing(file, "--out"):
+            file.write_text(self.svg(), encoding="utf-8")
+
+
+def wrapped(text: str, most: float, size: float, weight: str = "normal") -> list[str]:
+    """A text in lines of at most so many units, broken between words."""
+    lines: list[str] = []
+    for word in text.split(" "):
+        if lines and width_of(f"{lines[-1]} {word}", size, weight) <= most:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _number(value: Any) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else escape(str(value))

@@ -1,0 +1,112 @@
+"""A step of which only numbers are known: bytes of gradients, equal buckets, seconds of computation.
+No task, no measurement: what docs/explore/index.html computes too.
+
+A third of the computation is the forward. Bucket i of n is complete after (i + 1)/n of the backward.
+Every rank computes the same, however many there are: the global batch grows with them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.collectives.network import Network
+from lockstep.collectives.schedule import spans
+from lockstep.config import knob
+from lockstep.config.parallelism import Parallelism
+from lockstep.tools.plan.simulate import Assumed, Predicted, simulate, spent
+from lockstep.tools.plan.work import BACKWARD, WIDTH, RankWork
+from lockstep.tools.timing.output_files import megabytes, percent, table
+from lockstep.tools.timing.profile import Leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenStep:
+    """Of every rank. Raises UsageError for numbers that cannot be."""
+
+    gradient_mb: float
+    """Of float32, in 10^6 bytes; cut to whole elements."""
+    buckets: int
+    step_ms: float
+    """That a rank computes, forward and backward."""
+
+    def __post_init__(self) -> None:
+        knob.number("gradient_mb", self.gradient_mb, above=0)
+        knob.whole("buckets", self.buckets)
+        knob.number("step_ms", self.step_ms, above=0)
+
+    @property
+    def elements(self) -> int:
+        return math.floor(self.gradient_mb * 1e6 / WIDTH + 0.5)
+
+    def work(self) -> RankWork:
+        seconds = self.step_ms / 1e3
+        sizes = [stop - start for start, stop in spans(self.elements, self.buckets)]
+        return RankWork(
+            forward=(1 - BACKWARD) * seconds,
+            backward=BACKWARD * seconds,
+            micro_batches=1,
+            buckets=[
+                Leaves(ready=(number + 1) / self.buckets, elements=size)
+                for number, size in enumerate(sizes)
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenRow:
+    """So many ranks."""
+
+    workers: int
+    predicted: Predicted
+
+    @property
+    def efficiency(self) -> float:
+        """The computation\'s share of the step."""
+        return self.predicted.computation / self.predicted.step
+
+    def as_json(self) -> dict[str, Any]:
+        step = self.predicted
+        return {
+            "workers": self.workers,
+            "step_ms": 1e3 * step.step,
+            "efficiency": self.efficiency,
+            "exposed_ms": 1e3 * step.exposed,
+            "communication_ms": 1e3 * step.communication,
+            "bytes_sent": step.sent,
+        }
+
+
+def rows(
+    given: GivenStep,
+    counts: Sequence[int],
+    network: Network,
+    method: Parallelism,
+    native: tuple[str, ...] = ("ring",),
+) -> list[GivenRow]:
+    """A row for each number of ranks. `native`: the schedules that stand for the backend's own."""
+    work, assumed = given.work(), Assumed(native=native)
+    return [
+        GivenRow(workers=workers, predicted=simulate(work, workers, network, method, assumed))
+        for workers in counts
+    ]
+
+
+def describe(given: GivenStep, found: Sequence[GivenRow]) -> str:
+    """A line a number of ranks."""
+    head = "workers | step | efficiency | exposed | communication | sent a step"
+    lines = [
+        (
+            row.workers,
+            spent(row.predicted.step),
+            percent(row.efficiency),
+            spent(row.predicted.exposed),
+            spent(row.predicted.communication),
+            megabytes(row.predicted.sent),
+        )
+        for row in found
+    ]
+    sizes = f"{given.gradient_mb:g} MB of gradients in {given.buckets} equal buckets"
+    return f"{sizes}; every rank computes {given.step_ms:g} ms\n{table(head, lines, left=())}"

@@ -1,0 +1,126 @@
+"""Exact mode's order of addition, from the tree that the gradients are really added along: which
+additions a rank makes by itself, and which join what several ranks bring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.collectives.addition_order import Block, Term, blocks, tree
+from lockstep.config.knob import whole
+from lockstep.data.windows import Plan, counted
+from lockstep.errors import UsageError
+from lockstep.tools.drawing import CARD, FAINT, INK, MARGIN, SERIES, SOFT, TINT, Drawing, wrapped
+
+SHOWN = 32
+"""The most micro-batches of a drawing."""
+_LEAF, _LEVEL, _WRAP = 52, 54, 440  # px: between two leaves, two levels; a line of words
+
+
+@dataclass(frozen=True, slots=True)
+class ExactStep:
+    """A step of so many micro-batches: the slots of each rank, and the blocks that it brings."""
+
+    micro_batches: int
+    slots: tuple[range, ...]
+
+    @classmethod
+    def of(cls, micro_batches: int, workers: int) -> ExactStep:
+        """As a training shares them. Raises UsageError for numbers below 1."""
+        whole("micro_batches", micro_batches)
+        whole("workers", workers)
+        cut = Plan(samples=micro_batches, global_batch=micro_batches, micro_batch=1).cut(0)
+        return cls(micro_batches, tuple(cut.share(rank, workers) for rank in range(workers)))
+
+    @property
+    def tree(self) -> Term:
+        """Over slots."""
+        return tree(tuple(Block(slot, 1) for slot in range(self.micro_batches)))
+
+    def owner(self, term: Term) -> int | None:
+        """The rank that adds this by itself; None where several bring its parts."""
+        slots = set(leaves(term))
+        return next((rank for rank, mine in enumerate(self.slots) if slots <= set(mine)), None)
+
+
+def leaves(term: Term) -> list[int]:
+    """The slots of a tree, from left to right."""
+    return [term] if isinstance(term, int) else [*leaves(term[0]), *leaves(term[1])]
+
+
+def said(term: Term) -> str:
+    """`((0+1)+2)`."""
+    return str(term) if isinstance(term, int) else f"({said(term[0])}+{said(term[1])})"
+
+
+def title(step: ExactStep) -> list[str]:
+    """What is true of the step as a whole, in lines."""
+    count = counted(step.micro_batches, "micro-batch", "es")
+    return [
+        f"exact mode: {count} on {counted(len(step.slots), 'rank')}",
+        f"the gradients are added as {said(step.tree)}",
+        "the tree depends on the micro-batches only: any number of ranks gives the same bits",
+    ]
+
+
+def text(step: ExactStep) -> str:
+    """A line a rank."""
+    rows = []
+    width = max(len(" ".join(map(str, mine))) for mine in step.slots)
+    for rank, mine in enumerate(step.slots):
+        held = " ".join(map(str, mine))
+        brought = " ".join(_block(block) for block in blocks(mine)) or "nothing"
+        rows.append(f"rank {rank:<2} slots {held:<{width}}   brings {brought}")
+    return "\n".join([*title(step), "", *rows])
+
+
+def _block(block: Block) -> str:
+    return f"[{' '.join(map(str, range(block.first, block.first + block.size)))}]"
+
+
+def drawing(step: ExactStep) -> Drawing:
+    """Micro-batches at the top, each in its rank's colour, and the additions below them. Raises
+    UsageError for more than fit on a page.
+    """
+    if step.micro_batches > SHOWN:
+        raise UsageError(
+            "drawing-too-large", what=f"{step.micro_batches} micro-batches", most=SHOWN
+        )
+    lines = title(step)
+    sheet = Drawing(lines[0], text(step))
+    wrap = max(_WRAP, MARGIN + step.micro_batches * _LEAF)
+    top = sheet.heading(lines, wrap=wrap) + 38
+    for rank, mine in enumerate(step.slots):
+        if mine:
+            middle = MARGIN + (mine.start + mine.stop) / 2 * _LEAF
+            sheet.words(middle, top - 22, f"rank {rank}", anchor="middle", weight="bold")
+    _draw(sheet, step, step.tree, top)
+    low = sheet.height + 4
+    meanings = {"added by one rank": (SERIES[0], TINT), "added between ranks": (CARD, 1.0)}
+    low = sheet.legend(low, meanings, wrap)
+    note = "A box is a sum and the slots in it; a colour is the rank that computes it alone"
+    for number, line in enumerate(wrapped(note, wrap, 12)):
+        sheet.words(MARGIN, low + 8 + 17 * number, line, size=12, fill=SOFT)
+    sheet.zoom = max(1.0, min(1.4, 640 / sheet.width))
+    return sheet
+
+
+def _draw(sheet: Drawing, step: ExactStep, term: Term, top: float) -> tuple[float, float]:
+    """The middle of its box, and its level's y."""
+    rank = step.owner(term)
+    colour, tint = (CARD, 1.0) if rank is None else (SERIES[rank % len(SERIES)], TINT)
+    if isinstance(term, int):
+        x: float = MARGIN + (term + 0.5) * _LEAF
+        y, inside = top, str(term)
+    else:
+        ends = [_draw(sheet, step, each, top) for each in term]
+        x, y = (ends[0][0] + ends[1][0]) / 2, max(end[1] for end in ends) + _LEVEL
+        for from_x, from_y in ends:
+            sheet.line([(from_x, from_y + 12), (x, y - 14)], FAINT if rank is None else SOFT, 1.4)
+        slots = leaves(term)
+        inside = f"{slots[0]}-{slots[-1]}"
+    sheet.box(
+        x - 20, y - 14, 40, 26, colour, tint=tint, stroke=INK if rank is None else colour, rx=4
+    )
+    sheet.words(x, y + 4, inside, anchor="middle", size=12)
+    return x, y

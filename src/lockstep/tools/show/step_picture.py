@@ -1,0 +1,160 @@
+"""A data-parallel step, from the batch plan that a training cuts its steps by: which samples each
+rank holds, and what it does with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockstep.config.knob import whole
+from lockstep.data.windows import Cut, Plan, counted
+from lockstep.errors import UsageError
+from lockstep.tools.drawing import CARD, INK, MARGIN, SERIES, SOFT, TINT, Drawing, wrapped
+from lockstep.tools.timing.output_files import table
+
+BATCH = 32
+"""Samples of a step, where nobody says."""
+SHOWN = 8
+"""The most ranks of a drawing."""
+_WIDE, _GAP, _HIGH, _DOWN = 196, 18, 44, 26  # px: a rank's column, between two; a box, between two
+_WRAP = 420
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelStep:
+    """The first step of an epoch."""
+
+    plan: Plan
+    workers: int
+
+    @classmethod
+    def of(cls, workers: int, batch: int, micro_batch: int | None) -> DataParallelStep:
+        """`micro_batch`: None for one a rank. Raises UsageError for sizes that cannot be cut."""
+        whole("workers", workers)
+        whole("batch", batch)
+        each = -(-batch // workers) if micro_batch is None else micro_batch
+        return cls(Plan(samples=batch, global_batch=batch, micro_batch=each), workers)
+
+    @property
+    def cut(self) -> Cut:
+        return self.plan.cut(0)
+
+    def slots(self, rank: int) -> range:
+        """The micro-batches of one rank that hold samples."""
+        return self.cut.filled(rank, self.workers)
+
+    def samples(self, rank: int) -> range:
+        """Of one rank: its micro-batches are neighbours."""
+        parts = [self.cut.positions(slot) for slot in self.slots(rank)]
+        return range(parts[0].start, parts[-1].stop) if parts else range(0)
+
+
+def title(step: DataParallelStep) -> str:
+    """How the batch is cut, in a line."""
+    return f"one step of {counted(step.workers, 'rank')}: {step.plan.describe(step.workers)}"
+
+
+def between(numbers: range) -> str:
+    """`0-15`, `7`, `none`."""
+    if not numbers:
+        return "none"
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}"
+
+
+def held(step: DataParallelStep, rank: int) -> str:
+    """What a rank has of the batch."""
+    if not (samples := step.samples(rank)):
+        return "no samples"
+    return f"{'samples' if len(samples) > 1 else 'sample'} {between(samples)}"
+
+
+def turns(step: DataParallelStep, rank: int) -> str:
+    """Its micro-batches, by number."""
+    slots = step.slots(rank)
+    return f"{'micro-batches' if len(slots) > 1 else 'micro-batch'} {between(slots)}"
+
+
+def _phases(step: DataParallelStep) -> list[tuple[str, str]]:
+    """What happens after a rank has its samples, and what that means."""
+    weight = step.plan.global_batch
+    return [
+        ("forward", "each rank: the losses of its own samples"),
+        ("backward", "each rank: the gradients of its own samples"),
+        ("all-reduce", f"all ranks together: add the gradients, divide by {weight} samples"),
+        ("update", "each rank: the same optimizer step, so the weights stay equal"),
+    ]
+
+
+def text(step: DataParallelStep) -> str:
+    """A line a rank, and a line a phase."""
+    rows = [(f"rank {rank}", held(step, rank), turns(step, rank)) for rank in range(step.workers)]
+    phases = table(["", ""], _phases(step), left=range(2), gap=3)
+    return "\n".join([title(step), "", table(["", "", ""], rows, left=range(3), gap=3), "", phases])
+
+
+def drawing(step: DataParallelStep) -> Drawing:
+    """A column a rank, from the samples at the top to the update at the bottom. Raises UsageError
+    for more ranks than fit on a page.
+    """
+    if step.workers > SHOWN:
+        raise UsageError("drawing-too-large", what=f"{step.workers} ranks", most=SHOWN)
+    sheet = Drawing(title(step), text(step).replace("\n", ". "))
+    whole_width = step.workers * (_WIDE + _GAP) - _GAP
+    wrap = max(_WRAP, whole_width)
+    first, *_ = said = title(step).partition(": ")
+    y = sheet.heading([first, said[2]], wrap=wrap) + 8
+    y = _shared(
+        sheet, y, whole_width, f"global batch: samples {between(range(step.plan.global_batch))}"
+    )
+    rows = [
+        [(held(step, rank), turns(step, rank)) for rank in range(step.workers)],
+        [("forward", "loss of these samples")] * step.workers,
+        [("backward", "gradient of these samples")] * step.workers,
+    ]
+    for number, row in enumerate(rows):
+        _down(sheet, step, y)
+        y = _row(sheet, step, y + _DOWN, row, named=number == 0)
+    _down(sheet, step, y)
+    words = f"all-reduce: sum of all gradients / {step.plan.global_batch} samples"
+    y = _shared(sheet, y + _DOWN, whole_width, words)
+    _down(sheet, step, y)
+    y = _row(sheet, step, y + _DOWN, [("update", "same gradient, same weights")] * step.workers)
+    note = "A rank with more micro-batches does forward and backward once for each, and adds up"
+    for number, line in enumerate(wrapped(note, wrap, 12)):
+        sheet.words(MARGIN, y + 24 + 17 * number, line, size=12, fill=SOFT)
+    sheet.zoom = max(1.0, min(1.5, 680 / sheet.width))
+    return sheet
+
+
+def _shared(sheet: Drawing, y: float, width: float, words: str) -> float:
+    """A box over all ranks. Returns the y under it."""
+    sheet.box(MARGIN, y, width, 32, CARD, stroke=INK, rx=5)
+    sheet.words(MARGIN + width / 2, y + 21, words, anchor="middle", weight="bold")
+    return y + 32
+
+
+def _row(
+    sheet: Drawing,
+    step: DataParallelStep,
+    y: float,
+    boxes: list[tuple[str, str]],
+    *,
+    named: bool = False,
+) -> float:
+    """A box a rank. Returns the y under them."""
+    high = _HIGH + 18 * named
+    for rank, (first, second) in enumerate(boxes):
+        x, colour = MARGIN + rank * (_WIDE + _GAP), SERIES[rank % len(SERIES)]
+        sheet.box(x, y, _WIDE, high, colour, tint=TINT, stroke=colour, rx=5)
+        lines = [f"rank {rank}", first, second] if named else [first, second]
+        for number, line in enumerate(lines):
+            bold = "bold" if number == 0 else "normal"
+            base = y + 18 + 18 * number
+            sheet.words(x + _WIDE / 2, base, line, anchor="middle", size=12, weight=bold)
+    return y + high
+
+
+def _down(sheet: Drawing, step: DataParallelStep, y: float) -> None:
+    for rank in range(step.workers):
+        x = MARGIN + rank * (_WIDE + _GAP) + _WIDE / 2
+        sheet.arrow(((x, y + 2), (x, y + 8), (x, y + 14), (x, y + _DOWN - 2)), "flow", SOFT)

@@ -1,0 +1,118 @@
+"""docs/explore/index.html in a real browser: its numbers are those of `lockstep plan`, its rounds
+those of the schedules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.collectives.algorithms import schedule
+from lockstep.collectives.network import Network
+from lockstep.config.parallelism import Parallelism
+from lockstep.tools.plan.given_step import GivenStep, rows
+from lockstep.tools.plan.networks import TCP
+from lockstep.tools.show.schedule_picture import steps
+from tests.browser import Page, browser, require
+from tests.cli.command import command
+
+FOLDER = Path(__file__).parents[2] / "docs" / "explore"
+FILE = FOLDER / "index.html"
+ALGORITHMS = ("ring", "tree", "halving_doubling", "central")
+GRID = [
+    dict(zip(("algorithm", "workers", "megabytes", "buckets", "compute", "latency", "rate"), each, strict=True))
+    for each in itertools.product(
+        ALGORITHMS, (2, 3, 7, 8, 16), (0.001, 100.3), (1, 3, 64), (0.5, 250), (0, 35.5), (0.1, 400)
+    )
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    require()
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        page.open(FILE, width=1000)
+        yield page
+
+
+def test_the_data_are_those_of_the_code() -> None:
+    """If this fails: python docs/explore/schedules.py"""
+    page = FILE.read_text(encoding="utf-8")
+    assert runpy.run_path(str(FOLDER / "schedules.py"))["filled"](page) == page
+
+
+def planned(setting: dict[str, Any]) -> dict[str, float]:
+    given = GivenStep(
+        gradient_mb=setting["megabytes"], buckets=setting["buckets"], step_ms=setting["compute"]
+    )
+    network = Network.flat(setting["latency"] / 1e6, TCP * setting["rate"] * 1e9 / 8)
+    method = Parallelism(reduce=setting["algorithm"])
+    found = rows(given, [setting["workers"]], network, method)[0]
+    step = found.predicted
+    return {
+        "step": step.step,
+        "efficiency": found.efficiency,
+        "exposed": step.exposed,
+        "communication": step.communication,
+        "sent": step.sent,
+    }
+
+
+def test_its_numbers_are_the_plans(tab: Page) -> None:
+    found = json.loads(tab.value(f"JSON.stringify({json.dumps(GRID)}.map(stepOf))"))
+    assert len(found) == len(GRID) == 4 * 5 * 2 * 3 * 2 * 2 * 2
+    for setting, step in zip(GRID, found, strict=True):
+        for name, value in planned(setting).items():
+            near = pytest.approx(value, rel=1e-6, abs=1e-9 * step["step"])
+            assert step[name] == near, (setting, name)
+
+
+def test_its_rounds_are_the_schedules(tab: Page) -> None:
+    for algorithm, world in itertools.product(ALGORITHMS, (2, 3, 5, 8)):
+        of = f"DATA.schedules.{algorithm}[{world}]"
+        counts = f"[...Array(roundsOf({of}).length + 1).keys()]"
+        held = f"heldAfter({of}, {world}, count).map(cells => cells.map(one => [...one].sort()))"
+        found = json.loads(tab.value(f"JSON.stringify({counts}.map(count => {held}))"))
+        assert found == [
+            [[sorted(step.held[rank][cell]) for cell in step.held[rank]] for rank in range(world)]
+            for step in steps(schedule("all_reduce", algorithm, world))
+        ]
+
+
+def test_the_command_that_it_shows_gives_what_it_shows(tab: Page, tmp_path: Path) -> None:
+    tab.value("form.elements.algorithm.value = 'tree'; form.elements.workers.value = 5; show()")
+    typed = shlex.split(tab.value("element('command').textContent"))
+    command(*typed[1:], json=tmp_path / "plan.json")
+    (row,) = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    step = json.loads(tab.value("JSON.stringify(stepOf(settingsNow()))"))
+    assert (typed[:2], row["workers"]) == (["lockstep", "plan"], 5)
+    assert row["step_ms"] == pytest.approx(1e3 * step["step"], rel=1e-6)
+    assert row["efficiency"] == pytest.approx(step["efficiency"], rel=1e-6)
+    assert tab.value("element('figures').textContent").startswith(f"Step{row['step_ms']:.1f} ms")
+
+
+def test_by_keyboard_on_a_phone_and_in_the_dark(tab: Page) -> None:
+    for width, dark in ((390, True), (390, False), (1280, False)):
+        tab.open(FILE, width=width, dark=dark)
+        assert tab.value("document.documentElement.scrollWidth") <= width
+        paper = "rgb(19, 20, 22)" if dark else "rgb(255, 255, 255)"
+        assert tab.value("getComputedStyle(document.body).backgroundColor") == paper
+        assert tab.value("element('where').textContent").startswith("0 of 6")
+    tab.value("element('next').focus()")
+    for kind in ("keyDown", "keyUp"):
+        tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13)  # fmt: skip
+    assert tab.value("element('where').textContent") == "1 of 6"
+    assert tab.value("document.querySelectorAll('#schedule path').length") == 4
+    unnamed = "[...form.elements].filter(each => !each.closest('label').textContent.trim()).length"
+    assert tab.value(unnamed) == 0
+    tab.value("form.elements.megabytes.value = ''; show()")
+    assert tab.value("element('problem').textContent").startswith("Gradients: enter a number")
+    assert not tab.complaints
+    assert set(tab.requests) <= {FILE.as_uri(), "data:,"}
