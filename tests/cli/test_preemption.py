@@ -106,7 +106,7 @@ def test_in_a_step(
     assert (ended, out) == (code, "")
     stopped = [line for line in err.splitlines() if line.startswith("stopped after step ")]
     assert len(stopped) == 1, err
-    step = int(stopped[0].split()[5])
+    step = int(stopped[0].split()[3])
     assert before <= step <= before + 3
     assert stopped[0].endswith(f"step {step} of 24, saved: resume with the same command and --run run")
     assert "Traceback" not in err

@@ -111,7 +111,7 @@ def test_asked_to_stop_all_meet_and_save(training: TrainingProcess) -> None:
     code, out, err = training.end()
     assert (code, out) == (75, ""), err
     (line,) = [line for line in err.splitlines() if line.startswith("stopped after step ")]
-    step = int(line.split()[5])
+    step = int(line.split()[3])
     assert sorted(each["step"] for each in training.records()) == list(range(1, step + 1))
     assert (training.folder / "run" / "checkpoints" / f"step-{step:07d}").exists()
     (training.folder / "slowly").unlink()

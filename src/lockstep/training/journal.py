@@ -9,12 +9,15 @@ The training loop reports what happened and knows none of these places. The scre
 from __future__ import annotations
 
 import json
+import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import lockstep
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.task import Record, Task
@@ -212,6 +215,10 @@ def say_start(training: AssembledTraining, journal: Journal) -> None:
         workers=world.size,
         steps=training.length.steps,
         epochs=training.length.epochs,
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=training.task.seed,
+        machine=training.identity.machine,
+        versions={"lockstep": lockstep.__version__, "python": platform.python_version()},
         **came_from,
     )
     if settings.mesh is not None:
