@@ -104,7 +104,7 @@ def judge(place: str, rank: int, found: Verdict) -> Case:
         named = [(each.place, each.cause) for each in found.stragglers] == [
             (rank, CAUSES.get(place, place))
         ]
-    return Case(place, rank, named, found.sentences()[0])
+    return Case(place, rank, named, found.reasons()[0])
 
 
 def main() -> None:

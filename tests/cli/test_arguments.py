@@ -49,7 +49,9 @@ def test_a_training_says_where_its_run_is_and_latest_finds_it(folder: Path) -> N
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()  # the last line alone
     assert line.startswith("digits: ")
-    (named,) = [line for line in done.stderr.splitlines() if line.startswith("run directory: ")]
+    named = [line for line in done.stderr.splitlines() if line.startswith("run directory: ")]
+    assert len(named) == 2  # at the start and at the end
+    (named,) = set(named)
     assert named == f"run directory: {next((folder / 'runs').iterdir()).relative_to(folder)}"
     assert "step-0000002" in command("checkpoints", "ls", "latest").stdout
     assert command(

@@ -115,7 +115,7 @@ def test_two_nodes_train_the_bits_of_one_and_stop_together_saved(
     (folder / "go").touch()
     (code, _, err), (other_code, _, other_err) = anna.end(), bert.end()
     assert (code, other_code) == (75, 75), err + other_err
-    assert re.search(r"^stopped as asked after step \d+ of 16, saved: ", err, re.MULTILINE)
+    assert re.search(r"^stopped after step \d+ of 16, saved: ", err, re.MULTILINE)
     anna, bert = (
         host.lockstep(*command, *options(rank), cwd=folder) for rank, host in enumerate(pair)
     )

@@ -104,11 +104,11 @@ def test_in_a_step(
     before = training.steps()
     ended, out, err = training.end()
     assert (ended, out) == (code, "")
-    stopped = [line for line in err.splitlines() if line.startswith("stopped as asked after step ")]
+    stopped = [line for line in err.splitlines() if line.startswith("stopped after step ")]
     assert len(stopped) == 1, err
-    step = int(stopped[0].split()[5])
+    step = int(stopped[0].split()[3])
     assert before <= step <= before + 3
-    assert stopped[0].endswith(f"step {step} of 24, saved: the same command with --run run goes on")
+    assert stopped[0].endswith(f"step {step} of 24, saved: resume with the same command and --run run")
     assert "Traceback" not in err
     assert [path.name for path in sorted((training.folder / "run" / "checkpoints").iterdir())][
         -1
@@ -129,7 +129,7 @@ def test_in_an_evaluation_which_is_made_up_for(training: Training, undisturbed: 
     hit(training, "rank", signal.SIGTERM)
     ended, _, err = training.end()
     assert ended == 75, err
-    assert "stopped as asked after step 4 of 24, saved" in err
+    assert "stopped after step 4 of 24, saved" in err
     assert len((training.folder / "evaluated").read_text()) < 21, (
         "it was not waited for the end of the evaluation"
     )
@@ -161,7 +161,7 @@ def test_a_second_signal_does_not_wait(training: Training) -> None:
     assert training.process.stderr is not None
     assert (
         training.process.stderr.readline()
-        == "Ctrl-C: stopping after this step; once more to stop now\n"
+        == "Ctrl-C: stopping after this step; repeat it to stop at once\n"
     )
     training.process.send_signal(signal.SIGINT)
     ended, _, err = training.end()
@@ -184,5 +184,5 @@ def test_a_rank_that_is_killed_meanwhile_begins_nothing_anew(training: Training)
     assert ended == 75, err
     assert f"rank 1 (pid {rank.pid}, " in err
     assert "was killed by signal 9" in err
-    assert "going on with" not in err
+    assert "restart" not in err
     assert err.endswith("stopped by signal 15 (SIGTERM); all ranks have ended\n")

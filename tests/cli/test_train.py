@@ -96,13 +96,13 @@ def test_the_main_job_from_another_folder(folder: Path) -> None:
     )
     assert done.stdout == expected
     progress = done.stderr.splitlines()
-    assert re.match(r"global batch 11 = 3 micro-batches x 4.*2 ranks: 2, 1", progress[0])
-    assert [line.partition(",")[0] for line in progress[1:-1]] == [
+    assert re.match(r"global batch 11 = 3 micro-batches x 4.*2 ranks: 2, 1", progress[1])
+    assert [line.partition(",")[0] for line in progress[2:-1]] == [
         "epoch 1/3",
         "epoch 2/3",
         "epoch 3/3",
     ]
-    assert progress[-1] == f"run directory: runs/{run.name}"
+    assert progress[0] == progress[-1] == f"run directory: runs/{run.name}"
     assert (run / "rank-0.log").read_text().splitlines() == progress[:-1]
     settings = json.loads((run / "settings.json").read_text())
     assert settings["task"] == str(folder / "my_task.py")
@@ -517,12 +517,10 @@ def test_a_run_goes_on_with_fewer_workers_and_grows_back(folder: Path) -> None:
     done = lockstep("killed.py", "--workers", "1:3", "--run", "run", *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("sha256 ")[1] == whole.stdout.split("sha256 ")[1]
-    said = [line for line in done.stderr.splitlines() if line.startswith(("going on", "resumed"))]
-    assert [
-        line.partition(" from the newest")[0] for line in said if line.startswith("going on")
-    ] == [
-        "going on with 2 workers",
-        "going on with 3 workers again",
+    said = [line for line in done.stderr.splitlines() if line.startswith(("restart", "resumed"))]
+    assert [line for line in said if line.startswith("restart")] == [
+        "restart 1 of 3: 2 workers, from the newest checkpoint",
+        "restart: 3 workers again, from the newest checkpoint",
     ]
     assert len([line for line in said if line.startswith("resumed from step ")]) == 2
     records = [
@@ -535,13 +533,13 @@ def test_without_a_range_a_killed_worker_ends_the_run(folder: Path) -> None:
     (folder / "killed.py").write_text(KILLED)
     done = lockstep("killed.py", "--workers", "2", "--run", "run", cwd=folder)
     assert (done.returncode, done.stdout) == (137, "")
-    assert "going on" not in done.stderr
+    assert "restart" not in done.stderr
     (folder / "killed-10").unlink()
     again = lockstep(
         "killed.py", "--workers", "2", "--run", "run", "--max-restarts", "1", cwd=folder
     )
     assert again.returncode == 0, again.stderr
-    assert "going on with 2 workers from the newest checkpoint (restart 1 of 1)" in again.stderr
+    assert "restart 1 of 1: 2 workers, from the newest checkpoint" in again.stderr
 
 
 @pytest.mark.parametrize(("at", "stays"), [(0, False), (2, True)], ids=["first-step", "later-step"])

@@ -46,7 +46,7 @@ def test_ranks_that_heed_are_told_once_and_let_go_on(
     assert told == [(100, signal.SIGUSR1), (101, signal.SIGUSR1)]
     assert (
         capsys.readouterr().err
-        == "signal 15 (SIGTERM): stopping after this step; once more to stop now\n"
+        == "signal 15 (SIGTERM): stopping after this step; repeat it to stop at once\n"
     )
     stop.note(signal.SIGTERM, None)
     assert stop.now(tmp_path, PIDS)

@@ -1,4 +1,4 @@
-"""A bar on a terminal, lines elsewhere, and nothing on stdout."""
+"""A bar on a terminal, lines elsewhere, the same facts, and nothing on stdout."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ from typing import Any
 import pytest
 
 from lockstep.launcher.logs import Tee
-from lockstep.training import journal
-from lockstep.training.journal import Live, Plain, clock, describe
+from lockstep.runtime.step_clock import StepTimes
+from lockstep.training import progress
+from lockstep.training.progress import Facts, Live, Plain, clock, in_pages
 
 
 def record(step: int) -> dict[str, Any]:
-    return {"step": step, "epoch": 1 + (step - 1) // 10, "loss": 0.123456, "samples_per_s": 5210.4}
+    samples = [32, 32]
+    return {
+        "step": step,
+        "epoch": 1 + (step - 1) // 10,
+        "loss": 0.123456,
+        "samples_by_rank": samples,
+        "samples_per_s": 5210.4,
+    }
+
+
+def times(step: int, waits: float = 0.25) -> list[StepTimes]:
+    """A second."""
+    rest = {"data": 0.0, "backward": 0.0, "optimizer": 0.0, "checks": 0.0, "other": 0.0}
+    return [StepTimes(step=step, forward=1 - waits, moving=0.0, waits=waits, **rest)]
 
 
 class Clock:
@@ -28,28 +42,28 @@ class Clock:
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     now = Clock()
-    monkeypatch.setattr(journal.time, "monotonic", now)
+    monkeypatch.setattr(progress.time, "monotonic", now)
+    monkeypatch.setattr(progress.time, "time", now)
     return now
 
 
 def test_plain_lines_at_most_every_ten_seconds(
     time: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shown = journal.progress(20, 2)
+    shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Plain)
     for step in range(1, 21):
         time.now += 3
-        shown.step(record(step))
+        shown.step(record(step), times(step))
     shown.say("epoch 1/2: accuracy [0.9]")
     shown.close()
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "epoch 1/2, step 4/20: loss 0.1235, 5,210 samples/s, 48 s left",
-        "epoch 1/2, step 8/20: loss 0.1235, 5,210 samples/s, 36 s left",
-        "epoch 2/2, step 12/20: loss 0.1235, 5,210 samples/s, 24 s left",
-        "epoch 2/2, step 16/20: loss 0.1235, 5,210 samples/s, 12 s left",
-        "epoch 2/2, step 20/20: loss 0.1235, 5,210 samples/s, 0 s left",
+        f"epoch {1 + step // 11}/2, step {step}/20: {60 - 3 * step} s left, loss 0.1235,"
+        " 5,210 samples/s, communication 25 %"
+        for step in (4, 8, 12, 16, 20)
+    ] + [
         "epoch 1/2: accuracy [0.9]",
     ]
 
@@ -59,19 +73,21 @@ def test_a_terminal_gets_a_bar_and_lines_above_it(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "80")
     stderr = sys.stderr
-    shown = journal.progress(20, 2)
+    shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Live)
     for step in range(1, 21):
         time.now += 1
-        shown.step(record(step))
+        shown.step(record(step), times(step))
     shown.say("epoch 1/2: accuracy [0.9] " + "long " * 30)
     shown.close()
     assert sys.stderr is stderr
     out, err = capsys.readouterr()
     assert out == ""
-    assert "loss 0.1235, 5,210 samples/s, 10 s left" in err
+    assert "10 s left, loss 0.1235, 5,210 samples/s" in err
+    assert "communication 25 %" in err  # in its turn: a row of 80 columns does not hold it, too
+    assert "\x1b[?25l" not in err  # a rank that is killed would leave the cursor hidden
     assert "epoch 2/2, step 20/20" in err
     assert "accuracy [0.9] " + "long " * 29 in err
 
@@ -85,11 +101,11 @@ def test_a_log_beside_the_terminal_has_the_plain_lines_and_what_others_print(
     terminal, log = sys.stderr, io.StringIO()
     monkeypatch.setattr(sys, "stderr", Tee(terminal, log))
     monkeypatch.setattr(sys, "stdout", Tee(sys.stdout, log))
-    shown = journal.progress(20, 2)
+    shown = progress.progress(Facts(20, 2))
     assert isinstance(shown, Live)
     for step in range(1, 21):
         time.now += 6
-        shown.step(record(step))
+        shown.step(record(step), times(step))
     shown.say("epoch 1/2: accuracy [0.9]")
     print("from the task", file=sys.stderr)
     print("to a file")
@@ -115,22 +131,98 @@ def test_the_bar_is_not_redrawn_more_often_than_it_can_be_seen(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    shown = Live(1000, 1)
+    shown = Live(Facts(1000, 1))
     drawn = []
-    monkeypatch.setattr(shown._bars, "refresh", lambda: drawn.append(time.now))
+    monkeypatch.setattr(shown._row, "refresh", lambda: drawn.append(time.now))
     for step in range(1, 1001):
         time.now += 0.001
-        shown.step(record(step))
+        shown.step(record(step), times(step))
     shown.close()
     assert 8 <= len(drawn) <= 13
 
 
-def test_times() -> None:
+def test_a_long_run_has_a_line_a_minute(time: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Plain(Facts(None, None))
+    at = []
+    for step in range(1, 3 * 3600):
+        time.now += 1
+        shown.step(record(step), times(step))
+        if capsys.readouterr().err:
+            at.append(time.now)
+    between = [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+    assert (between[0], between[-1]) == (10, 60)
+    assert between == sorted(between)
+
+
+def test_what_is_left_is_told_from_the_steps_of_this_start(time: Clock) -> None:
+    facts = Facts(300, None)
+    assert facts.all() == []
+    facts.step(record(101), times(101))
+    assert facts.where() == "epoch 11, step 101/300"
+    assert not any("left" in fact for fact in facts.all())
+    for step in range(102, 201):
+        time.now += 2
+        facts.step(record(step), times(step))
+    assert facts.all()[0] == "3:20 left"
+
+
+def test_checkpoints_restarts_and_what_is_done_between_steps(time: Clock) -> None:
+    facts = Facts(300, None, starts=2, newest=lambda: (80, time.now - 65))
+    facts.step(record(101), times(101))
+    assert facts.all()[-2:] == ["step 80 saved 1:05 ago", "2 restarts"]
+    facts.doing = "evaluating"
+    assert facts.all()[0] == "evaluating"
+    facts.step(record(102), times(102))
+    assert "evaluating" not in facts.all()
+
+
+def test_one_worker_does_not_communicate_and_the_share_follows_what_changes(time: Clock) -> None:
+    def share(facts: Facts) -> list[str]:
+        return [fact for fact in facts.all() if fact.startswith("communication")]
+
+    facts = Facts(None, None)
+    facts.step({**record(1), "samples_by_rank": [64]}, times(1))
+    assert share(facts) == []
+    for waits in (0.25, 0.75):
+        for step in range(1, 3000):
+            facts.step(record(step), times(step, waits))
+        assert share(facts) == [f"communication {100 * waits:.0f} %"]
+
+
+def test_facts_that_do_not_fit_take_turns() -> None:
+    facts = ["12 s left", "loss 0.1", "9 samples/s", "1 restart"]
+    assert in_pages(facts, 100) == [", ".join(facts)]
+    assert in_pages(facts, 20) == ["12 s left, loss 0.1", "9 samples/s", "1 restart"]
+    assert in_pages(facts, 1) == facts
+    assert in_pages([], 20) == [""]
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_the_bar_is_one_row_whatever_the_width(
+    width: int, time: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = progress.progress(Facts(20, 2, starts=1, newest=lambda: (1, 100.0)))
+    for step in range(1, 21):
+        time.now += 1
+        shown.step(record(step), times(step))
+    shown.close()
+    # the cursor goes up a row once, when the bar is removed
+    assert capsys.readouterr().err.count("\x1b[1A") == 1
+
+
+def test_a_terminal_that_cannot_redraw_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(progress.progress(Facts(None, None)), Plain)
+
+
+def test_durations() -> None:
     assert [clock(seconds) for seconds in (0.4, 59.4, 185, 7385)] == [
         "0 s",
         "59 s",
         "3:05",
         "2:03:05",
     ]
-    assert describe(record(5), 20, 10.0).endswith("samples/s, 30 s left")
-    assert describe(record(5), None, 10.0).endswith("samples/s")

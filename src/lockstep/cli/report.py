@@ -1,4 +1,4 @@
-"""`lockstep report`: where a run's time went, in a sentence and on one page."""
+"""`lockstep report`: what to do about a run's time, and why, in sentences and on one page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ import typer
 
 from lockstep.cli.arguments import JsonFile, existing_run
 
-NO_ANATOMY = (
-    "This run left no anatomy (RUN/anatomy/): it was trained by an earlier version, and where its"
-    " time went is not known."
-)
-NO_STEP = "No step was recorded: there is nothing to judge yet."
-
 
 def report(
     run: Annotated[
@@ -23,22 +17,23 @@ def report(
         typer.Argument(
             metavar="RUN",
             help=(
-                "The run directory of `lockstep train`, also while it trains; latest: the newest"
-                " under runs/."
+                "Run directory of `lockstep train`, also while it trains. latest: the newest in"
+                " runs/."
             ),
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="The page; default: RUN/report.html."),
+        typer.Option("--out", metavar="FILE", help="Write the page to FILE. Default: RUN/report.html."),
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Say where the time of RUN went, and write it up as one HTML page that needs nothing else;
-    RUN/timeline.json is for Perfetto.
+    """Say what would make RUN faster and where its time went, and write one HTML page.
+
+    The page needs no other file. RUN/timeline.json opens in Perfetto.
     """
     from lockstep.tools.recorded import read
-    from lockstep.tools.report.page import FILE, as_json, page
+    from lockstep.tools.report.page import FILE, as_json, page, told
     from lockstep.tools.report.verdict import verdict
     from lockstep.tools.timing.output_files import check_writable, write_json, writing
     from lockstep.training import perfetto
@@ -49,16 +44,10 @@ def report(
     check_writable(file, "--out")
     check_writable(json_file, "--json")
     found = None if recorded.anatomy is None else verdict(recorded.anatomy, recorded.settings)
-    sentences = (
-        [NO_ANATOMY]
-        if recorded.anatomy is None
-        else [NO_STEP]
-        if found is None
-        else found.sentences()
-    )
-    print("\n".join(sentences))
+    actions, reasons = told(recorded, found)
+    print("\n".join([*actions, *reasons]))
     write_json(json_file, as_json(recorded, found))
-    text = page(recorded, sentences)
+    text = page(recorded, found)
     with writing(file, "--out"):
         file.write_text(text, encoding="utf-8")
     print(f"page: {file}")

@@ -250,11 +250,7 @@ class _Run:
                     if workers is None
                     else f"{settings.workers} rank{'s' * (settings.workers > 1)}"
                 )
-                print(
-                    f"starting {ranks} ...; run directory {directory.path}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"starting {ranks}: this takes some seconds ...", file=sys.stderr, flush=True)
             if self.ray is None:
                 settings = fitted(settings, count_workers=workers is None)
                 if tuned is not None:
@@ -341,7 +337,7 @@ def _say_finished(directory: RunDirectory, task: str) -> None:
     directory.check()
     if not directory.result.exists():
         raise UsageError("task-ended-its-process", task=task)
-    print(f"run directory: {directory.path}", file=sys.stderr, flush=True)
+    print(f"run directory: {directory.shown}", file=sys.stderr, flush=True)
     print(result.last_line(result.read(directory.result)))
 
 
@@ -358,8 +354,8 @@ def _crowded(settings: Settings) -> str | None:
     if settings.device != "cpu" and gpus():
         return None
     return (
-        f"warning: {found} at the start: the {threads} threads of a worker wait for each other on a"
-        " busy host; --threads 1 may be faster"
+        f"warning: the host was busy at the start ({found}): {threads} threads of one worker wait"
+        " for each other there; --threads 1 may be faster"
     )
 
 

@@ -258,7 +258,7 @@ def summary(failure: Failure) -> str:
         return f"node {failure.host} {text}"
     if failure.kind == "signal":
         hint = (
-            "; often the system's answer when memory runs out"
+            "; the system does this when memory runs out"
             if failure.code == 128 + signal.SIGKILL
             else ""
         )
@@ -269,7 +269,7 @@ def summary(failure: Failure) -> str:
         where = f" ({failure.where})" if failure.where else ""
         if failure.traceback:  # it has left Lockstep's own work
             return (
-                f"{who} was ended by {text}{doing}{where}: the other ranks cannot go on without it"
+                f"{who} was ended by {text}{doing}{where}: the other ranks cannot continue without it"
             )
         return f"{who} exited with code {failure.code}{doing}{where}" + (
             f": {text}" if text else ""

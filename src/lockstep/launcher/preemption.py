@@ -126,7 +126,7 @@ class Stop:
         if not self._told:
             self._told = True
             if asked and self._speaks:
-                say(f"{self.name}: stopping after this step; once more to stop now")
+                say(f"{self.name}: stopping after this step; repeat it to stop at once")
             for pid in pids.values():
                 with suppress(ProcessLookupError):
                     self._kill(pid, signal.SIGUSR1)
@@ -152,10 +152,17 @@ class Stop:
 
 
 def say(text: str) -> None:
-    """On stderr while ranks run. A terminal may show a rank's bar, or what Ctrl-C has left,
-    which has no end of line.
+    """On stderr while ranks run. On a terminal it takes the place of a rank's bar, or of what
+    Ctrl-C has left, which have no end of line.
     """
-    print(f"\n{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    print(f"{cleared_row()}{text}", file=sys.stderr, flush=True)
+
+
+def cleared_row() -> str:
+    """What clears the row in which the cursor is; "" where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return ""
+    return "\n" if os.environ.get("TERM", "dumb") == "dumb" else "\r\x1b[K"
 
 
 @contextmanager

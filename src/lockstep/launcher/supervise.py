@@ -144,11 +144,11 @@ def conclude(outcome: Outcome, stop: Stop, *, heeds: bool) -> Outcome:
         killed is not None or outcome.exit_code in (ExitCode.PREEMPTED, 128 + stop.number)
     ):
         if killed is not None:  # while it was to stop: nothing is begun anew for that
-            print(failures.summary(killed), file=sys.stderr)
+            say(failures.summary(killed))
         outcome = Outcome(stop.exit_code(saved=heeds or outcome.exit_code == ExitCode.PREEMPTED))
-        print(f"stopped by {stop.name}; all ranks have ended", file=sys.stderr)
+        say(f"stopped by {stop.name}; all ranks have ended")
     elif outcome.failure is not None and outcome.exit_code != ExitCode.PREEMPTED:
-        print(failures.render(outcome.failure), file=sys.stderr)
+        say(failures.render(outcome.failure))
     return outcome
 
 
@@ -318,7 +318,7 @@ class _Generation:
                 and mark(self.watch.directory, rank, SPARE).exists()
             ):
                 self.spared.add(rank)
-                how = f"was killed by {signal_name(-code)}: the rest go on without it"
+                how = f"was killed by {signal_name(-code)}: the other ranks continue without it"
                 _say(f"rank {rank} (pid {now.pids[rank]}) {how}")
         return self.spared
 
@@ -419,7 +419,7 @@ def run_generations(
         outcome = start(count)
         if outcome.exit_code == 0 and stopped_to_grow():
             count = workers.most
-            _say(f"going on with {_counted(count)} again")
+            _say(f"restart: {_counted(count)} again, from the newest checkpoint")
             continue
         failure = outcome.failure
         if (
@@ -431,8 +431,7 @@ def run_generations(
         left -= 1
         count = max(workers.least, count - 1)
         _say(
-            f"going on with {_counted(count)} from the newest checkpoint (restart {restarts - left}"
-            f" of {restarts})"
+            f"restart {restarts - left} of {restarts}: {_counted(count)}, from the newest checkpoint"
         )
 
 

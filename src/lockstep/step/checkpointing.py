@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakMethod
 
@@ -114,6 +114,8 @@ class Checkpoints:
         stepper.meet_before(self._due())
         self._began: tuple[float, int] = (perf_counter(), stepper.steps)
         self._saved = stepper.steps
+        self.newest: tuple[int, float] | None = None
+        """On rank 0: the step of the newest whole checkpoint, and when it was there (time.time())."""
         self._extra: Extra = None
         # else a cycle keeps the loader's processes until it is collected
         set_aside = WeakMethod(self._set_aside)
@@ -156,6 +158,7 @@ class Checkpoints:
             if self._loader is not None:
                 self._loader.load_state_dict(decoded(checkpoint.state["data"]))
         self._began, self._saved = (perf_counter(), self._stepper.steps), self._stepper.steps
+        self.newest = checkpoint.step, checkpoint.folder.stat().st_mtime
         if self._every is None:
             self._next = self._stepper.steps + FIRST
         self._stepper.meet_before(self._due())
@@ -304,6 +307,7 @@ class Checkpoints:
         """On rank 0, in the background. The newest up to the last comparison stays, too; with a
         witness up to the last step that was witnessed. What a copy elsewhere complains of.
         """
+        self.newest = folders.step_of(folder), time()
         if best is not None:
             files.mark_best(folder, *best)
         marked = files.best(self.directory)

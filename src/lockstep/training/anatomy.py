@@ -191,6 +191,15 @@ def begins(stepper: Stepper, task: Task, settings: Settings) -> dict[str, Any]:
     }
 
 
+def starts(run: Path) -> int:
+    """How often rank 0 has begun to train there."""
+    file = run / FOLDER / "rank-0.jsonl"
+    if not file.exists():
+        return 0
+    with file.open("rb") as lines:
+        return sum(line.startswith(b'{"kind": "begin"') for line in lines)
+
+
 class AnatomyFile:
     """This rank's, from the stepper's next step on. `begin`: what its first line says beside
     rank and step.

@@ -1,32 +1,34 @@
 """Where a training's records go: metrics.jsonl, loggers and the screen on rank 0, the task's callbacks
 on the ranks that asked; and what it says of itself there: how it trains, who holds what, where it
-goes on from.
+resumes.
 
-The training loop reports what happened and knows none of these places. The screen is stderr: a live
-bar on a terminal, plain lines anywhere else; stdout of `lockstep train` is its last line alone. The
-bar is redrawn by `step` itself, at most ten times a second, so that it needs no thread.
+The training loop reports what happened and knows none of these places. The screen is stderr
+(progress.py); stdout of `lockstep train` is its last line alone.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
+import lockstep
 from lockstep.checkpoints.files import Checkpoint
 from lockstep.collectives.broadcast_json import everybodys
 from lockstep.config.task import Record, Task
 from lockstep.data.windows import Window
 from lockstep.errors import Preempted
 from lockstep.gradients.layout import BUCKET
-from lockstep.launcher.logs import Tee
+from lockstep.runtime.step_clock import StepTimes
 from lockstep.step.step_result import StepResult
 from lockstep.training.loggers import Ended, Loggers
 from lockstep.training.metrics import MetricsFile
+from lockstep.training.progress import Facts, Progress, of, progress
 from lockstep.training.result import Result
 from lockstep.training.resume import differences
 from lockstep.training.run_directory import RunDirectory
@@ -42,10 +44,10 @@ MESH = "mesh.json"
 
 
 class Journal:
-    """One training's. `steps` and `epochs` are how long it is meant to be; `says_skips`: nobody
-    else tells of a step that was skipped; `sent()`: bytes.
+    """One training's, meant to be so many `epochs` long. `says_skips`: nobody else tells of a
+    step that was skipped; `sent()`: bytes.
 
-    `loggers`: rank 0's. `screen` False: nothing is shown.
+    `loggers`: rank 0's. `facts`: what rank 0 shows; None: nothing.
     """
 
     def __init__(
@@ -54,12 +56,11 @@ class Journal:
         world: World,
         run: RunDirectory | None,
         *,
-        steps: int | None,
         epochs: int | None,
         says_skips: bool,
         sent: Callable[[], int],
         loggers: Loggers | None = None,
-        screen: bool = True,
+        facts: Facts | None = None,
     ) -> None:
         self._epochs, self._says_skips, self._bytes_sent = epochs, says_skips, sent
         self._open = ExitStack()
@@ -71,13 +72,16 @@ class Journal:
             self._file = (
                 self._open.enter_context(MetricsFile(run.metrics)) if run is not None else None
             )
-            if screen:
-                self._screen = progress(steps, epochs)
+            if facts is not None:
+                self._screen = progress(facts)
                 self._open.callback(self._screen.close)
+                if run is not None:
+                    self._say(f"run directory: {run.shown}")
         calls = world.rank == 0 or task.callbacks_on == "all"
         self._on_step = task.on_step if calls else None
         self._on_evaluate = task.on_evaluate if calls else None
         self._last: Mapping[str, Any] | None = None
+        self._times: Sequence[StepTimes] = ()  # that the screen has not seen
         self._clock, self._sent = time.perf_counter(), sent()
 
     def event(self, event: str, line: str | None = None, **facts: Any) -> None:
@@ -91,12 +95,14 @@ class Journal:
         # known where `clip` is set
         told = {"lr": lr, **({} if result.norm is None else {"grad_norm": result.norm})}
         skipped = None if result.applied else result.reason
+        self._times = result.times
         self._step(
             window, result, told, at=time.perf_counter(), sent=result.bytes_sent, skipped=skipped
         )
 
     def applied(self, result: StepResult) -> None:
         """The windows that a parameter server has applied since. Rank 0 knows of them."""
+        self._times = result.times
         for each in result.windows:
             told = {"gradient_age": each.age, "lr": each.lr}
             self._step(
@@ -127,11 +133,17 @@ class Journal:
         self._clock, self._sent, self._last = at, sent, record
         self._write(record)
         if self._screen is not None:
-            self._screen.step(record)
+            self._screen.step(record, self._times)
+            self._times = ()
         if skipped is not None:
             line = f"step {record['step']} was skipped: {skipped}" if self._says_skips else None
             self.event("step skipped", line, step=record["step"], reason=skipped)
         _call(self._on_step, record)
+
+    def evaluating(self) -> None:
+        """An evaluation begins."""
+        if self._screen is not None:
+            self._screen.begin("evaluating")
 
     def evaluated(
         self, step: int, epoch: int, metrics: Mapping[str, float], seconds: float
@@ -146,12 +158,7 @@ class Journal:
         }
         self._write(record)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        trained = (
-            f", training loss {self._last['loss']:.4f}, {self._last['samples_per_s']:,.0f}"
-            " samples/s"
-            if self._last
-            else ""
-        )
+        trained = f", training loss {self._last['loss']:.4f}" if self._last else ""
         self._say(f"epoch {of(epoch, self._epochs)}, step {step}: {shown}{trained}")
         _call(self._on_evaluate, record)
         self._start_watch()
@@ -208,6 +215,10 @@ def say_start(training: AssembledTraining, journal: Journal) -> None:
         workers=world.size,
         steps=training.length.steps,
         epochs=training.length.epochs,
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seed=training.task.seed,
+        machine=training.identity.machine,
+        versions={"lockstep": lockstep.__version__, "python": platform.python_version()},
         **came_from,
     )
     if settings.mesh is not None:
@@ -215,12 +226,12 @@ def say_start(training: AssembledTraining, journal: Journal) -> None:
     if not method.world_size_free:
         journal.event(
             "method",
-            "the number of workers is part of what is trained: another one gives other weights",
+            "with this method another number of workers gives other weights",
         )
     if settings.exact:
         journal.event(
             "exact",
-            "exact: sums along one tree over the micro-batches of a step;"
+            "exact: gradients are added along one tree over the micro-batches of a step;"
             f" {world.compute_deterministically()}",
         )
 
@@ -297,147 +308,6 @@ def say_resumed(
     ):
         journal.event(
             "moved",
-            f"the bits may differ from those of a run that stayed where it was: {difference}",
+            f"warning: this machine differs, so the bits may differ as well: {difference}",
             step=found.step,
         )
-
-
-_REDRAW_SECONDS = 0.1
-_LINE_SECONDS = 10.0
-
-
-class Progress(Protocol):
-    """Shows one training."""
-
-    def say(self, line: str) -> None: ...
-    def step(self, record: Mapping[str, Any]) -> None: ...
-    def close(self) -> None: ...
-
-
-def progress(steps: int | None, epochs: int | None) -> Progress:
-    """For a training of that many optimizer steps (None: nobody knows): a bar if stderr is a
-    terminal, else lines.
-    """
-    return Live(steps, epochs) if sys.stderr.isatty() else Plain(steps, epochs)
-
-
-class Plain:
-    """Lines, at most one every ten seconds besides what is said."""
-
-    def __init__(self, steps: int | None, epochs: int | None, out: TextIO | None = None) -> None:
-        """`out`: where they go; None: stderr."""
-        self._steps, self._epochs, self._out = steps, epochs, out
-        self._began = self._shown = time.monotonic()
-
-    def say(self, line: str) -> None:
-        print(line, file=self._out or sys.stderr, flush=True)
-
-    def step(self, record: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        if now - self._shown >= _LINE_SECONDS:
-            self._shown = now
-            self.say(
-                f"{where(record, self._steps, self._epochs)}:"
-                f" {describe(record, self._steps, now - self._began)}"
-            )
-
-    def close(self) -> None:
-        pass
-
-
-class Live:
-    """One line that is redrawn; what is said stands above it. A log that copies the terminal
-    gets the plain lines in its place.
-    """
-
-    def __init__(self, steps: int | None, epochs: int | None) -> None:
-        from rich.console import Console  # only on a terminal: it takes a while
-        from rich.file_proxy import FileProxy
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bars
-
-        self._steps, self._epochs = steps, epochs
-        error = sys.stderr
-        self._log = Plain(steps, epochs, error.copy) if isinstance(error, Tee) else None
-        self._console = (
-            Console(file=error.stream) if isinstance(error, Tee) else Console(stderr=True)
-        )
-        self._tees = [
-            each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()
-        ]
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[state]}", markup=False),
-        )
-        # then rich has what others print stand above the bar, else it is done here, and copied
-        theirs = self._log is None
-        self._bars = Bars(
-            *columns,
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=theirs,
-            redirect_stderr=theirs,
-        )
-        self._bar = self._bars.add_task("starting", total=steps, state="")
-        self._began = time.monotonic()
-        self._drawn = 0.0
-        self._bars.start()
-        for each in self._tees:
-            each.stream = FileProxy(self._console, each.stream)
-
-    def say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if self._log is not None:
-            self._log.say(line)
-
-    def step(self, record: Mapping[str, Any]) -> None:
-        if self._log is not None:
-            self._log.step(record)
-        now = time.monotonic()
-        if now - self._drawn < _REDRAW_SECONDS and record["step"] != self._steps:
-            return
-        self._drawn = now
-        state = describe(record, self._steps, now - self._began)
-        self._bars.update(
-            self._bar,
-            completed=record["step"],
-            description=where(record, self._steps, self._epochs),
-            state=state,
-        )
-        self._bars.refresh()
-
-    def close(self) -> None:
-        self._bars.stop()
-        for each in self._tees:
-            each.flush()
-            each.stream = each.stream.rich_proxied_file
-
-
-def of(done: int, total: int | None) -> str:
-    """`3/12`, and `3` where nobody knows how many there are."""
-    return f"{done}/{total}" if total is not None else str(done)
-
-
-def where(record: Mapping[str, Any], steps: int | None, epochs: int | None) -> str:
-    return f"epoch {of(record['epoch'], epochs)}, step {of(record['step'], steps)}"
-
-
-def describe(record: Mapping[str, Any], steps: int | None, elapsed: float) -> str:
-    """A step in a few words: "loss 0.1234, 5,210 samples/s, 12 s left", if the rest goes as what
-    is done went in `elapsed` seconds.
-    """
-    done = record["step"]
-    left = "" if steps is None else f", {clock((steps - done) * elapsed / done)} left"
-    return f"loss {record['loss']:.4f}, {record['samples_per_s']:,.0f} samples/s{left}"
-
-
-def clock(seconds: float) -> str:
-    """12 s, 3:05, 2:03:05."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    minutes, rest = divmod(whole, 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -15,10 +15,11 @@ from lockstep.config.task import Task
 from lockstep.data.windows import ENDLESS, Window
 from lockstep.errors import LockstepError, Preempted
 from lockstep.step.forward import matmul_precision
-from lockstep.training.anatomy import AnatomyFile, begins
+from lockstep.training.anatomy import AnatomyFile, begins, starts
 from lockstep.training.assembled import AssembledTraining
 from lockstep.training.journal import Journal, mesh_in_words, say_resumed, say_start
 from lockstep.training.loggers import LoggedRun, Loggers, hyper_parameters
+from lockstep.training.progress import Facts
 from lockstep.training.result import Result
 from lockstep.training.run_directory import RunDirectory
 from lockstep.training.saving import Untimed
@@ -78,11 +79,16 @@ class Training(AssembledTraining):
                 self.task,
                 self.world,
                 self.directory,
-                steps=self.length.steps,
                 epochs=self.length.epochs,
                 says_skips=self.precision == "fp16",  # without a loss scale the Stepper warns
                 sent=lambda: self.stepper.bytes_sent,
                 loggers=loggers,
+                facts=Facts(
+                    self.length.steps,
+                    self.length.epochs,
+                    starts=0 if self.directory is None else starts(self.directory.path),
+                    newest=lambda: self.saves.newest,
+                ),
             )
         except BaseException:
             if loggers is not None:
@@ -158,7 +164,7 @@ class Training(AssembledTraining):
         before, now = self._ranks, self.world.size
         if now == before:
             return
-        line = f"{before - now} of {before} ranks died: the rest go on without"
+        line = f"{before - now} of {before} ranks died: the other {now} continue"
         journal.event("gone on", line, step=self.stepper.steps, workers=now)
         self._ranks = now
         self.evaluation = self.new_evaluation()
@@ -168,13 +174,13 @@ class Training(AssembledTraining):
         """All ranks were asked to stop, and are here."""
         steps, command = self.stepper.steps, self.saves.stop(self.state)
         then = (
-            f"saved: {command} goes on"
+            f"saved: resume with {command}"
             if command
             else "nothing is saved: there is no run directory"
         )
         journal.event(
             "preempted",
-            f"stopped as asked after step {steps}{self.length.of_steps}, {then}",
+            f"stopped after step {steps}{self.length.of_steps}, {then}",
             step=steps,
         )
         raise Preempted(steps, command is not None)
@@ -186,6 +192,7 @@ class Training(AssembledTraining):
         if self.evaluation is None:
             return
         began = time.perf_counter()
+        journal.evaluating()
         self.reached.unevaluated = epoch
         with self.average.evaluated(self.forward):
             metrics = self.evaluation()

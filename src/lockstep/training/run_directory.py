@@ -78,6 +78,12 @@ class RunDirectory:
         self._identity = _identity(self._lock_file if lock is None else lock)
 
     @property
+    def shown(self) -> str:
+        """As it can be typed here: relative where it lies below the working directory."""
+        relative = os.path.relpath(self.path)
+        return str(self.path.absolute()) if relative.startswith("..") else relative
+
+    @property
     def begun(self) -> bool:
         """Whether a training has begun here, and not come to its end."""
         return self.metrics.exists() and not self.result.exists()

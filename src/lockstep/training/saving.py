@@ -5,7 +5,6 @@ steps took, the result.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +49,11 @@ class Unsaved:
     """Of a training without a run directory: nothing is kept."""
 
     path: Path | None = None
+
+    @property
+    def newest(self) -> tuple[int, float] | None:
+        """On rank 0: the step of the newest whole checkpoint, and when it was there (time.time())."""
+        return None
 
     def resume(self, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
         """Have the Stepper and the Loader go on from the newest whole checkpoint; None where
@@ -106,6 +110,10 @@ class Saving(Unsaved):
             run.checkpoints, stepper, loader, every=every, remote=remote, guard=run.check
         )
 
+    @property
+    def newest(self) -> tuple[int, float] | None:
+        return self._checkpoints.newest
+
     def resume(self, check: Callable[[Checkpoint], None]) -> Checkpoint | None:
         return self._checkpoints.resume(check=check)
 
@@ -129,9 +137,7 @@ class Saving(Unsaved):
 
     def stop(self, state: State) -> str | None:
         self.end(state())
-        relative = os.path.relpath(self._run.path)
-        path = str(self._run.path.absolute()) if relative.startswith("..") else relative
-        return f"the same command with --run {shlex.quote(path)}"
+        return f"the same command and --run {shlex.quote(self._run.shown)}"
 
     def end(self, state: Mapping[str, Any]) -> Path | None:
         self._checkpoints.save(state)

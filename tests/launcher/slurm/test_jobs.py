@@ -64,7 +64,7 @@ def test_preempted_requeued_and_the_same_bits(slurm: Cluster, tmp_path: Path) ->
     assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log.read_text()
     last = log.read_text().splitlines()[-1]
     assert last.startswith("digits: ")
-    assert "stopped as asked after step " in log.read_text()
+    assert "stopped after step " in log.read_text()
     assert "resumed from step " in log.read_text()
     assert "Traceback" not in log.read_text()
     assert [record["step"] for record in records(run, "step")] == list(range(1, 61))

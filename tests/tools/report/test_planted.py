@@ -48,7 +48,7 @@ def test_the_rank_and_the_phase_are_named(phase: str, data: st.DataObject) -> No
     assert found.stragglers[0].mine - found.stragglers[0].others == pytest.approx(
         0.2, abs=0.5 * base[phase]
     )
-    assert f"waiting for rank {who} (its {WORDS[phase]}" in found.sentences()[0]
+    assert f"waiting for rank {who} (its {WORDS[phase]}" in found.reasons()[0]
 
 
 @settings(max_examples=15)

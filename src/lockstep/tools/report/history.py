@@ -21,6 +21,7 @@ _POINTS = 400
 """In one curve: more than a phone or a sheet of paper shows."""
 _TABLED = 12
 _METRICS = 6
+_OF_STEPS = {"lr": "Learning rate", "grad_norm": "Gradient norm"}
 _COLOURS = ("var(--accent)", "var(--second)")
 Curve = Sequence[tuple[int, float]]
 """Steps and values."""
@@ -38,7 +39,7 @@ def curves(recorded: Recorded) -> Section:
     figures = [
         _figure(
             "Loss",
-            f"Loss over steps: of the whole global batch, before its update.{each}",
+            f"The loss of each global batch before its update.{each}",
             losses,
             "loss",
         )
@@ -52,16 +53,21 @@ def curves(recorded: Recorded) -> Section:
         figures.append(
             _figure(
                 name,
-                f"{name} of each evaluation, over steps.",
+                f"{name} in each evaluation.",
                 {"evaluation": _evaluated(recorded, name)},
                 "",
             )
         )
-    caption = f"Samples a second of all ranks, over steps; evaluations are left out.{each}"
+    caption = f"Samples a second over all ranks, without evaluations.{each}"
     figures.append(_figure("Throughput", caption, {"training": speed}, "samples/s", from_zero=True))
+    for name, title in _OF_STEPS.items():
+        points = _curve(recorded, name)
+        if len({value for _, value in points if math.isfinite(value)}) > 1:
+            points, _ = thinned(points, _POINTS)
+            figures.append(_figure(title, f"{title} of each step.{each}", {"training": points}, ""))
     left = len(names) - _METRICS
     text = [f"{left} more metrics are in metrics.jsonl."] if left > 0 else []
-    return Section("curves", "Training", text, figures)
+    return Section("curves", "Training", text, figures, folded=False)
 
 
 def thinned(curve: Curve, points: int) -> tuple[Curve, int]:
@@ -79,7 +85,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _curve(recorded: Recorded, name: str) -> Curve:
-    return [(int(record["step"]), number(record[name])) for record in recorded.steps]
+    return [(int(record["step"]), number(record.get(name))) for record in recorded.steps]
 
 
 def _evaluated(recorded: Recorded, name: str) -> Curve:
@@ -115,7 +121,9 @@ def _figure(
             [f"{name} {unit or title}", f"{curve[place][0]}", f"{curve[place][1]:.5g}"]
             for place in chosen
         ]
-    return Illustration(title, plot.inside(), caption, Numbers(title, ["", "step", "value"], rows))
+    return Illustration(
+        title, plot.inside(), caption, Numbers(title, ["curve", "step", "value"], rows)
+    )
 
 
 _ROWS = 50
@@ -141,15 +149,15 @@ def checks(recorded: Recorded, judged: Judged | None) -> Section:
         least, most = milliseconds(min(times)), milliseconds(max(times))
         each = least if least == most else f"{least} to {most}"
         text.append(
-            f"Lockstep's own checks took {each} ms a step, {100 * share:.1f} % of the ranks' time."
+            f"Lockstep's own checks took {each} ms a step: {100 * share:.1f} % of the ranks' time."
         )
     skipped = sum(event["event"] == "step skipped" for event in recorded.events)
     if skipped:
         text.append(
-            f"{skipped} step{'s were' if skipped > 1 else ' was'} skipped: the reasons are among"
-            " the events above."
+            f"{skipped} step{'s were' if skipped > 1 else ' was'} skipped. The table of events says"
+            " why."
         )
-    return Section("checks", "What checks cost", text)
+    return Section("checks", "Cost of checks", text)
 
 
 def _generations(recorded: Recorded) -> Numbers:
@@ -192,8 +200,8 @@ def _ended(generation: Generation, under_way: bool) -> str:
     missing = f"; {ranks(generation.missing)} left no file" if generation.missing else ""
     killed = [rank for rank, lane in generation.lanes.items() if not lane.ended]
     if not killed:
-        return f"as it should{missing}"
-    return f"{'under way' if under_way else f'without a word of {ranks(killed)}'}{missing}"
+        return f"normally{missing}"
+    return f"{'under way' if under_way else f'{ranks(killed)} left no end'}{missing}"
 
 
 def _events(recorded: Recorded) -> Numbers:
@@ -202,7 +210,7 @@ def _events(recorded: Recorded) -> Numbers:
     left = len(recorded.events) - len(found)
     rows = [[str(event["event"]), str(event.get("step", "")), _line(event)] for event in found]
     caption = f"Events{f'; {left} earlier ones are in metrics.jsonl' if left else ''}"
-    return Numbers(caption, ["event", "step", ""], rows)
+    return Numbers(caption, ["event", "step", "what"], rows)
 
 
 def _line(event: Any) -> str:
@@ -234,4 +242,4 @@ def _checkpoints(run: Path) -> Numbers:
                 "best" if folder.name == best else "",
             ]
         )
-    return Numbers("Checkpoints that are kept", ["checkpoint", "step", "size", ""], rows)
+    return Numbers("Checkpoints", ["checkpoint", "step", "size", "mark"], rows)

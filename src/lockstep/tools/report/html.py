@@ -41,6 +41,8 @@ class Section:
     """Paragraphs, plain."""
     figures: Sequence[Illustration] = ()
     tables: Sequence[Numbers] = ()
+    folded: bool = True
+    """Whether only its title is seen at first; on paper all is."""
 
     @property
     def empty(self) -> bool:

@@ -33,7 +33,7 @@ def section(anatomy: Anatomy | None) -> Section:
         _figure(each, _aligned(found, steps[each], behind), what) for each, what in shown.items()
     ]
     text = (
-        "Every recorded step is in timeline.json; open it with ui.perfetto.dev or chrome://tracing."
+        "timeline.json holds every recorded step. Open it in ui.perfetto.dev or chrome://tracing."
     )
     return Section("buckets", "Inside a step", [text], figures)
 
@@ -58,7 +58,7 @@ def _chosen(seconds: Mapping[int, float]) -> dict[int, str]:
     middle = statistics.median_low([seconds[number] for number in numbers])
     usual = next(number for number in numbers if seconds[number] == middle)
     slowest = max(numbers, key=lambda number: seconds[number])
-    return {usual: "a usual one", **({slowest: "the slowest recorded"} if slowest != usual else {})}
+    return {usual: "a typical one", **({slowest: "the slowest"} if slowest != usual else {})}
 
 
 def _aligned(
@@ -92,6 +92,7 @@ def _figure(number: int, step: Step, what: str) -> Illustration:
         if done is not None
     ]
     legend = {NAMES[phase]: colour(phase) for phase in SHOWN if phase in seen}
+    legend["bucket"] = colour("bucket")
     plot = Plot((0, max(ends)), "ms", rows=[*lines], row_height=40, legend=legend)
     for row, line in enumerate(lines.values()):
         for phase, began, ended in line.spans:
@@ -99,11 +100,12 @@ def _figure(number: int, step: Step, what: str) -> Illustration:
                 plot.bar(began, ended, row + 0.08, 0.4, colour(phase))
         _buckets(plot, row, line)
     left = (
-        f" Of {len(step)} ranks the first {len(ranks)} are shown." if len(step) > len(ranks) else ""
+        f" Shown are the first {len(ranks)} of {len(step)} ranks." if len(step) > len(ranks) else ""
     )
     caption = (
-        f"Step {number}, {what}. Above: the rank's phases; below: its buckets of gradients, from"
-        f" when each left the rank until its sum was there.{left}"
+        f"Step {number} is {what} of those recorded. The upper bar is the rank's phases. The lower"
+        " one is its gradient buckets, each from when the rank sends it until its sum is"
+        f" there.{left}"
     )
     return Illustration(f"Step {number}", plot.inside(), caption, _table(lines))
 
@@ -115,7 +117,7 @@ def _buckets(plot: Plot, row: int, line: StepsLine) -> None:
         if done is None:
             continue
         top = row + 0.52 + place * height
-        plot.bar(left, done, top, height, colour("moving"), stroke="var(--paper)")
+        plot.bar(left, done, top, height, colour("bucket"), stroke="var(--paper)")
         if len(line.buckets) <= 3:
             plot.inscribed(left, top + height / 2, str(index))
 
@@ -126,15 +128,15 @@ def _table(lines: Mapping[str, StepsLine]) -> Numbers:
         backward = [ended for phase, _, ended in line.spans if phase == "backward"]
         over = f"{max(backward):.2f}" if backward else "-"
         for index, left, done in line.buckets:
-            there = "not known" if done is None else f"{done:.2f}"
+            there = "unknown" if done is None else f"{done:.2f}"
             rows.append([f"{name}, bucket {index}", f"{left:.2f}", there, over])
-    head = ["", "left", "sum was there", "backward was over"]
+    head = ["bucket", "sent", "sum there", "backward ended"]
     return Numbers("Milliseconds after the step began", head, rows)
 
 
 SHOWN = ("data", "forward", "backward", "moving", "waits", "optimizer", "checks", "other")
 """Phases in the page's order, each a colour of style.css."""
-NAMES = {phase: phase for phase in SHOWN} | {"moving": "sending, adding", "waits": "waiting"}
+NAMES = {phase: phase for phase in SHOWN} | {"moving": "all-reduce", "waits": "waiting"}
 _MOST = 32
 """Ranks in one figure."""
 _NUMBERED = 8
@@ -156,25 +158,26 @@ def _bars(rows: Sequence[str], unit: str, parts: Mapping[str, tuple[str, Sequenc
     legend = {name: colour(phase) for name, (phase, _) in parts.items()}
     plot = Plot((0, longest), unit, rows=rows, legend=legend)
     begins = [0.0] * len(rows)
-    for phase, lengths in parts.values():
+    for name, (phase, lengths) in parts.items():
         for row, length in enumerate(lengths):
-            plot.bar(begins[row], begins[row] + length, row + 0.15, 0.7, colour(phase))
-            begins[row] += length
+            begin, begins[row] = begins[row], begins[row] + length
+            plot.bar(begin, begins[row], row + 0.15, 0.7, colour(phase), stroke="var(--paper)")
+            if plot.x(begins[row]) - plot.x(begin) > 5 * len(name) + 4:
+                plot.inscribed(begin, row + 0.5, name)
     return plot.inside()
 
 
 def times(judged: Judged | None) -> Section:
     """Empty where nothing was recorded."""
     if judged is None:
-        return Section("ranks", "Where the time went")
+        return Section("ranks", "Time by rank")
     figures = [_phases(judged)]
     if sum(judged.lost_to.values()) > 0:
         figures.append(_waits(judged))
     one, several = f"step {judged.first}", f"steps {judged.first} to {judged.last}"
     over = one if judged.first == judged.last else several
-    left_out = "the first steps warm up and are left out, as are evaluations and checkpoints."
-    text = [f"Means over {over} of one stretch; {left_out}"]
-    return Section("ranks", "Where the time went", text, figures)
+    text = [f"Means over {over}, without evaluations and checkpoints."]
+    return Section("ranks", "Time by rank", text, figures, folded=False)
 
 
 def _drawn(judged: Judged) -> dict[int, str]:
@@ -184,13 +187,18 @@ def _drawn(judged: Judged) -> dict[int, str]:
     numbers = list(judged.places)
     if len(numbers) > _MOST:
         numbers = sorted([number for number in judged.lost_to if number in judged.places][:_MOST])
-    what = "rank" if judged.mesh is None else "replica"
-    return {number: f"{what} {number}" for number in numbers}
+    return {number: f"{_what(judged)} {number}" for number in numbers}
+
+
+def _what(judged: Judged) -> str:
+    return "rank" if judged.mesh is None else "replica"
 
 
 def _left_out(judged: Judged, shown: Mapping[int, str]) -> str:
     left = len(judged.places) - len(shown)
-    return f" The {len(shown)} that were waited for most are shown, {left} are not." if left else ""
+    return (
+        f" Shown are the {len(shown)} that others waited for most; {left} are not." if left else ""
+    )
 
 
 def _phases(judged: Judged) -> Illustration:
@@ -204,14 +212,18 @@ def _phases(judged: Judged) -> Illustration:
     ]
     rows = [list(map(_milliseconds, row)) for row in zip(*columns, strict=True)]
     table = Numbers(
-        "Milliseconds a step", ["", *NAMES.values(), "step", "hidden"], _named(shown.values(), rows)
+        "Milliseconds a step",
+        [_what(judged), *NAMES.values(), "step", "hidden"],
+        _named(shown.values(), rows),
     )
     caption = (
-        "Mean step of each rank by phase, in milliseconds. Communication that went on behind the"
-        " computation is in no bar; what was not hidden is sending, adding, and"
-        f" waiting.{_left_out(judged, shown)}"
+        "The mean step of each rank by phase, in milliseconds. Communication behind computation"
+        " costs no time and is not drawn."
+        f"{_left_out(judged, shown)}"
     )
-    return Illustration("Step anatomy", _bars([*shown.values()], "ms a step", bars), caption, table)
+    return Illustration(
+        "A step of each rank", _bars([*shown.values()], "ms a step", bars), caption, table
+    )
 
 
 def _named(names: Iterable[str], rows: Iterable[Iterable[str]]) -> list[list[str]]:
@@ -219,7 +231,7 @@ def _named(names: Iterable[str], rows: Iterable[Iterable[str]]) -> list[list[str
 
 
 def _milliseconds(seconds: float | None) -> str:
-    return "not known" if seconds is None else milliseconds(seconds)
+    return "unknown" if seconds is None else milliseconds(seconds)
 
 
 def _waits(judged: Judged) -> Illustration:
@@ -232,7 +244,7 @@ def _waits(judged: Judged) -> Illustration:
         for place, number in enumerate(shown)
         if place % max(1, count // 16) == 0
     }
-    unit = "was waited for by the rank on the left, ms a step"
+    unit = "waited for this rank, ms a step"
     plot = Plot((0, count), unit, rows=names, row_height=19, numbers=below)
     for row, line in enumerate(waited):
         for column, time in enumerate(line):
@@ -244,10 +256,11 @@ def _waits(judged: Judged) -> Illustration:
             if count <= _NUMBERED and row != column:
                 plot.said(column + 0.5, row + 0.5, milliseconds(time))
     rows = _named(names, (map(milliseconds, line) for line in waited))
-    table = Numbers("Milliseconds a step that the row waited for the column", ["", *names], rows)
+    caption = "Milliseconds a step that the row waited for the column"
+    table = Numbers(caption, [_what(judged), *names], rows)
     what = (
-        "Who waited for whom, in milliseconds a step: only for a rank that came later, not for the"
-        " network."
+        "How long the rank on the left waited for the rank below, in milliseconds a step. Waits for"
+        " the network are left out."
     )
     return Illustration(
         "Who waited for whom", plot.inside(), what + _left_out(judged, shown), table
@@ -269,11 +282,11 @@ def memory(anatomy: Anatomy | None) -> Section:
     known = [part for part in _PARTS if any(drawn[part])] or ["parameters"]
     svg = _bars([*shown], "MiB", {part: (_PARTS[part], drawn[part]) for part in known})
     rows = [list(map(_mib, row)) for row in zip(*size_of.values(), strict=True)]
-    table = Numbers("MiB", ["", *size_of], _named(shown, rows))
-    more = f" The first {len(shown)} of {len(found)} ranks." if len(found) > len(shown) else ""
+    table = Numbers("MiB", ["rank", *size_of], _named(shown, rows))
+    more = f" Shown are the first {len(shown)} of {len(found)} ranks."
     caption = (
-        "What each rank holds, in MiB. A part that the device does not tell is not drawn; peak is"
-        f" of the whole process or device.{more}"
+        "What each rank holds, in MiB. The peak is of the whole process, or of its GPU."
+        f"{more if len(found) > len(shown) else ''}"
     )
     return Section(
         "memory", "Memory", figures=[Illustration("Memory by rank", svg, caption, table)]
@@ -282,5 +295,5 @@ def memory(anatomy: Anatomy | None) -> Section:
 
 def _mib(size: int | None) -> str:
     if size is None:
-        return "not known"
+        return "unknown"
     return f"{size / _MIB:.2f}" if size < 100 * _MIB else f"{size / _MIB:,.0f}"

@@ -1,4 +1,4 @@
-"""What a verdict is about: the steps after the warm-up, and each rank's time in them."""
+"""The steps after the warm-up, and each rank's time in them: what a verdict is made from."""
 
 from __future__ import annotations
 

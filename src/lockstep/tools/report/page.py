@@ -1,15 +1,19 @@
-"""`lockstep report`: all sections on one page, the settings among them; and the same as JSON."""
+"""`lockstep report`: what to do, why, and the details, on one page; and the same as JSON."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import isnan
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.knob import knobs
 from lockstep.config.settings import Settings
+from lockstep.data.windows import counted
 from lockstep.errors import UsageError
-from lockstep.tools.recorded import Recorded
+from lockstep.tools.recorded import Recorded, number
 from lockstep.tools.report import history, inside_step
 from lockstep.tools.report.html import Numbers, Section, render
 from lockstep.tools.report.judged import Judged, RankTimes, judged
@@ -21,24 +25,45 @@ from lockstep.training.tuned import Tuned
 FILE = "report.html"
 
 
-def page(recorded: Recorded, sentences: Sequence[str]) -> str:
-    """`sentences`: the verdict, on top."""
-    found = _judged(recorded)
+NO_ANATOMY = (
+    "This run has no record of its steps' times (RUN/anatomy/). An earlier version trained it."
+)
+NO_STEP = "No step was recorded yet, so there is nothing to judge."
+
+
+def told(recorded: Recorded, found: Verdict | None) -> tuple[Sequence[str], Sequence[str]]:
+    """What to do, and why, in sentences."""
+    if found is not None:
+        return found.actions(), found.reasons()
+    return [], [NO_ANATOMY if recorded.anatomy is None else NO_STEP]
+
+
+def page(recorded: Recorded, found: Verdict | None) -> str:
+    """`found`: what is said on top."""
+    places = _judged(recorded)
+    actions, reasons = told(recorded, found)
     sections = [
+        inside_step.times(places),
         history.curves(recorded),
-        inside_step.times(found),
         inside_step.section(recorded.anatomy),
         inside_step.memory(recorded.anatomy),
-        history.checks(recorded, found),
         history.history(recorded),
+        history.checks(recorded, places),
         settings_table(recorded),
+        Section(
+            "run", "The run", tables=[Numbers("On what it ran", ["fact", "value"], _run(recorded))]
+        ),
     ]
     return render(
         task=short_name(recorded.settings.task),
         run=recorded.run.resolve().name,
         state=recorded.state,
+        began=str(recorded.start.get("at", "")).replace("T", " ").replace("+00:00", " UTC"),
+        command=_command(recorded.settings),
         facts=_facts(recorded),
-        sentences=sentences,
+        actions=actions,
+        shares=[] if found is None else found.shares(),
+        reasons=reasons if found is None else found.notes,
         sections=[each for each in sections if not each.empty],
     )
 
@@ -51,27 +76,78 @@ def _judged(recorded: Recorded) -> Judged | None:
     )
 
 
+def _command(settings: Settings) -> str:
+    """One that trains the same: the options that are not the defaults."""
+    words = ["lockstep", "train", settings.task]
+    for name, each in knobs(Settings).items():
+        value = getattr(settings, name)
+        if value == each.default or name in _INSIDE:
+            continue
+        values = value if each.is_repeated else [value]
+        words += [word for one in values for word in (each.flags[0], str(one)) if one is not True]
+        words += [each.flags[0]] if value is True else []
+    for key, value in settings.overrides.items():
+        words += ["--set", f"{key}={value}"]
+    return shlex.join(words)
+
+
 def _facts(recorded: Recorded) -> list[tuple[str, str]]:
     """What a reader asks first."""
     result = recorded.result or {}
     last = recorded.steps[-1]["step"] if recorded.steps else None
     found = [
-        ("steps", result.get("steps", last)),
+        ("workers", result.get("workers", recorded.settings.workers)),
         ("epochs", result.get("epochs")),
-        ("workers", result.get("workers")),
+        ("steps", result.get("steps", last)),
     ]
     if isinstance(result.get("headline"), dict):
-        value = result["headline"].get("value")
-        found.append(
-            (
-                str(result["headline"].get("name")),
-                f"{value:.4f}" if isinstance(value, float) else value,
-            )
-        )
+        headline = result["headline"]
+        found.append((str(headline.get("name")), _short(headline.get("value"))))
     if isinstance(result.get("seconds"), int | float):
         found.append(("seconds", f"{result['seconds']:.1f}"))
-    found.append(("weights", str(result["sha256"])[:16] if "sha256" in result else None))
     return [(name, str(value)) for name, value in found if value is not None]
+
+
+def _run(recorded: Recorded) -> list[tuple[str, str]]:
+    """On what it ran, and with which numbers."""
+    start, begin = recorded.start, None
+    if recorded.anatomy is not None:
+        lanes = recorded.anatomy.generations[-1].lanes.values()
+        begin = recorded.anatomy.generations[-1].begin
+        hosts = ", ".join(dict.fromkeys(lane.begin.host for lane in lanes))
+    machine, versions = start.get("machine"), start.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    machine = machine if isinstance(machine, dict) else {}
+    found = {
+        "hosts": begin and f"{hosts} ({counted(begin.cores, 'core')} each)",
+        "processor": machine.get("processor"),
+        "GPU": machine.get("GPU"),
+        "versions": ", ".join(
+            f"{name} {version}"
+            for name, version in {**versions, "torch": machine.get("torch")}.items()
+            if version
+        ),
+        "threads a rank": begin and begin.threads,
+        "batch": begin and f"{begin.global_batch} samples, micro-batches of {begin.micro_batch}",
+        "seed": start.get("seed"),
+        "learning rate": _range(recorded, "lr"),
+        "gradient norm": _range(recorded, "grad_norm"),
+        "weights sha256": (recorded.result or {}).get("sha256"),
+    }
+    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _range(recorded: Recorded, name: str) -> str:
+    """`0.001`, or `0.0001 to 0.002, 0.0003 at the end`."""
+    known = [value for each in recorded.steps if not isnan(value := number(each.get(name)))]
+    if not known:
+        return ""
+    least, most = _short(min(known)), _short(max(known))
+    return least if least == most else f"{least} to {most}, {_short(known[-1])} at the end"
+
+
+def _short(value: Any) -> Any:
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def as_json(recorded: Recorded, verdict: Verdict | None) -> dict[str, Any]:
@@ -111,26 +187,23 @@ _INSIDE = ("grow", "grow_if_wanted", "settings_file")
 
 
 def settings_table(recorded: Recorded) -> Section:
-    """A row a setting."""
+    """A row for each setting that is no default; the others in a sentence."""
     begin = None if recorded.anatomy is None else recorded.anatomy.generations[-1].begin
     tuned = _tuned(recorded.settings)
     used = _used(recorded, begin)
-    rows = []
+    rows, defaults = [], []
     for each in fields(Settings):
         if each.name not in _INSIDE:
-            asked = getattr(recorded.settings, each.name)
-            rows.append(
-                [
-                    each.name,
-                    _shown(used.get(each.name, asked)),
-                    _origin(each.name, recorded.settings, used, tuned),
-                ]
-            )
+            value = _shown(used.get(each.name, getattr(recorded.settings, each.name)))
+            origin = _origin(each.name, recorded.settings, used, tuned)
+            if origin == "default" or value == "-":
+                defaults.append(each.name if value == "-" else f"{each.name} {value}")
+            else:
+                rows.append([each.name, value, origin])
     line = recorded.start.get("line")
     text = [str(line)] if line else []
-    table = Numbers(
-        "Settings, what they came to, and from where", ["setting", "value", "from"], rows
-    )
+    text.append(f"Defaults: {', '.join(defaults)}.")
+    table = Numbers("Settings that are no defaults", ["setting", "value", "from"], rows)
     return Section("settings", "Settings", text, tables=[table])
 
 
@@ -160,10 +233,10 @@ def _origin(
         return (
             "the task"
             if name != "epochs" or settings.steps is None
-            else "not used: steps are given"
+            else "not used: steps were given"
         )
     if name in used and used[name] != asked:
-        return "derived here" if asked is None else f"derived here from {asked}"
+        return "chosen here" if asked is None else f"chosen here ({asked})"
     return "default"
 
 

@@ -65,14 +65,15 @@ class Straggler:
     """The median of the other places'."""
 
     def named(self, found: Judged) -> str:
-        """`rank 3 (its loader: 212 ms against 11)`."""
+        """`rank 3 (its loader: 212 ms a step, others 11)`."""
+        return f"{found.name(self.place)} ({self.why(found)})"
+
+    def why(self, found: Judged) -> str:
         if self.cause == "work":
-            why = f"{self.mine:.3g} micro-batches a step against {self.others:.3g}"
-        else:
-            shared = self.cause == "network" and found.begin.reduction.startswith(SHARED)
-            what = "its part of the sums" if shared else _CAUSES[self.cause][1]
-            why = f"{what}: {milliseconds(self.mine)} ms against {milliseconds(self.others)}"
-        return f"{found.name(self.place)} ({why})"
+            return f"{self.mine:.3g} micro-batches a step, others {self.others:.3g}"
+        shared = self.cause == "network" and found.begin.reduction.startswith(SHARED)
+        what = "its part of the all-reduce" if shared else _CAUSES[self.cause][1]
+        return f"{what}: {milliseconds(self.mine)} ms a step, others {milliseconds(self.others)}"
 
 
 def next_straggler(judged: Judged, named: Sequence[Straggler]) -> Straggler | None:
@@ -149,7 +150,7 @@ _LEAST = 0.05
 _LEAST_OTHER = 0.15
 """The same for what changes the training."""
 _MOST_LOADERS = 16
-_MOST = 3
+MOST = 3
 """Advice in one verdict."""
 _BUCKETS = 4
 """Parts of which the last cannot be hidden."""
@@ -164,7 +165,7 @@ class Advice:
     gain: float | None
     """Share of samples/s that it would bring; None where nothing can be computed."""
     remark: str = ""
-    """What must be known before it is used."""
+    """What must be known before it is used; there where the gain is not known."""
     changes: bool = False
     """Whether it makes another training of it."""
 
@@ -173,15 +174,20 @@ class Advice:
         return self.gain is None or self.gain >= (_LEAST_OTHER if self.changes else _LEAST)
 
     def __str__(self) -> str:
-        about = ""
-        if self.gain is not None:
-            about = (
-                f"about +{100 * self.gain:.0f} %"
-                if self.gain < 1
-                else f"about {1 + self.gain:.2g} times as fast"
-            )
-        remarks = "; ".join(filter(None, (about, self.remark)))
-        return f"{self.option} ({remarks})" if remarks else self.option
+        """One sentence, with the gain that it would bring."""
+        if self.gain is None:
+            return f"Try {self.option}: {self.remark} ({UNKNOWN})."
+        return f"Use {self.option}: {gained(self.gain)}{self.remark and f'; {self.remark}'}."
+
+
+UNKNOWN = "gain unknown: measure it"
+
+
+def gained(gain: float, about: str = "about") -> str:
+    """In words, for a share of samples/s."""
+    return f"{about} " + (
+        f"{100 * gain:.0f} % faster" if gain < 1 else f"{1 + gain:.2g} times as fast"
+    )
 
 
 class Case:
@@ -235,7 +241,7 @@ def advice(judged: Judged, behind: Sequence[Straggler], settings: Settings | Non
     found = [
         each for each in (rule(case) for rule in _RULES) if each is not None and each.is_worth_it
     ]
-    return sorted(found, key=lambda each: -(each.gain or 0.0))[:_MOST]
+    return sorted(found, key=lambda each: -(each.gain or 0.0))[:MOST]
 
 
 def crowded(judged: Judged) -> dict[str, tuple[int, int, int]]:
@@ -257,9 +263,9 @@ def _cores(case: Case) -> Advice | None:
         return None
     ((ranks, threads, cores),) = hosts.values()
     if ranks > cores:
-        return Advice(f"--workers {cores}", None, "a core for each")
+        return Advice(f"--workers {cores}", None, "each worker then has a core of its own")
     return Advice(
-        f"--threads {cores // ranks}", None, f"{ranks} x {threads} threads share {cores} cores"
+        f"--threads {cores // ranks}", None, f"{ranks} x {threads} threads now share {cores} cores"
     )
 
 
@@ -275,7 +281,7 @@ def _loader(case: Case) -> Advice | None:
         return None
     if case.begin.device != "cpu" or max(case.ranks_on.values()) < case.begin.cores:
         return Advice(option, gain)
-    remark = "if the loader waits for storage: no core is free for it"
+    remark = "no core is free for it, so it helps only a loader that waits for storage"
     return Advice(option, None, remark) if gain >= _LEAST_OTHER else None
 
 
@@ -335,7 +341,7 @@ def _compress(case: Case) -> Advice | None:
     hidden = min(place.hidden_each or 0.0 for place in case.places)
     gain = case.less(case.sums - max(0.0, (case.sums + hidden) / 2 - hidden))
     return (
-        Advice("--compress bf16", gain, "gradients are rounded", changes=True)
+        Advice("--compress bf16", gain, "it rounds gradients", changes=True)
         if case.may_change
         else None
     )
@@ -344,7 +350,7 @@ def _compress(case: Case) -> Advice | None:
 def _less_often(case: Case) -> Advice | None:
     gain = case.less(case.sums * 7 / 8)
     return (
-        Advice("--sync-every 8", gain, "another training", changes=True)
+        Advice("--sync-every 8", gain, "it changes what is trained", changes=True)
         if case.may_change
         else None
     )
@@ -353,7 +359,7 @@ def _less_often(case: Case) -> Advice | None:
 def _larger_batch(case: Case) -> Advice | None:
     if case.sums == 0:
         return None
-    remark = "half as many sums; another training"
+    remark = "it halves the number of all-reduces, and changes what is trained"
     return Advice(
         f"a global batch of {2 * case.begin.global_batch}",
         case.less(case.sums / 2),

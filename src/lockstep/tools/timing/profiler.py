@@ -292,13 +292,12 @@ def _records(training: Training) -> Iterator[Callable[[Window, StepResult], None
     with TemporaryDirectory(prefix="lockstep-profile-") as folder:
         directory = RunDirectory(Path(folder))
         told: dict[str, Any] = {
-            "steps": None,
             "epochs": None,
             "says_skips": False,
             "sent": lambda: training.stepper.bytes_sent,
         }
         with (
-            Journal(task, training.world, directory, **told, screen=False) as journal,
+            Journal(task, training.world, directory, **told) as journal,
             AnatomyFile(
                 directory.path, training.stepper, begins(training.stepper, task, training.settings)
             ) as anatomy,

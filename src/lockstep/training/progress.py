@@ -1,0 +1,258 @@
+"""What rank 0 shows of a training on stderr: a bar on a terminal, plain lines anywhere else, with
+the same facts.
+
+The bar is one row, redrawn by `step` itself at most ten times a second: it needs no thread, and
+what other processes write to the terminal stays readable. Facts that do not fit beside it take
+turns.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TextIO
+
+from lockstep.launcher.logs import Tee
+from lockstep.runtime.step_clock import StepTimes
+
+_REDRAW_SECONDS = 0.1
+_LINE_SECONDS = (10.0, 60.0)
+_LINES_SHARE = 1 / 60
+"""Of the time since the start: lines come every 10 s at first, every minute after an hour."""
+_TURN_SECONDS = 5.0
+_MEMORY_SECONDS = 10.0
+_BAR = (10, 40)
+"""Columns that the bar takes, at least and at most."""
+_SPARE = 5
+"""Columns between the parts, and at the end, where a terminal writes the ^C of Ctrl-C."""
+
+
+class Facts:
+    """What is known of a training so far, in words. Costs a few microseconds a step."""
+
+    def __init__(
+        self,
+        steps: int | None,
+        epochs: int | None,
+        *,
+        starts: int = 0,
+        newest: Callable[[], tuple[int, float] | None] = lambda: None,
+    ) -> None:
+        """`steps` and `epochs`: how long the training is, None where nobody knows. `starts`: how
+        often it was started before. `newest()`: step of the newest checkpoint, and when it was
+        there (time.time()).
+        """
+        self.steps, self._epochs, self._starts, self._newest = steps, epochs, starts, newest
+        self.record: Mapping[str, Any] = {}
+        """The latest step's."""
+        self._first: tuple[float, int] | None = None
+        self._now = 0.0
+        self._samples = self._seconds = 0.0
+        self._exposed = self._timed = 0.0
+        self.doing = ""
+        """What the training does between two steps, where that may take long."""
+
+    def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
+        """Take in one step's record, and the times of the steps that became known with it."""
+        self.record, self._now, self.doing = record, time.monotonic(), ""
+        self._first = self._first or (self._now, record["step"])
+        samples = sum(record["samples_by_rank"])
+        seconds = samples / max(record["samples_per_s"], 1e-9)
+        fades = math.exp(-seconds / _MEMORY_SECONDS)
+        self._samples = self._samples * fades + samples
+        self._seconds = self._seconds * fades + seconds
+        for each in times:
+            self._exposed = self._exposed * fades + each.exposed
+            self._timed = self._timed * fades + each.seconds
+
+    def where(self) -> str:
+        """`epoch 2/12, step 30/276`."""
+        if not self.record:
+            return "before the first step"
+        epoch, step = of(self.record["epoch"], self._epochs), of(self.record["step"], self.steps)
+        return f"epoch {epoch}, step {step}"
+
+    def all(self) -> list[str]:
+        """The most important first; a fact that is not known is left out."""
+        found = [self.doing] if self.doing else []
+        if not self.record:
+            return found
+        if (left := self._left()) is not None:
+            found.append(f"{clock(left)} left")
+        found += [
+            f"loss {self.record['loss']:.4f}",
+            f"{self._samples / max(self._seconds, 1e-9):,.0f} samples/s",
+        ]
+        if self._timed and len(self.record["samples_by_rank"]) > 1:
+            found.append(f"communication {100 * self._exposed / self._timed:.0f} %")
+        if (newest := self._newest()) is not None:
+            step, when = newest
+            found.append(f"step {step} saved {clock(max(0.0, time.time() - when))} ago")
+        if self._starts:
+            found.append(f"{self._starts} restart{'s' * (self._starts > 1)}")
+        return found
+
+    def _left(self) -> float | None:
+        """Seconds, if the rest takes as long as the steps since this start did."""
+        done = self.record["step"]
+        if self.steps is None or self._first is None:
+            return None
+        began, first = self._first
+        if done == first:
+            return None if done < self.steps else 0.0
+        return (self.steps - done) * (self._now - began) / (done - first)
+
+
+class Progress(Protocol):
+    """Shows one training."""
+
+    def say(self, line: str) -> None: ...
+    def begin(self, what: str) -> None: ...
+    def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None: ...
+    def close(self) -> None: ...
+
+
+def progress(facts: Facts) -> Progress:
+    """A bar if stderr is a terminal that can redraw a row, else lines."""
+    redraws = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    return Live(facts) if redraws else Plain(facts)
+
+
+class Plain:
+    """Lines, at most one every ten seconds beside what is said."""
+
+    def __init__(self, facts: Facts, out: TextIO | None = None) -> None:
+        """`out`: where they go; None: stderr."""
+        self._facts, self._out = facts, out
+        self._began = self._shown = time.monotonic()
+
+    def say(self, line: str) -> None:
+        print(line, file=self._out or sys.stderr, flush=True)
+
+    def begin(self, what: str) -> None:
+        """Nothing is shown of that: the line of its end is soon enough."""
+
+    def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
+        self._facts.step(record, times)
+        self.show()
+
+    def show(self) -> None:
+        """Print a line if one is due."""
+        now, (least, most) = time.monotonic(), _LINE_SECONDS
+        if now - self._shown >= min(most, max(least, _LINES_SHARE * (now - self._began))):
+            self._shown = now
+            self.say(f"{self._facts.where()}: {', '.join(self._facts.all())}")
+
+    def close(self) -> None:
+        pass
+
+
+class Live:
+    """One row that is redrawn; what is said stands above it. A log that copies the terminal
+    gets the plain lines in its place.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        from rich.console import Console  # only on a terminal: it takes a while
+        from rich.file_proxy import FileProxy
+        from rich.live import Live as Row
+
+        class Terminal(Console):
+            def show_cursor(self, show: bool = True) -> bool:
+                return False  # hidden, it would stay hidden when this rank is killed
+
+        self._facts = facts
+        error = sys.stderr
+        self._log = Plain(facts, error.copy) if isinstance(error, Tee) else None
+        self._console = (
+            Terminal(file=error.stream) if isinstance(error, Tee) else Terminal(stderr=True)
+        )
+        self._tees = [
+            each for each in (sys.stdout, error) if isinstance(each, Tee) and each.isatty()
+        ]
+        # then rich has what others print stand above the bar, else it is done here, and copied
+        theirs = self._log is None
+        self._began, self._drawn = time.monotonic(), 0.0
+        self._row = Row(
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=theirs,
+            redirect_stderr=theirs,
+            get_renderable=self._drawing,
+        )
+        self._row.start(refresh=True)
+        for each in self._tees:
+            each.stream = FileProxy(self._console, each.stream)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if self._log is not None:
+            self._log.say(line)
+
+    def begin(self, what: str) -> None:
+        self._facts.doing = what
+        self._row.refresh()
+
+    def step(self, record: Mapping[str, Any], times: Sequence[StepTimes]) -> None:
+        self._facts.step(record, times)
+        if self._log is not None:
+            self._log.show()
+        now = time.monotonic()
+        if now - self._drawn < _REDRAW_SECONDS and record["step"] != self._facts.steps:
+            return
+        self._drawn = now
+        self._row.refresh()
+
+    def close(self) -> None:
+        self._row.stop()
+        for each in self._tees:
+            each.flush()
+            each.stream = each.stream.rich_proxied_file
+
+    def _drawing(self) -> Any:
+        from rich.text import Text
+
+        where, steps = self._facts.where(), self._facts.steps
+        room = self._console.width - len(where) - _BAR[0] - _SPARE
+        pages = in_pages(self._facts.all(), room)
+        page = pages[int((time.monotonic() - self._began) / _TURN_SECONDS) % len(pages)]
+        row = Text(where, no_wrap=True, overflow="ellipsis")
+        if steps:
+            least, most = _BAR
+            width = min(most, max(least, least + room - max(map(len, pages))))
+            done = width * self._facts.record.get("step", 0) // steps
+            row.append(f" {'━' * done}", "bar.complete")
+            rest = " " if self._console.no_color or self._console.color_system is None else "━"
+            row.append(rest * (width - done), "bar.back")
+        return row.append(f" {page}")
+
+
+def in_pages(facts: Sequence[str], width: int) -> list[str]:
+    """As few rows of that width as hold all facts, each fact whole; never none."""
+    pages: list[str] = [""]
+    for fact in facts:
+        longer = f"{pages[-1]}, {fact}" if pages[-1] else fact
+        if len(longer) <= width or not pages[-1]:
+            pages[-1] = longer
+        else:
+            pages.append(fact)
+    return pages
+
+
+def of(done: int, total: int | None) -> str:
+    """`3/12`, and `3` where nobody knows how many there are."""
+    return f"{done}/{total}" if total is not None else str(done)
+
+
+def clock(seconds: float) -> str:
+    """12 s, 3:05, 2:03:05."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
