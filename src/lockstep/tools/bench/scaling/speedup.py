@@ -60,7 +60,9 @@ class ScalingRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """What `lockstep.benchmark_scaling` found: `rows`, and what they were measured on."""
+    """What `lockstep.benchmark_scaling` found: `rows`, and what they were measured on. `describe()`
+    gives the table.
+    """
 
     task: str
     rows: Sequence[ScalingRow]
@@ -92,8 +94,14 @@ class Scaling:
         return "\n".join(lines)
 
     def plot(self, file: Path | str) -> None:
-        """Draw speedup and efficiency against workers: ideal, measured with its quartiles,
-        predicted. Raises UsageError without matplotlib.
+        """Draw speedup and efficiency against workers: ideal, measured with its quartiles, and
+        predicted.
+
+        Args:
+            file: .png or .svg.
+
+        Raises:
+            UsageError: matplotlib is not installed.
         """
         with picture(file, 2, 9, 3.8) as (figure, axes):
             for axis, what in zip(axes, ("speedup", "efficiency"), strict=True):
