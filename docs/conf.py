@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from sphinx.application import Sphinx
+
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS.parent / "src"), str(DOCS / "extensions")]
 
@@ -50,3 +52,13 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 copybutton_prompt_text = "$ "
 copybutton_only_copy_prompt_lines = True
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("doctree-read", without_table_of_errors)
+
+
+def without_table_of_errors(app: Sphinx, _: object) -> None:
+    """Leave the hundreds of codes out of every page's navigation: it is most of a build's time."""
+    if app.env.docname == "reference/errors":
+        app.env.metadata["reference/errors"]["tocdepth"] = 1
