@@ -18,8 +18,9 @@ import lockstep  # noqa: E402 # from this checkout
 
 project = "Lockstep"
 author = "The Lockstep authors"
+copyright = "the Lockstep authors, Apache License 2.0"
 version = release = lockstep.__version__
-html_title = f"Lockstep {version}"
+html_title = "Lockstep"
 
 extensions = [
     "myst_parser",
@@ -31,8 +32,9 @@ extensions = [
     "repository_files",
     "course",
 ]
-exclude_patterns = ["_build", "extensions", "static", "explore"]
+exclude_patterns = ["_build", "extensions", "static", "explore", "course/exercises", "course/solutions"]
 myst_heading_anchors = 4  # the anchors that GitHub gives
+smartquotes = False  # --run stays --run
 default_role = "py:obj"  # `name` in a docstring: code, and a link where it is a public name
 
 autodoc_member_order = "bysource"

@@ -28,9 +28,10 @@ def offer(app: Sphinx, name: str, content: list[str]) -> None:
 
 def copy_explorable_page(app: Sphinx, exception: Exception | None) -> None:
     """docs/explore is self-contained."""
-    page = Path(app.srcdir) / "explore"
+    page = Path(app.srcdir) / "explore/index.html"
     if exception is None and page.exists():
-        shutil.copytree(page, Path(app.outdir) / "explore", dirs_exist_ok=True)
+        (Path(app.outdir) / "explore").mkdir(exist_ok=True)
+        shutil.copy(page, Path(app.outdir) / "explore")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

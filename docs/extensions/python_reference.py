@@ -208,8 +208,16 @@ def signature(
     return re.sub(r"=\s?<function [^=]*? at 0x[0-9a-f]+>", "=...", shown), returns
 
 
+def code(_: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """Have a parameter's name between backticks be code. A name with a dot or a capital stays a
+    link.
+    """
+    lines[:] = [re.sub(r"(?<!`)`([^`A-Z.]+)`(?!`)", r"``\1``", line) for line in lines]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     folder = app.srcdir / "reference" / "python"
     app.connect("builder-inited", lambda _: write(folder, dict(pages())))
     app.connect("autodoc-process-signature", signature)
+    app.connect("autodoc-process-docstring", code)
     return {"parallel_read_safe": True}
