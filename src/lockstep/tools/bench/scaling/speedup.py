@@ -94,14 +94,8 @@ class Scaling:
         return "\n".join(lines)
 
     def plot(self, file: Path | str) -> None:
-        """Draw speedup and efficiency against workers: ideal, measured with its quartiles, and
-        predicted.
-
-        Args:
-            file: .png or .svg.
-
-        Raises:
-            UsageError: matplotlib is not installed.
+        """Draw speedup and efficiency against workers: ideal, measured with its quartiles,
+        predicted. Raises UsageError without matplotlib.
         """
         with picture(file, 2, 9, 3.8) as (figure, axes):
             for axis, what in zip(axes, ("speedup", "efficiency"), strict=True):
